@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from meshmark.run.forkserver_launcher import ForkserverLauncher
+    from meshmark.launch.launchers import ForkserverLauncher
 
 LONGEST = [
     f"test_{name}.py"
@@ -77,8 +77,8 @@ def noise_is_measured_once(request: pytest.FixtureRequest, tmp_path_factory: pyt
 @pytest.fixture(scope="session")
 def launcher() -> Iterator[ForkserverLauncher]:
     """One a worker, for PyTorch and frameworks are imported once in it; a test that harms it has one of its own."""
-    from meshmark.run.cluster import Cluster, ClusterSpec
-    from meshmark.run.forkserver_launcher import ForkserverLauncher
+    from meshmark.launch.cluster import Cluster, ClusterSpec
+    from meshmark.launch.launchers import ForkserverLauncher
 
     with Cluster(ClusterSpec()) as cluster, contextlib.closing(ForkserverLauncher(cluster)) as started:
         yield started

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from meshmark.adapter.registry import builtin_adapters
-from meshmark.cli import main
-from meshmark.run.record_file import RecordFile
+from meshmark.cli.commands import main
+from meshmark.records.record_file import RecordFile
 from tests.factories import make_good, make_timed
 
 ROOT = Path(__file__).parent.parent
@@ -210,7 +210,7 @@ def test_a_reader_who_has_enough_is_no_error() -> None:
 def test_help_imports_nothing_that_takes_long() -> None:
     """0.3 s is asked for, of which Python itself takes a third; seconds are too noisy to test, imports are not."""
     program = (
-        "import sys; from meshmark.cli import main\n"
+        "import sys; from meshmark.cli.commands import main\n"
         "try: main(['--help'])\n"
         "finally: print(*sys.modules, file=sys.stderr)"
     )

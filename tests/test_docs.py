@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from meshmark.cli import main
+from meshmark.cli.commands import main
+from meshmark.cli.suite_file import CASES, GATES, OPTIONS
 from meshmark.plan.frameworks import FRAMEWORKS
 from meshmark.plan.layout_columns import READ
-from meshmark.run.schema import schema
+from meshmark.records.schema import schema
 from meshmark.spec import workload
 from meshmark.spec.hardware import GPUS
 from meshmark.spec.layout_id import GLOSSARY
-from meshmark.suite_file import CASES, GATES, OPTIONS
 from studies import docs_schema
 
 ROOT = Path(__file__).parent.parent

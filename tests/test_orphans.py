@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from meshmark.run.record_file import read_records
+from meshmark.records.record_file import read_records
 
 ROOT = Path(__file__).parent.parent
 END_SECONDS = 15
@@ -109,7 +109,7 @@ def test_a_signal_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
     """Otherwise the run would end with the terminal after all."""
     code = (
         "import signal; signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
-        "from meshmark.plugin import _signals_end_like_ctrl_c\n"
+        "from meshmark.pytest_plugin.plugin import _signals_end_like_ctrl_c\n"
         "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
         "with _signals_end_like_ctrl_c():\n"
         "    signal.raise_signal(signal.SIGHUP)\n"

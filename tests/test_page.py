@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from meshmark.cli import main
+from meshmark.cli.commands import main
 from meshmark.judge.deviation import Deviation, QuantityKind
+from meshmark.records.record import EquivalenceEvidence, Outcome, Record, Status
+from meshmark.records.record_file import RecordFile
+from meshmark.records.session import Attempt, Ending, Session
 from meshmark.report.table import Cell, bytes_cell, number, to_cell, yes_or_no
-from meshmark.run.record import EquivalenceEvidence, Outcome, Record, Status
-from meshmark.run.record_file import RecordFile
-from meshmark.run.session import Attempt, Ending, Session
 from meshmark.spec.layout import Layout
 from tests.factories import make_case, make_good, make_timed, make_verdict
 from tests.hostile_texts import HOSTILE

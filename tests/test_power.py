@@ -16,7 +16,7 @@ from benchmarks.smallest import Smallest, correct_case, searches, sizes
 from benchmarks.trials import Cell, Trial
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.conformance.finding import decide
-from meshmark.run.record import Outcome, Status
+from meshmark.records.record import Outcome, Status
 from meshmark.serial import decode, encode
 from meshmark.spec.algorithm import SYNCHRONOUS, algorithm_classes
 from meshmark.spec.precision import Precision

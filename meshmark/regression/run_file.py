@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from meshmark.errors import ResultsError
+from meshmark.records.migration import migrate
+from meshmark.records.request import Task
 from meshmark.regression.conditions import READERS
-from meshmark.run.migration import migrate
-from meshmark.run.request import Task
 from meshmark.serial import decode
 from meshmark.spec.case import Case
 

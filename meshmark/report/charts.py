@@ -12,9 +12,9 @@ import plotly.graph_objects as go
 
 from meshmark.errors import EvidenceError
 from meshmark.measure.readings import Collective, MemoryReading
+from meshmark.records.record import Record
 from meshmark.report.markdown import one_line
 from meshmark.report.results import CaseResult
-from meshmark.run.record import Record
 from meshmark.run.throughput import throughput
 
 _CATEGORIES = {

@@ -16,6 +16,9 @@ import jinja2
 from markupsafe import Markup
 
 from meshmark.errors import ResultsError
+from meshmark.records.record import Record
+from meshmark.records.record_file import Reading
+from meshmark.records.session import Attempt
 from meshmark.report import tables
 from meshmark.report.baseline import Baseline
 from meshmark.report.clause_grid import Clauses, clauses
@@ -27,9 +30,6 @@ from meshmark.report.render import headline
 from meshmark.report.results import CaseResult, newest, results
 from meshmark.report.sections import sections
 from meshmark.report.table import Table, filled
-from meshmark.run.record import Record
-from meshmark.run.record_file import Reading
-from meshmark.run.session import Attempt
 
 INSTALL = 'pip install "meshmark[html]"'
 

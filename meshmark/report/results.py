@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from meshmark.records.record import Record, Status
+from meshmark.records.request import Task
 from meshmark.report.table import Cell
-from meshmark.run.record import Record, Status
-from meshmark.run.request import Task
 from meshmark.spec.case import Case
 
 
