@@ -36,6 +36,7 @@ from meshmark.passes import kernels
 from meshmark.passes.clauses import endure, fail, overflow, repeat_with_dropout
 from meshmark.passes.kernels import pinned
 from meshmark.passes.links import measure_links
+from meshmark.passes.localise import localise
 from meshmark.passes.noise import measure_noise
 from meshmark.passes.observe import observe, retrace
 from meshmark.passes.resume import lose_a_rank, resume, save_halfway
@@ -62,6 +63,7 @@ _TASKS = {
     Task.ENDURE: endure,
     Task.DROPOUT: repeat_with_dropout,
     Task.OVERFLOW: overflow,
+    Task.LOCALISE: localise,
     Task.FAIL: fail,
 }
 

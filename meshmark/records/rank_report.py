@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from meshmark.judge.beginning import Beginning
 from meshmark.judge.deviation import Deviations, Drift
 from meshmark.judge.faults import Diagnosis
 from meshmark.judge.tolerance_model import Comparisons
@@ -65,6 +66,8 @@ class RankReport:
     """TIME: of the monotonic clock, from before the first lap to after the last."""
     device_memory: DeviceMemory | None = None
     """TIME, on a GPU: of the timed steps."""
+    beginning: Beginning | None = None
+    """LOCALISE: the first deviation of this rank; None where it has none."""
     profile: Profile | None = None
     """PROFILE."""
     samples: dict[str, list[float]] = field(default_factory=dict)
