@@ -86,6 +86,8 @@ ROSTER: dict[str, str] = {
     "hf-trainer": "meshmark.adapters.hf_trainer:HFTrainer",
     "hf-trainer-fsdp2": "meshmark.adapters.hf_trainer:HFTrainerFSDP2",
     "hf-trainer-deepspeed": "meshmark.adapters.hf_trainer:HFTrainerDeepSpeed",
+    "hf-trainer-recommended": "meshmark.adapters.hf_trainer:HFTrainerRecommended",
+    "hf-trainer-deepspeed-given": "meshmark.adapters.hf_trainer:HFTrainerDeepSpeedGiven",
     "hf-trainer-rank-means": "meshmark.adapters.hf_trainer:HFTrainerRankMeans",
     "lightning-trainer": "meshmark.adapters.lightning_trainer:LightningTrainer",
     "lightning-trainer-fsdp": "meshmark.adapters.lightning_trainer:LightningTrainerFSDP",

@@ -19,11 +19,18 @@ from meshmark.adapters.accelerate import AccelerateFSDP2
 from meshmark.adapters.ddp import DDPRecommended
 from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
-from meshmark.adapters.hf_trainer.loop import HFDeepSpeedLoop, HFFSDP2Loop, HFLoop
+from meshmark.adapters.hf_trainer.loop import (
+    HFDeepSpeedLoop,
+    HFFSDP2Loop,
+    HFGivenOptimizerLoop,
+    HFLoop,
+    HFOwnOptimizerLoop,
+)
 from meshmark.adapters.hf_trainer.rows import uncountable
 from meshmark.reference.build import parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
+from meshmark.spec.optimizer import OptimizerKind
 from meshmark.spec.precision import Precision
 from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException
 
@@ -108,6 +115,19 @@ class HFTrainerRankMeans(HFTrainer):
         return DDPRecommended.traffic_exceptions(case, rank)
 
 
+class HFTrainerRecommended(HFTrainer):
+    """The optimizer that the Trainer makes of its arguments, which decays no norm and no bias."""
+
+    track: ClassVar = Track.AUTHORS
+    loop: ClassVar = HFOwnOptimizerLoop
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        if case.workload.optimizer.kind is not OptimizerKind.ADAMW:
+            return f"{case.adapter} does not support {case.workload.optimizer.kind} (adamw is what it is asked for)"
+        return super().supports(case, device, backend)
+
+
 class HFTrainerFSDP2(AccelerateFSDP2):
     """`fsdp=True`: blocks are sharded each on its own, the rest with the model, reduced in every micro-batch."""
 
@@ -118,6 +138,7 @@ class HFTrainerFSDP2(AccelerateFSDP2):
         zero_stages=frozenset({3}),
         lacks={**AccelerateFSDP2.capabilities.lacks, **LOOP_LACKS},
     )
+    loop: ClassVar[type[HFLoop]] = HFFSDP2Loop
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
@@ -130,7 +151,7 @@ class HFTrainerFSDP2(AccelerateFSDP2):
         return (*super().traffic_exceptions(case, rank), counts_tokens(case), *norm)
 
     def build(self, case: Case, context: RankContext) -> Engine:
-        return LoopEngine(case, context, HFFSDP2Loop(case, context, {}))
+        return LoopEngine(case, context, self.loop(case, context, {}))
 
 
 class HFTrainerDeepSpeed(DeepSpeed):
@@ -147,6 +168,7 @@ class HFTrainerDeepSpeed(DeepSpeed):
             Feature.RESHARD: "the Trainer reads no universal checkpoints of DeepSpeed",
         },
     )
+    loop: ClassVar[type[HFLoop]] = HFDeepSpeedLoop
 
     @classmethod
     def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
@@ -163,8 +185,14 @@ class HFTrainerDeepSpeed(DeepSpeed):
         return (*super().traffic_exceptions(case, rank), counts_tokens(case))
 
     def build(self, case: Case, context: RankContext) -> Engine:
-        return LoopDeepSpeedEngine(case, context, HFDeepSpeedLoop(case, context, {}))
+        return LoopDeepSpeedEngine(case, context, self.loop(case, context, {}))
 
 
 class LoopDeepSpeedEngine(LoopEngine, DeepSpeedEngine):
     """A loop that has made a `deepspeed.DeepSpeedEngine` of the model."""
+
+
+class HFTrainerDeepSpeedGiven(HFTrainerDeepSpeed):
+    """`Trainer(optimizers=...)` under DeepSpeed, which drops the optimizer that it is given."""
+
+    loop: ClassVar[type[HFLoop]] = HFGivenOptimizerLoop

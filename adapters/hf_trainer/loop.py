@@ -191,6 +191,30 @@ def schedule_of(spec: OptimizerSpec, optimizer: torch.optim.Optimizer) -> Any:  
     return build_schedule(spec, optimizer) or torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
 
+class HFOwnOptimizerLoop(HFLoop):
+    """A Trainer that makes its optimizer of its arguments."""
+
+    def training_arguments(self) -> dict[str, Any]:
+        return {**super().training_arguments(), **optimizer_arguments(self.case.workload.optimizer)}
+
+    def optimizers(self, model: nn.Module) -> tuple[Any, Any]:
+        return None, None
+
+
+def optimizer_arguments(spec: OptimizerSpec) -> dict[str, Any]:
+    """Return the workload's AdamW and its schedule as `TrainingArguments` take them."""
+    return {
+        "optim": "adamw_torch",
+        "learning_rate": spec.learning_rate,
+        "adam_beta1": spec.betas[0],
+        "adam_beta2": spec.betas[1],
+        "adam_epsilon": spec.eps,
+        "weight_decay": spec.weight_decay,
+        "lr_scheduler_type": "constant_with_warmup" if spec.warmup_steps else "constant",
+        "warmup_steps": spec.warmup_steps,
+    }
+
+
 class HFFSDP2Loop(HFLoop):
     """A Trainer under FSDP2."""
 
@@ -279,6 +303,19 @@ class HFDeepSpeedLoop(HFLoop):
 
     def norm_before_clipping(self) -> Tensor:
         return torch.as_tensor(self.trainer.deepspeed.get_global_grad_norm())
+
+
+class HFGivenOptimizerLoop(HFDeepSpeedLoop):
+    """A Trainer under DeepSpeed that is given its optimizer, as under DDP; its own arguments say the same."""
+
+    def training_arguments(self) -> dict[str, Any]:
+        return {**super().training_arguments(), **optimizer_arguments(self.case.workload.optimizer)}
+
+    def trainer_class(self) -> type[Any]:
+        return HFLoop.trainer_class(self)
+
+    def optimizers(self, model: nn.Module) -> tuple[Any, Any]:
+        return HFLoop.optimizers(self, model)
 
 
 def _callback(loop: HFLoop) -> Any:  # noqa: ANN401
