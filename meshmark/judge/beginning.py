@@ -148,7 +148,7 @@ class Recorder:
             ]
         for raw, parameter in self.root.named_parameters():
             if parameter.requires_grad and type(parameter) is nn.Parameter:
-                self._handles.append(parameter.register_hook(self._parameter(canonical(raw))))
+                self._handles.append(parameter.register_hook(self._parameter(canonical(raw))))  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -298,7 +298,7 @@ def _replay(call: Call, values: Mapping[str, Tensor], workload: Workload, batch:
         [replayed] = recorder.calls
         for name, leaf in leaves.items():
             if leaf.requires_grad:
-                leaf.register_hook(recorder._parameter(name))
+                leaf.register_hook(recorder._parameter(name))  # type: ignore[no-untyped-call]
         outputs = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         given = [g for g in call.output_gradient if g is not None]
         if given and len(given) == len(outputs):

@@ -36,9 +36,13 @@ def localise(request: Request, adapter: Adapter, context: RankContext, started: 
 def begins(engine: Engine, request: Request, rank: int) -> Beginning | None:
     """Return where this rank first deviates, in the first step in which any does; None where it does in none.
 
-    Raises `AdapterError` for an engine whose ranks do not each run the whole model.
+    Raises `AdapterError` for an engine whose ranks do not each run the whole model, and in 16 bits.
     """
     case = request.case
+    if case.precision.is_mixed:
+        raise AdapterError(
+            f"modules are compared in fp32 and fp64, for 16 bits round too much: this case is in {case.precision}"
+        )
     if not isinstance(engine, DataParallelEngine) or case.layout.tp * case.layout.pp * case.layout.cp > 1:
         raise AdapterError(
             f"{case.adapter}: modules are compared where every rank runs the whole model; this one's do not"

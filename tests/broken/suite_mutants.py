@@ -24,7 +24,7 @@ from tests.broken import timed as c
 from tests.broken import traffic as t
 from tests.broken import updates as u
 from tests.broken import vision as v
-from tests.broken.modules import ONE_MODULE
+from tests.broken.modules import ONE_MODULE, BackwardScaled, ForwardScaled
 from tests.broken.mutant import (
     AMOEBANET,
     COATNET,
@@ -68,6 +68,8 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("lightning-trainer", y.StepsScheduleByMicroBatch, F.UPDATE, workload=WARMING),
     # Single modules, which `--localise` names
     *(mutant for defect in ONE_MODULE for mutant in on("ddp", defect)),
+    *on("fsdp2 hf-trainer hf-trainer-fsdp2 hf-trainer-deepspeed lightning-trainer", ForwardScaled),
+    *on("fsdp2 hf-trainer hf-trainer-deepspeed", BackwardScaled),
     # Scaling
     *on("ddp fsdp2 megatron fairscale-oss fairscale-fsdp", g.OverMicroBatches, F.SCALED),
     *on("gpipe pipeline", g.ScalesGrads, F.SCALED),
