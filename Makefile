@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 REPORT ?= results/report.md
 
 .PHONY: help install report conformance test lint types docs clean \
-        tables twins validate convergence throttled dry-runs coatnet architectures roster roster-page \
+        tables twins validate convergence throttled dry-runs coatnet architectures trainers roster roster-page \
         power power-page power-long chaos fuzz gate cluster-test size bench gpu horovod
 
 help:  ## List the targets.
@@ -90,6 +90,9 @@ coatnet: install  ## As a CoAtNet grows: data parallelism, ZeRO, offload or a pi
 
 architectures: install  ## Models of Hugging Face Transformers under four frameworks: reports/architectures.md.
 	$(BIN)/python -m studies.architectures
+
+trainers: install  ## What trainers that own their loop really optimise: reports/trainers.md.
+	$(BIN)/python -m studies.trainers
 
 roster: install  ## Every adapter, variants too, by capability: reports/roster.md. Goes on where it was cut off.
 	$(BIN)/python -m benchmarks.roster
