@@ -43,7 +43,7 @@ class ScriptLoop(Loop):
                 model.require_backward_grad_sync = micro == layout.num_micro_batches - 1
                 share = loss_share(model(rows.inputs), rows, self.case.workload.loss)
                 loss = share * rows.total_weight / rows.weights.sum() / layout.num_micro_batches
-                loss.backward()
+                torch.autograd.backward(loss)
                 total += loss.detach()
             self.gradients_complete(total / layout.dp)
             norm = None if spec.clip_norm is None else nn.utils.clip_grad_norm_(model.parameters(), spec.clip_norm)

@@ -29,7 +29,7 @@ from meshmark.text import clip
 
 PAGE, RESULTS = Path("reports/trainers.md"), Path("results/trainers")
 WORKLOAD, LAYOUTS = "gpt-mini", "dp2.mb2,dp2.zero2.mb2,dp2.zero3.mb2"
-SUITES = ("equivalence", "memory", "communication", "throughput")
+SUITES = ("equivalence", "memory", "communication")
 RESUMES = "resume"
 
 
@@ -66,8 +66,8 @@ Trainers that own their loop, built by their own arguments, run by themselves, a
 and where a step is done. Made by `make trainers` at commit {environment.commit} on {environment.machine}: two ranks,
 two micro-batches each, rows of unequal length, in float32.
 
-**{right} of {len(rows)} optimise the mean over all tokens of the global batch**, with the optimizer that they were asked
-for. What the others do instead is in the table; it is what they do by the arguments that they have here.
+**{right} of {len(rows)} optimise the mean over all tokens of the global batch**, with the optimizer that they were
+asked for. What the others do instead is in the table; it is what they do by the arguments that they have here.
 
 {markdown(rows)}
 
@@ -78,11 +78,11 @@ for. What the others do instead is in the table; it is what they do by the argum
 ## How it was obtained
 
 - *optimises*: every gradient and update of five steps is held against one process in float64. What fails is explained
-  by the fault that would look like it. The smallest error of a gradient that would have been seen is {_detects(every)} of
-  its norm.
+  by the fault that would look like it. The smallest error of a gradient that would have been seen is
+  {_detects(every)} of its norm.
 - *memory*, *traffic*: bytes by category and collectives by group, against theory and what the adapter declares.
-- *resumes*: half of the steps, a checkpoint by the trainer's own means, and the other half in new processes are one run.
-- A number of tokens a second is on this machine, with processes that share its cores.
+- *resumes*: half of the steps, a checkpoint by the trainer's own means, and the other half in new processes are one
+  run.
 - Versions: {versions}.
 """
 
@@ -105,19 +105,14 @@ def _row(result: CaseResult, records: Sequence[Record]) -> dict[str, object]:
         "memory": _as_planned(record, "memory"),
         "traffic": _as_planned(record, "communication"),
         "resumes": _resumes(result, records),
-        "rate": result.throughput.text if hasattr(result, "throughput") else "",
     }
 
 
 def _as_planned(record: Record, suite: str) -> str:
     verdict = record.verdict(suite)
-    return (
-        "not judged"
-        if verdict is None
-        else "as planned"
-        if verdict.passed
-        else f"**{inline(clip(verdict.summary, 90))}**"
-    )
+    if verdict is None:
+        return "not judged"
+    return "as planned" if verdict.passed else f"**{inline(clip(verdict.summary, 90))}**"
 
 
 def _resumes(result: CaseResult, records: Sequence[Record]) -> str:
@@ -133,14 +128,9 @@ def _resumes(result: CaseResult, records: Sequence[Record]) -> str:
     if not own:
         return "–"
     found = judge_clause(clause, own)
-    yes = found.result is ClauseResult.PASS
-    return (
-        "yes"
-        if yes
-        else "–"
-        if found.result is ClauseResult.UNSUPPORTED
-        else f"**{inline(clip(found.evidence, 120))}**"
-    )
+    if found.result is ClauseResult.UNSUPPORTED:
+        return "–"
+    return "yes" if found.result is ClauseResult.PASS else f"**{inline(clip(found.evidence, 120))}**"
 
 
 def _first_paragraph(name: str) -> str:
