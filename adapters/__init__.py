@@ -90,9 +90,9 @@ ROSTER: dict[str, str] = {
     "hf-trainer-recommended": "meshmark.adapters.hf_trainer:HFTrainerRecommended",
     "hf-trainer-deepspeed-given": "meshmark.adapters.hf_trainer:HFTrainerDeepSpeedGiven",
     "hf-trainer-rank-means": "meshmark.adapters.hf_trainer:HFTrainerRankMeans",
-    "lightning-trainer": "meshmark.adapters.lightning_trainer:LightningTrainer",
-    "lightning-trainer-fsdp": "meshmark.adapters.lightning_trainer:LightningTrainerFSDP",
-    "lightning-trainer-fsdp2": "meshmark.adapters.lightning_trainer:LightningTrainerFSDP2",
-    "lightning-trainer-recommended": "meshmark.adapters.lightning_trainer:LightningTrainerRecommended",
+    "lightning-trainer": "meshmark.adapters.pytorch_lightning:LightningTrainer",
+    "lightning-trainer-fsdp": "meshmark.adapters.pytorch_lightning:LightningTrainerFSDP",
+    "lightning-trainer-fsdp2": "meshmark.adapters.pytorch_lightning:LightningTrainerFSDP2",
+    "lightning-trainer-recommended": "meshmark.adapters.pytorch_lightning:LightningTrainerRecommended",
 }
 """What runs where it is named, or by `make roster`."""

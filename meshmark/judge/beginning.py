@@ -23,9 +23,9 @@ from torch.utils.hooks import RemovableHandle
 
 from meshmark.judge.buffers import doubles, exact_model, fresh_buffers
 from meshmark.judge.deviation import Tensors
-from meshmark.reference.data import Batch
+from meshmark.reference.data import Batch, make_batch
 from meshmark.reference.initial import random_bits
-from meshmark.spec.precision import Precision
+from meshmark.spec.case import Case
 from meshmark.spec.workload import Workload
 
 NOISE_RUNS = 3
@@ -209,23 +209,15 @@ def _copy(value: Any) -> Any:  # noqa: ANN401
 def first_deviation(
     calls: Sequence[Call],
     parameters: Tensors,
-    workload: Workload,
-    batch: Batch,
-    precision: Precision,
+    case: Case,
     rank: int,
     step: int,
 ) -> Beginning | None:
-    """Return where one rank's step first deviates; None where nothing does. `parameters`: before the step, whole.
-
-    `batch`: the global one, which says what this step of the workload leaves out.
-    """
-    place = 0
+    """Return where one rank's step first deviates; None where nothing does. `parameters`: before the step, whole."""
+    workload, batch, place = case.workload, make_batch(case.workload, step), 0
     for number, call in enumerate(calls):
         exact = _replay(call, doubles(parameters), workload, batch)
-        noise = [
-            _replay(call, _perturbed(parameters, workload, precision, run), workload, batch)
-            for run in range(NOISE_RUNS)
-        ]
+        noise = [_replay(call, _perturbed(parameters, case, run), workload, batch) for run in range(NOISE_RUNS)]
         judge = functools.partial(_ratio, call.notes, exact, noise)
 
         def is_off(key: Key, judge: Callable[[Key], float] = judge) -> bool:
@@ -306,12 +298,12 @@ def _replay(call: Call, values: Mapping[str, Tensor], workload: Workload, batch:
     return replayed.notes
 
 
-def _perturbed(parameters: Tensors, workload: Workload, precision: Precision, run: int) -> dict[str, Tensor]:
+def _perturbed(parameters: Tensors, case: Case, run: int) -> dict[str, Tensor]:
     """Return float32 values off by up to half a unit in the last place of the precision that products run in."""
-    ulp = 2.0 ** -(precision.compute.mantissa_bits + 1)
+    ulp = 2.0 ** -(case.precision.compute.mantissa_bits + 1)
     found = {}
     for name, value in parameters.items():
         exact = torch.from_numpy(value.copy()).double()
-        bits = random_bits(f"beginning/{run}/{name}", tuple(exact.shape), seed=workload.seed)
+        bits = random_bits(f"beginning/{run}/{name}", tuple(exact.shape), seed=case.workload.seed)
         found[name] = (exact * (1 + (bits & 0xFFFF).double().div(0xFFFF).mul(2).sub(1) * ulp)).float()
     return found

@@ -52,7 +52,7 @@ def begins(engine: Engine, request: Request, rank: int) -> Beginning | None:
         batch, before = make_batch(case.workload, step), host_parameters(engine, case.workload)
         with Recorder(engine.inner()) as recorder:
             engine.backward(batch)
-        found = first_deviation(recorder.calls, before, case.workload, batch, case.precision, rank, step)
+        found = first_deviation(recorder.calls, before, case, rank, step)
         engine.update()
         rank_progress.advance()
         if any(all_gather_json(found is not None)) if dist.is_initialized() else found:

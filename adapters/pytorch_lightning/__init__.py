@@ -109,7 +109,7 @@ class LightningTrainer(DDP):
     def build(self, case: Case, context: RankContext) -> Engine:
         from pytorch_lightning.strategies import DDPStrategy
 
-        from meshmark.adapters.lightning_trainer.loop import LightningLoop
+        from meshmark.adapters.pytorch_lightning.loop import LightningLoop
 
         strategy = DDPStrategy(
             gradient_as_bucket_view=True,
@@ -188,7 +188,7 @@ class LightningTrainerFSDP(FSDP1):
         from pytorch_lightning.strategies import FSDPStrategy
         from torch.distributed.fsdp import FullyShardedDataParallel
 
-        from meshmark.adapters.lightning_trainer.loop import LightningFSDPLoop
+        from meshmark.adapters.pytorch_lightning.loop import LightningFSDPLoop
 
         class Strategy(FSDPStrategy):  # type: ignore[misc]
             def _setup_model(self, model: nn.Module) -> nn.Module:
@@ -232,7 +232,7 @@ class LightningTrainerFSDP2(FSDP2):
         from pytorch_lightning.strategies import ModelParallelStrategy
         from torch.distributed.fsdp import fully_shard
 
-        from meshmark.adapters.lightning_trainer.loop import LightningFSDP2Loop
+        from meshmark.adapters.pytorch_lightning.loop import LightningFSDP2Loop
 
         def parallelize(model: Any, mesh: Any) -> None:  # noqa: ANN401
             for block in model.blocks.values():
