@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,10 @@ LONGEST = [
     )
 ]
 """In this order before all others: a file runs as a whole, and one that were left to the end would run alone."""
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for processes that tests start; see the Makefile
+if "torch" in sys.modules:  # which has read the variable already
+    sys.modules["torch"].set_num_threads(1)
 
 for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_TESTRUNUID"):
     os.environ.pop(name, None)  # the runs of pytest that tests start are on their own: pytest-benchmark asks for these

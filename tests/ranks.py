@@ -87,6 +87,10 @@ def _exit_message(script: Path, operators: Sequence[str], rank: int) -> str:
         from meshmark.adapters.deepspeed import operators as built
 
         built.load(*operators)
+    if script.name.startswith("deepspeed_"):
+        from deepspeed.comm import torch as backend
+
+        backend.build_shm_op = lambda: None  # DeepSpeed would compile it for minutes; without it, gloo does the same
     if script.name.startswith("horovod_"):
         start_horovod(rank)
     try:

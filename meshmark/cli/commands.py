@@ -49,11 +49,12 @@ class _Help(argparse.HelpFormatter):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0, 1 where a gate failed, or 2 for a mistake of the user's."""
+    if sys.stdout is None:  # closed by whoever started this
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     parsed = _parser().parse_args(arguments)
     try:
         code = parsed.run(parsed) or 0
-        if sys.stdout:
-            sys.stdout.flush()  # here, where what becomes of it can be told
+        sys.stdout.flush()  # here, where a failure can still be reported
         return code
     except MeshmarkError as error:
         from meshmark.report.markdown import visible

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from meshmark.errors import InputError, ResultsError, UnknownNameError
+from meshmark.errors import InputError, ResultsError, UnknownNameError, refuse_device
 from meshmark.records.record import SCHEMA
 from meshmark.records.record_file import Reading, RecordFile, read_records
 from meshmark.records.session import Attempt, Ending, Session, standing
@@ -135,6 +135,7 @@ class SuiteFile:
 
 def read_suite(path: Path) -> SuiteFile:
     """Raises `InputError`, with the table and the key, for what cannot be read or is not known."""
+    refuse_device(path)
     try:
         said = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -7,6 +7,7 @@ import gc
 import importlib
 import os
 import pickle
+import select
 import signal
 import socket
 import sys
@@ -28,6 +29,10 @@ READY = "ready"
 """What a server says when its modules are imported."""
 CUDA_STARTED = "CUDA was started"
 """What it says if one of them did that: CUDA cannot be used in a fork of such a process."""
+_END_SECONDS = 10.0
+"""How long a killed server may take to end."""
+_BETWEEN_SECONDS = 2.0
+"""How much later than its server a killed launcher may be seen to end: the kernel ends them in either order."""
 LEAVE = "leave"
 """What a launcher says that ends a server; one that does not is gone, and has cleaned nothing up."""
 
@@ -72,16 +77,45 @@ def execute(command: Sequence[str], environment: Mapping[str, str], log: str) ->
 
 def main(handle: int) -> NoReturn:
     """A server's process, from its start to its end; its arguments are modules."""
+    janitor = _start_janitor(handle)
     die_with_parent(int(os.environ[LAUNCHER]))  # an import can hang
-    _serve(Connection(handle), sys.argv[1:])
+    _serve(Connection(handle), sys.argv[1:], janitor)
 
 
-def _serve(channel: Connection, modules: Sequence[str]) -> NoReturn:
+def _start_janitor(handle: int) -> int:
+    """Fork a process that removes the launcher's folders if the launcher is killed while this server imports.
+
+    The kernel then kills the server too, which cannot clean up. Return the process's number, 0 where there is none.
+    """
+    if not hasattr(os, "pidfd_open"):
+        return 0
+    server, launcher = os.getpid(), int(os.environ[LAUNCHER])
+    if janitor := os.fork():
+        return janitor
+    try:
+        os.close(handle)  # or the launcher would not see that the server has ended
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        of_server = os.pidfd_open(server)
+        with contextlib.suppress(ProcessLookupError):  # which is gone already
+            of_launcher = os.pidfd_open(launcher)
+            select.select([of_launcher, of_server], [], [])
+            if not select.select([of_launcher], [], [], _BETWEEN_SECONDS)[0]:
+                return 0  # the server alone has ended, and its launcher cleans up
+        select.select([of_server], [], [], _END_SECONDS)
+        remove_folders(os.environ[FOLDERS])
+    finally:
+        os._exit(0)
+
+
+def _serve(channel: Connection, modules: Sequence[str], janitor: int = 0) -> NoReturn:
     """Import `modules`, say so, and do what the launcher asks for until it is gone."""
     adopt_orphans()
     _import(modules)
     gc.freeze()  # keeps the children's collector from touching, and so copying, every shared page
     die_with_parent(None)  # from here on the server sees by itself that the launcher is gone, and ends its children
+    if janitor:
+        os.kill(janitor, signal.SIGKILL)
+        os.waitpid(janitor, 0)
     told = False
     with contextlib.suppress(EOFError, OSError):
         channel.send(CUDA_STARTED if _has_started_cuda() else READY)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from meshmark.environment import Environment
-from meshmark.errors import ResultsError
+from meshmark.errors import ResultsError, refuse_device
 from meshmark.records.evidence import EvidenceFolder, leave_behind
 from meshmark.records.migration import migrate
 from meshmark.records.record import (
@@ -167,6 +167,7 @@ def read_records(folder: Path, *, latest: bool = False) -> Reading:
     path = folder / "records.jsonl" if folder.is_dir() else folder
     records, sessions, complaints = dict[object, Record](), dict[object, Session](), list[str]()
     shared, offset = _Shared(), 0
+    refuse_device(path)
     try:
         with path.open("rb") as file, _without_collections():
             for number, line in enumerate(file, start=1):
