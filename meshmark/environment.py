@@ -86,6 +86,16 @@ def describe(device: str, backend: str, nnodes: int, command: Iterable[str] | No
     )
 
 
+ENVIRONMENTS = "MESHMARK_ENVIRONMENTS"
+"""Variable with the folder of virtual environments that adapters name; by default .environments beside this one."""
+
+
+def interpreter_of(name: str) -> Path:
+    """Return the Python of the virtual environment called `name`, whether or not it is there."""
+    folder = os.environ.get(ENVIRONMENTS) or str(Path(sys.prefix).parent / ".environments")
+    return Path(folder) / name / "bin" / "python"
+
+
 def installed(distribution: str) -> str | None:
     """Version of an installed distribution; None when it is not."""
     try:

@@ -26,7 +26,7 @@ from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr
 from meshmark import rank_progress
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.registry import load_adapter
-from meshmark.environment import DEFAULT_THREADS
+from meshmark.environment import DEFAULT_THREADS, versions
 from meshmark.errors import ClusterError
 from meshmark.launch.folders import means_no_space
 from meshmark.launch.processes import die_with_parent
@@ -82,6 +82,8 @@ def perform(request: Request, info: RankInfo) -> RankReport | RankFailure:
         with pinned(request.case.tuning):
             report = _TASKS[request.task](request, load_adapter(request.adapter)(), context, started)
             report = dataclasses.replace(report, kernels=kernels.told() | report.kernels)
+            if name := load_adapter(request.adapter).virtual_environment:
+                report = dataclasses.replace(report, versions={"virtual environment": name, **versions()})
         torch.distributed.destroy_process_group()
     except BaseException as error:  # whatever it was, it is this rank's outcome
         return RankFailure(

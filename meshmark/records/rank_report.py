@@ -78,6 +78,8 @@ class RankReport:
     """LINKS: over all ranks."""
     digests: list[str] = field(default_factory=list)
     """On rank 0, for all ranks: a hash of every parameter's bits before the first step and after each."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """Of packages, where the rank ran in a virtual environment of its adapter's."""
     num_replicated: int = 0
     """On rank 0, for all ranks: tensors that more than one rank told, and that were compared bit for bit."""
     gathering_bytes: int = 0
