@@ -14,7 +14,9 @@ from meshmark.adapter.engine import RankContext
 from meshmark.adapter.loop import Dealing, GlobalRows, Loop, LoopEngine, Moment, collate
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.errors import AdapterError
+from meshmark.launch.launchers import ForkserverLauncher
 from meshmark.reference.data import Batch, make_batch
+from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import workload
@@ -124,6 +126,18 @@ def test_a_checkpoint_is_loaded_before_the_first_step_alone(tmp_path: Path) -> N
 def test_a_loop_outside_of_an_engine_says_so(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=Moment.READY):
         Tiny(tmp_path).run(None)
+
+
+@pytest.mark.parametrize("trainer", ["hf-trainer", "lightning-trainer"])
+def test_a_trainer_is_judged_as_an_engine_is(trainer: str, launcher: ForkserverLauncher, tmp_path: Path) -> None:
+    asked = Case(adapter=trainer, workload=GPT, layout=LAYOUT)
+    if reason := load_adapter(builtin_adapters()[trainer]).refusal(asked, "cpu", "gloo"):
+        pytest.skip(reason)
+    runner = Runner(launcher, builtin_adapters(), RunOptions(observed_steps=3), tmp_path)
+    record = runner.observe(asked)
+    runner.close()
+    judged = {verdict.suite: verdict.passed for verdict in record.verdicts}
+    assert judged == {"equivalence": True, "memory": True, "communication": True}, record.outcome.message
 
 
 def test_an_absent_trainer_is_skipped_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
