@@ -23,11 +23,11 @@ deepspeed.ops.__compatible_ops__ = {}  # asked for, it would be filled by runnin
 
 
 class Model(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 1)
 
-    def forward(self, x, labels=None):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"loss": (self.linear(x) - labels).square().mean()}
 
 
