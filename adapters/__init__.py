@@ -89,6 +89,7 @@ ROSTER: dict[str, str] = {
     "hf-trainer-deepspeed": "meshmark.adapters.hf_trainer:HFTrainerDeepSpeed",
     "hf-trainer-recommended": "meshmark.adapters.hf_trainer:HFTrainerRecommended",
     "hf-trainer-deepspeed-given": "meshmark.adapters.hf_trainer:HFTrainerDeepSpeedGiven",
+    "hf-trainer-model-loss": "meshmark.adapters.hf_trainer:HFTrainerModelLoss",
     "hf-trainer-rank-means": "meshmark.adapters.hf_trainer:HFTrainerRankMeans",
     "lightning-trainer": "meshmark.adapters.pytorch_lightning:LightningTrainer",
     "lightning-trainer-fsdp": "meshmark.adapters.pytorch_lightning:LightningTrainerFSDP",

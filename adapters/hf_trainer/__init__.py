@@ -24,9 +24,10 @@ from meshmark.adapters.hf_trainer.loop import (
     HFFSDP2Loop,
     HFGivenOptimizerLoop,
     HFLoop,
+    HFModelLossLoop,
     HFOwnOptimizerLoop,
 )
-from meshmark.adapters.hf_trainer.rows import uncountable
+from meshmark.adapters.hf_trainer.rows import no_model_of_transformers, uncountable
 from meshmark.reference.build import parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
@@ -113,6 +114,16 @@ class HFTrainerRankMeans(HFTrainer):
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         return DDPRecommended.traffic_exceptions(case, rank)
+
+
+class HFTrainerModelLoss(HFTrainer):
+    """The model computes its own loss, as in most scripts; models of Transformers alone (`--workload hf:FILE.json`)."""
+
+    loop: ClassVar = HFModelLossLoop
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        return no_model_of_transformers(case) or super().supports(case, device, backend)
 
 
 class HFTrainerRecommended(HFTrainer):

@@ -17,7 +17,7 @@ from meshmark.adapters.accelerate.prepare import allow_fsdp_on_cpu, choose_devic
 from meshmark.adapters.deepspeed.config import ds_config
 from meshmark.adapters.deepspeed.config import prepare as prepare_deepspeed
 from meshmark.adapters.deepspeed.engine import is_deepspeed
-from meshmark.adapters.hf_trainer.rows import collator, loss_function
+from meshmark.adapters.hf_trainer.rows import collator, loss_function, model_collator
 from meshmark.errors import AdapterError
 from meshmark.reference.build import block_classes, skeleton
 from meshmark.reference.objective import build_optimizer, build_schedule
@@ -95,13 +95,13 @@ class HFLoop(Loop):
         arguments = TrainingArguments(**self.training_arguments())
         self.configure()
         return self.trainer_class()(
-            model=model,
-            args=arguments,
-            train_dataset=self.rows,
-            data_collator=collator(self.case.workload),
-            compute_loss_func=loss_function(self.case.workload),
-            optimizers=self.optimizers(model),
+            args=arguments, train_dataset=self.rows, optimizers=self.optimizers(model), **self.what_is_trained(model)
         )
+
+    def what_is_trained(self, model: Any) -> dict[str, Any]:  # noqa: ANN401
+        """Return the Trainer's arguments for the model, what it takes and its loss."""
+        workload = self.case.workload
+        return {"model": model, "data_collator": collator(workload), "compute_loss_func": loss_function(workload)}
 
     def hook(self) -> None:
         """Add what calls this loop back. No method is replaced: each does what it did, and says that it was called."""
@@ -189,6 +189,19 @@ def making_optimizer(trainer: type[Any], case: Case) -> type[Any]:
 def schedule_of(spec: OptimizerSpec, optimizer: torch.optim.Optimizer) -> Any:  # noqa: ANN401
     """Return the workload's schedule, of a constant rate where it has none: the Trainer's own would end at zero."""
     return build_schedule(spec, optimizer) or torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
+class HFModelLossLoop(HFLoop):
+    """A Trainer that is given a model of Transformers alone, and takes the loss that the model computes."""
+
+    def what_is_trained(self, model: Any) -> dict[str, Any]:  # noqa: ANN401
+        self.whole = model
+        return {"model": model.model, "data_collator": model_collator(self.case.workload)}
+
+    def inner(self) -> nn.Module:
+        """Return the workload's module around the model, whose names are canonical."""
+        whole: nn.Module = self.whole
+        return whole
 
 
 class HFOwnOptimizerLoop(HFLoop):

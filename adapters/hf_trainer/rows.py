@@ -12,8 +12,9 @@ from meshmark.adapter.loop import collate, unmetered
 from meshmark.reference.data import IGNORED, Batch, make_batch
 from meshmark.reference.objective import loss_share
 from meshmark.reference.own_model import weight_of
+from meshmark.reference.transformers_model import DEFAULT_HEAD, parts_of
 from meshmark.spec.case import Case
-from meshmark.spec.own_model import OwnModelConfig
+from meshmark.spec.own_model import HUGGING_FACE, OwnModelConfig
 from meshmark.spec.workload import Loss, Workload
 
 INPUTS = "x"
@@ -34,6 +35,14 @@ def uncountable(case: Case) -> str | None:
     )
 
 
+def no_model_of_transformers(case: Case) -> str | None:
+    """Return why a case trains no model of Transformers; None where it does."""
+    model = case.workload.model
+    if isinstance(model, OwnModelConfig) and model.target.startswith(HUGGING_FACE):
+        return None
+    return f"{case.adapter} trains models of Transformers alone, by the loss that they compute: --workload hf:FILE.json"
+
+
 def row_weights(model: OwnModelConfig, batch: Batch) -> list[float]:
     """Return the weight of the loss of every row."""
     return [weight_of(model.target, batch.rows(row, row + 1).inputs) for row in range(len(batch))]
@@ -45,6 +54,21 @@ def collator(workload: Workload) -> Callable[[Sequence[Batch]], dict[str, Any]]:
     def collated(rows: Sequence[Batch]) -> dict[str, Any]:
         batch = collate(rows)
         return {INPUTS: batch.inputs, "labels": _labels(workload, batch)}
+
+    return collated
+
+
+def model_collator(workload: Workload) -> Callable[[Sequence[Batch]], dict[str, Any]]:
+    """Return the `data_collator` of a model of Transformers that computes its own loss.
+
+    Labels of next tokens are shifted already, which causal models are told by `shift_labels`.
+    """
+    assert isinstance(workload.model, OwnModelConfig)
+    causal = parts_of(workload.model.target)[1] == DEFAULT_HEAD
+
+    def collated(rows: Sequence[Batch]) -> dict[str, Any]:
+        given: dict[str, Any] = collate(rows).inputs
+        return {**given, "shift_labels": given["labels"]} if causal else given
 
     return collated
 

@@ -52,6 +52,10 @@ def begins(engine: Engine, request: Request, rank: int) -> Beginning | None:
         batch, before = make_batch(case.workload, step), host_parameters(engine, case.workload)
         with Recorder(engine.inner()) as recorder:
             engine.backward(batch)
+        if not recorder.calls:
+            raise AdapterError(
+                f"{case.adapter}: the model was not called as a whole, so its modules cannot be compared"
+            )
         found = first_deviation(recorder.calls, before, case, rank, step)
         engine.update()
         rank_progress.advance()
