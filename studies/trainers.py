@@ -28,6 +28,14 @@ from meshmark.report.results import CaseResult, newest, results
 from meshmark.text import clip
 
 PAGE, RESULTS = Path("reports/trainers.md"), Path("results/trainers")
+MODELS = (
+    "hf:examples/transformers/llama.json",
+    "hf:examples/transformers/gpt2.json",
+    "hf:examples/transformers/bert.json:AutoModelForMaskedLM",
+    "hf:examples/transformers/t5.json:AutoModelForSeq2SeqLM",
+)
+"""Trained by the loss that they compute themselves."""
+OWN_LOSS = "hf-trainer-model-loss"
 WORKLOAD, LAYOUTS = "gpt-mini", "dp2.mb2,dp2.zero2.mb2,dp2.zero3.mb2"
 SUITES = ("equivalence", "memory", "communication")
 RESUMES = "resume"
@@ -38,14 +46,17 @@ def adapters() -> list[str]:
     return [name for name, target in builtin_adapters().items() if GREENLET in load_adapter(target).requires]
 
 
-def run() -> int:
-    """Run the suites and the clause on resuming, and return pytest's exit code."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", "--adapters", ",".join(adapters())]
-    command += ["--results", str(RESULTS)]
-    suites = [*(f"suites/test_{suite}.py" for suite in SUITES), "--workload", WORKLOAD, "--layouts", LAYOUTS]
-    clauses = ["suites/test_conformance.py", "-k", RESUMES]
-    codes = [subprocess.run([*command, *more], check=False).returncode for more in (suites, clauses)]
-    return max(codes)
+def run(chosen: Sequence[str]) -> None:
+    """Run the suites and the clause on resuming over the `chosen` adapters."""
+    base = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", "--results", str(RESULTS)]
+    suites = [*(f"suites/test_{suite}.py" for suite in SUITES), "--layouts", LAYOUTS]
+    if others := [name for name in chosen if name != OWN_LOSS]:
+        named = ["--adapters", ",".join(others)]
+        subprocess.run([*base, *named, *suites, "--workload", WORKLOAD], check=False)
+        subprocess.run([*base, *named, "suites/test_conformance.py", "-k", RESUMES], check=False)
+    if OWN_LOSS in chosen:
+        models = ["--adapters", OWN_LOSS, "--workload", ",".join(MODELS)]
+        subprocess.run([*base, *models, *suites], check=False)
 
 
 def page(records: Sequence[Record]) -> str:
@@ -92,7 +103,8 @@ _RIGHT = "the mean over all tokens"
 
 def _row(result: CaseResult, records: Sequence[Record]) -> dict[str, object]:
     record = result.observed
-    row: dict[str, object] = {"trainer": result.case.adapter, "layout": result.case.layout.id}
+    workload = result.case.workload.name.partition(".")[0]
+    row: dict[str, object] = {"trainer": result.case.adapter, "model": workload, "layout": result.case.layout.id}
     if record is None or result.failed:
         return {**row, "optimises": f"**{inline(result.correctness.text)}**"}
     equivalence = record.verdict("equivalence")
@@ -149,11 +161,12 @@ def _detects(found: Sequence[CaseResult]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m studies.trainers", description=__doc__.partition("\n")[0])
     parser.add_argument("--page-only", action="store_true", help="write the page from the records that are there")
+    parser.add_argument("--adapters", default="", metavar="NAMES", help="run these alone (default: all)")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("-o", "--output", type=Path, default=PAGE)
     parsed = parser.parse_args(arguments)
     if not parsed.page_only:
-        run()  # what fails is what the page tells of
+        run(parsed.adapters.split(",") if parsed.adapters else adapters())  # what fails is what the page tells of
     parsed.output.write_text(page(read_records(parsed.results, latest=True).records))
     return 0
 
