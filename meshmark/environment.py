@@ -32,6 +32,7 @@ PACKAGES = (
     "horovod",
     "torchtitan",
     "transformers",
+    "pytorch-lightning",
 )
 DEFAULT_THREADS = "1"
 """OMP_NUM_THREADS of the ranks where it is not set: they share the machine's cores."""

@@ -20,12 +20,13 @@ from meshmark.adapter.loop import GREENLET
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.conformance.clauses import CLAUSES, judge_clause
 from meshmark.conformance.finding import ClauseResult
+from meshmark.judge.faults import Diagnosis, Fault
 from meshmark.records.record import Record
 from meshmark.records.record_file import read_records
 from meshmark.report.markdown import inline
 from meshmark.report.markdown import table as markdown
 from meshmark.report.results import CaseResult, newest, results
-from meshmark.text import clip
+from meshmark.text import clip, pluralize
 
 PAGE, RESULTS = Path("reports/trainers.md"), Path("results/trainers")
 MODELS = (
@@ -91,7 +92,7 @@ asked for. What the others do instead is in the table; it is what they do by the
 - *optimises*: every gradient and update of five steps is held against one process in float64. What fails is explained
   by the fault that would look like it. The smallest error of a gradient that would have been seen is
   {_detects(every)} of its norm.
-- *memory*, *traffic*: bytes by category and collectives by group, against theory and what the adapter declares.
+- *memory and traffic*: bytes by category and collectives by group, against theory and what the adapter declares.
 - *resumes*: half of the steps, a checkpoint by the trainer's own means, and the other half in new processes are one
   run.
 - Versions: {versions}.
@@ -99,6 +100,8 @@ asked for. What the others do instead is in the table; it is what they do by the
 
 
 _RIGHT = "the mean over all tokens"
+_SAME_BITS = "bitwise equal"
+"""How the clause's evidence starts where both halves are one run."""
 
 
 def _row(result: CaseResult, records: Sequence[Record]) -> dict[str, object]:
@@ -108,23 +111,24 @@ def _row(result: CaseResult, records: Sequence[Record]) -> dict[str, object]:
     if record is None or result.failed:
         return {**row, "optimises": f"**{inline(result.correctness.text)}**"}
     equivalence = record.verdict("equivalence")
-    diagnosis = record.equivalence.diagnosis
-    wrong = (diagnosis.fault + (f": {diagnosis.detail}" if diagnosis.detail else "")) if diagnosis else ""
     right = equivalence is not None and equivalence.passed
+    other = [name for name in ("memory", "communication") if (v := record.verdict(name)) is None or not v.passed]
     return {
         **row,
-        "optimises": _RIGHT if right else f"**{inline(clip(wrong or 'not judged', 160))}**",
-        "memory": _as_planned(record, "memory"),
-        "traffic": _as_planned(record, "communication"),
+        "optimises": _RIGHT if right else f"**{inline(clip(_wrong(record.equivalence.diagnosis), 200))}**",
+        "memory and traffic": f"**not as planned: {', '.join(other)}**" if other else "as planned",
         "resumes": _resumes(result, records),
     }
 
 
-def _as_planned(record: Record, suite: str) -> str:
-    verdict = record.verdict(suite)
-    if verdict is None:
+def _wrong(diagnosis: Diagnosis | None) -> str:
+    """Return what a run does instead; of an update rule, with the parameters that it is of."""
+    if diagnosis is None:
         return "not judged"
-    return "as planned" if verdict.passed else f"**{inline(clip(verdict.summary, 90))}**"
+    text = f"{diagnosis.fault}: {diagnosis.detail}" if diagnosis.detail else str(diagnosis.fault)
+    if diagnosis.fault is not Fault.UPDATE or not diagnosis.names:
+        return text
+    return f"{text}, of {pluralize(diagnosis.num_names, 'parameter')} such as {diagnosis.names[0]}"
 
 
 def _resumes(result: CaseResult, records: Sequence[Record]) -> str:
@@ -136,12 +140,13 @@ def _resumes(result: CaseResult, records: Sequence[Record]) -> str:
         and r.case.adapter == result.case.adapter
         and r.case.layout.zero_stage == result.case.layout.zero_stage
     }
-    if not own:
+    if not own.keys() >= set(CLAUSES[RESUMES].scenarios):
         return "–"
     found = judge_clause(CLAUSES[RESUMES], own)
     if found.result is ClauseResult.UNSUPPORTED:
         return "–"
-    return "yes" if found.result is ClauseResult.PASS else f"**{inline(clip(found.evidence, 120))}**"
+    same = found.evidence.startswith(_SAME_BITS)  # which is what resuming is about, whatever it trains
+    return "yes" if same or found.result is ClauseResult.PASS else f"**{inline(clip(found.evidence, 120))}**"
 
 
 def _first_paragraph(name: str) -> str:
