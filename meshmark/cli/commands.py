@@ -153,6 +153,12 @@ def _add_gaps(parser: argparse.ArgumentParser) -> None:
     add_gaps(parser)
 
 
+def _add_which(parser: argparse.ArgumentParser) -> None:
+    from meshmark.report.which import add_which
+
+    add_which(parser)
+
+
 def _of_planner(name: str) -> AddArguments:
     def add(parser: argparse.ArgumentParser) -> None:
         from meshmark.cli import plan_run
@@ -203,6 +209,7 @@ _COMMANDS: dict[str, tuple[str, AddArguments]] = {
     "show": ("all that is recorded of one case", _of_report("show")),
     "schema": ("the JSON schema of a record, and what may change of it", _of_report("schema")),
     "gaps": ("what frameworks get wrong, each with a script that shows it", _add_gaps),
+    "which": ("which framework and layout for what, from recorded results", _add_which),
     "compare": ("what became better or worse between two results", _of_regression("compare")),
     "baseline": ("accept results as what `pytest suites --baseline` gates by", _of_regression("baseline")),
     "ab": ("two commits, environments or packages in alternation on this machine", _of_regression("ab")),

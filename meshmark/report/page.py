@@ -135,7 +135,7 @@ def _parts(found: Sequence[CaseResult], reading: Reading, baseline: Baseline, co
     yield Part(id="failures", title="What failed", texts=nothing, failures=failed)
     note = "A row a case. Struck out: of a wrong run, which is no result."
     answer = Table(title="Cases", note=note, rows=tables.answer(found))
-    yield Part(id="cases", title="Cases", tables=filled([answer]))
+    yield Part(id="cases", title="Cases", plots=drawn["cases"], tables=filled([answer]))
     for section in sections(found, baseline):
         text = section.note.replace("*", "").replace("`", "")
         yield Part(id=section.id, title=section.title, texts=[text], plots=drawn[section.id], tables=section.tables)
