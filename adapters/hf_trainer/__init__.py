@@ -33,7 +33,7 @@ from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
 from meshmark.spec.optimizer import OptimizerKind
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException
+from meshmark.theory.flow import Flow, Purpose, TrafficException
 
 REQUIRES = (
     Requirement(module="transformers", distribution="transformers"),
@@ -180,12 +180,6 @@ class HFTrainerDeepSpeed(DeepSpeed):
         },
     )
     loop: ClassVar[type[HFLoop]] = HFDeepSpeedLoop
-
-    @classmethod
-    def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
-        """DeepSpeed compares orders of modules until it has seen a whole forward and backward pass."""
-        once = super().one_time_traffic(case, rank)
-        return tuple(dataclasses.replace(each, steps=(0, 1)) if each.steps == (0,) else each for each in once)
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
