@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 REPORT ?= results/report.md
 
 .PHONY: help install env report conformance test lint types docs clean \
-        tables twins validate convergence throttled dry-runs coatnet architectures trainers roster roster-page \
+        tables twins validate convergence throttled scale dry-runs coatnet architectures trainers roster roster-page \
         power power-page power-long chaos fuzz gate cluster-test size bench gpu horovod
 
 help:  ## List the targets.
@@ -87,6 +87,10 @@ convergence: install  ## Algorithms against their papers' rates, and to a target
 
 throttled: install  ## Steps of algorithms on throttled links, as root: baselines/throttled.csv.
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.throttled
+
+scale: install  ## Single ranks of worlds of 8 and 64, each alone, against the plan: reports/scale.md.
+	rm -f results/scale/records.jsonl
+	$(BIN)/meshmark run suites/scale.toml; status=$$?; $(BIN)/meshmark report results/scale -o reports/scale.md && exit $$status
 
 dry-runs: install  ## Theory at 1,024 and 16,384 ranks, each seen from single ranks: reports/dry-runs.md.
 	$(BIN)/python -m studies.dry_runs

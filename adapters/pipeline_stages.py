@@ -70,6 +70,31 @@ def examples(case: Case, stage: int) -> _Examples:
     return {"input_args": found[-1], "output_args": x}
 
 
+def tell_shapes(case: Case, stages: Sequence[PipelineStage]) -> None:
+    """Tell stages of texts what they take and make of a micro-batch, as `examples` tells those of images, and that all
+    other stages know it too."""
+    from torch.distributed.pipelining._utils import _StageMeta, extract_tensor_metas
+
+    layout = case.layout
+    rows = case.workload.global_batch // (layout.dp * layout.num_micro_batches)
+    wide: torch.dtype = getattr(torch, case.precision.wide)
+    for stage in stages:
+        if case.workload.dataset is not Dataset.DIGITS:
+            model = case.workload.transformer
+            stream = torch.empty(rows, model.seq_len, model.hidden, dtype=wide, requires_grad=True)
+            tokens = torch.empty(rows, model.seq_len, dtype=torch.int64)
+            stage._user_meta = _StageMeta(
+                inputs=extract_tensor_metas((tokens if stage.is_first else stream,)),
+                outputs=extract_tensor_metas((stream,)),
+            )
+        stage._warmup_forward_vote = stage._warmup_backward_result = _all_know  # type: ignore[method-assign]
+
+
+def _all_know(*_: object, **__: object) -> Tensor:
+    """The vote of all stages that shapes are known."""
+    return torch.ones(1, dtype=torch.int32)
+
+
 def joined(chunks: Sequence[Model]) -> Model:
     """All that `chunks` hold under one root, for names, optimizer and checkpoints; what runs is the chunks."""
     if len(chunks) == 1:

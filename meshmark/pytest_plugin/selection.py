@@ -141,6 +141,12 @@ def add_options(parser: pytest.Parser) -> None:
         help="collect suites/test_profile.py too: where a step's time goes, with a Chrome trace in DIR/traces",
     )
     group.addoption(
+        "--scale",
+        action="store_true",
+        help="collect suites/test_scale.py too: memory and traffic of single ranks of a fake world of --world ranks, "
+        "each alone in one process",
+    )
+    group.addoption(
         "--assess",
         default=None,
         metavar="HOW",

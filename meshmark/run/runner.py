@@ -43,6 +43,7 @@ from meshmark.run.timed_launches import launch_watched, time_again
 from meshmark.run.tolerance_models import ToleranceModels
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
+from meshmark.spec.layout import Layout
 
 # --- The verified path of a case, which the untouched pass is held against.
 
@@ -113,6 +114,17 @@ class RunOptions:
     """Beside those of adapters: pattern of an adapter's name, and gap."""
 
 
+FAKE_NEEDS = frozenset({Feature.FAKE_WORLD})
+"""What a pass over ranks of a fake world takes of an adapter."""
+
+
+def fake_ranks(layout: Layout) -> list[int]:
+    """The ranks that stand for a world: the first, the last and, of a pipeline of three stages or more, the first of
+    the stage in the middle."""
+    middle = next(rank for rank in range(layout.world_size) if layout.coordinates(rank).pp == layout.pp // 2)
+    return sorted({0, middle, layout.world_size - 1}) if layout.pp > 2 else sorted({0, layout.world_size - 1})
+
+
 _Key = tuple[Task, Case, str]
 
 
@@ -163,6 +175,8 @@ class Runner:
     def refusal(self, case: Case, needs: frozenset[Feature] = frozenset()) -> str | None:
         """Why `case` is not run; None when it is. `needs`: what the pass takes beyond the case."""
         cluster = self.launcher.cluster
+        if Feature.FAKE_WORLD in needs:  # one process at a time, whatever the size of the world
+            return self.adapter(case).refusal(case, self.options.device, self._fake_backend(), needs)
         if case.world_size % cluster.spec.nnodes:
             return f"{case.world_size} ranks cannot be spread evenly over {cluster.spec.text}{cluster.lost_nodes_note}"
         if cluster.room is not None and self._local_ranks(case) > cluster.room:
@@ -176,6 +190,15 @@ class Runner:
     def observe(self, case: Case) -> Record:
         """The instrumented pass, with all its verdicts."""
         return self.once(self.request(Task.OBSERVE, case))
+
+    def observe_alone(self, case: Case) -> Record:
+        """One rank after the other of a fake world of the case's size, each alone: memory and traffic."""
+        request = dataclasses.replace(
+            self.request(Task.FAKE_WORLD, case, Assess.OFF),
+            backend=self._fake_backend(),
+            fake_ranks=fake_ranks(case.layout),
+        )
+        return self.once(request, FAKE_NEEDS)
 
     def time(self, case: Case) -> Record:
         """The untouched pass."""
@@ -333,12 +356,18 @@ class Runner:
         own_gpus = self.options.device == "cuda" and self._local_ranks(case) <= self.options.num_gpus
         return self.options.backend or ("nccl" if own_gpus else "gloo")
 
+    def _fake_backend(self) -> str:
+        """The backend whose copies are made in a fake world."""
+        return self.options.backend or ("nccl" if self.options.device == "cuda" else "gloo")
+
     def _local_ranks(self, case: Case) -> int:
         """That share what a node, or a task with GPUs of its own, has."""
         spec = self.launcher.cluster.spec
         return case.world_size // (spec.nnodes if spec.gpus_by_task else spec.num_hosts)
 
     def _run(self, request: Request) -> Record:
+        if request.task is Task.FAKE_WORLD:
+            return self._run_alone(request)
         if request.task in JUDGED and request.assess:
             arithmetic = load_adapter(request.adapter).arithmetic
             tolerance_model = self._yardsticks.of(request).declared(arithmetic.casting if arithmetic else None)
@@ -369,6 +398,22 @@ class Runner:
         told = dataclasses.replace(verdict, evidence={**verdict.evidence, "begins": text})
         verdicts = [told if each is verdict else each for each in record.verdicts]
         return dataclasses.replace(record, verdicts=verdicts)
+
+    def _run_alone(self, request: Request) -> Record:
+        """Each of the ranks in a launch of its own, one after the other: on a GPU each has all of it."""
+        launches = list[LaunchResult]()
+        for rank in request.fake_ranks:
+            asked = dataclasses.replace(request, fake_ranks=[rank])
+            launches.append(self.launcher.launch(asked, 1, alone=True))
+            outcome = outcome_of_launch(launches[-1], 1)
+            if outcome.status is not Status.OK:
+                return self._record(asked, dataclasses.replace(outcome, rank=rank))
+        together = LaunchResult(
+            reports=[report for launched in launches for report in launched.reports],
+            failures=[],
+            seconds=sum(launched.seconds for launched in launches),
+        )
+        return self._record(request, Outcome(status=Status.OK), [together])
 
     def _with_path(self, timed: Request, launches: Sequence[LaunchResult]) -> Request:
         """What became of `timed` is held against the verified path; where their bits differ and bits tell nothing of
