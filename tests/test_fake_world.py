@@ -14,11 +14,19 @@ import pytest
 
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.registry import builtin_adapters, load_adapter
+from meshmark.cli.commands import main
+from meshmark.errors import ResultsError
 from meshmark.launch.launchers import ForkserverLauncher
 from meshmark.measure.readings import MemoryReading
+from meshmark.pytest_plugin.expect import expect_no_worse
 from meshmark.records.record import Outcome, Record, Status
 from meshmark.records.record_file import RecordFile, read_records
 from meshmark.records.request import Request, Task
+from meshmark.reference.own_model import describe
+from meshmark.regression.baseline import accept
+from meshmark.regression.baseline_gate import baseline_gate
+from meshmark.regression.compare import compare
+from meshmark.regression.gate import DEFAULT_GATE, parse_gate
 from meshmark.regression.runs import by_case
 from meshmark.report.render import write_report
 from meshmark.report.results import results
@@ -29,8 +37,9 @@ from meshmark.run.runner import Runner, RunOptions, fake_ranks
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.workload import Workload, workload
-from tests.factories import make_case, make_good
+from tests.factories import make_case, make_good, make_memory, make_memory_evidence
 
+ROOT = Path(__file__).parent.parent
 TWO = Layout(dp=2, num_micro_batches=2)
 REAL = [
     ("ddp", TWO),
@@ -180,6 +189,54 @@ def test_a_page_of_fake_worlds_alone_says_so(tmp_path: Path) -> None:
     assert "1 of 1 case holds and sends what is planned" in page and "1 not run" in page
     assert "Measured on single ranks of a fake world" in page and "it cannot" in page
     assert "trains correctly" not in page and "Throughput" not in page
+
+
+def test_a_users_model_is_not_accused_of_the_scalars_of_its_loss(runner: Runner) -> None:
+    """They are 2 % of two rows' activations, and are let pass in a real world too."""
+    towers = describe(str(ROOT / "examples/workloads/two_towers.py:TwoTowers"))
+    record = runner.observe_alone(make_case("ddp", Layout(dp=8, num_micro_batches=2), workload=towers))
+    assert record.outcome.status is Status.OK, record.outcome.traceback
+    assert not failures(record)
+
+
+def test_show_names_the_ranks_that_were_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    eight = make_case("ddp", Layout(dp=8), workload=wide(Layout(dp=8)))
+    fake = make_good(task=Task.FAKE_WORLD, fake_ranks=[0, 7], case=eight)
+    assert len(fake.memory.readings) == 2
+    with contextlib.closing(RecordFile(tmp_path)) as file:
+        file.append(fake)
+    assert main(["show", "ddp", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "peak, rank 7" in told and "sent, rank 7" in told and "rank 1" not in told
+
+
+def test_no_baseline_and_no_comparison_takes_a_fake_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The case of a fake world has the id of the real one's."""
+    monkeypatch.chdir(tmp_path)
+    real, fake = make_good(), make_good(task=Task.FAKE_WORLD, fake_ranks=[0, 1])
+    bigger = make_memory_evidence(readings=[make_memory(), make_memory(activations=2000)])
+    for folder, records in (("alone", [fake]), ("both", [real, fake])):
+        with contextlib.closing(RecordFile(tmp_path / folder)) as file:
+            for record in records:
+                file.append(record)
+    with pytest.raises(ResultsError, match="no record of a real world"):
+        accept(tmp_path / "alone", "alone")
+    keeper = baseline_gate(accept(tmp_path / "both", "both"), parse_gate(DEFAULT_GATE))
+    assert [record.task for runs in keeper.cases.values() for record in runs.observed] == [Task.OBSERVE]
+    expect_no_worse(dataclasses.replace(fake, memory=bigger), "memory", keeper)
+    with pytest.raises(ResultsError, match="fake worlds are held to the plan alone"):
+        compare([fake], [fake])
+
+
+def test_a_baseline_beside_fake_worlds_alone_is_a_usage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with contextlib.closing(RecordFile(tmp_path / "results")) as file:
+        file.append(make_good())
+    accept(tmp_path / "results", "here")
+    words = [str(ROOT / "suites" / "test_scale.py"), "--world=8", "--global-batch=16", "--adapters=ddp"]
+    asked_for = [*words, "--baseline=here", "--across"]
+    done = subprocess.run([sys.executable, "-m", "pytest", *asked_for], capture_output=True, text=True, timeout=120)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR and "this session has fake worlds alone" in done.stderr
 
 
 _COLLECTIVES = """

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import gc
 import signal
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 
 import pytest
 
@@ -33,7 +33,7 @@ from meshmark.pytest_plugin.selection import (
 from meshmark.records.record import Record
 from meshmark.records.record_file import read_records
 from meshmark.records.sources import sources_of
-from meshmark.regression.baseline_gate import BaselineGate, expect_cases
+from meshmark.regression.baseline_gate import BaselineGate, expect_cases, expect_gated
 from meshmark.run.assemble import unmatched_gaps
 from meshmark.run.resume import Held, is_committed
 from meshmark.run.runner import Runner, profile
@@ -105,19 +105,26 @@ def _parametrize(metafunc: pytest.Metafunc, name: str, cells: dict[str, Case | I
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Layouts none of which fits its workload are a mistake, before `-k` has its say; and a baseline of other cases."""
-    parameters = [
-        item.callspec.params for item in items if isinstance(item, pytest.Function) and hasattr(item, "callspec")
-    ]
-    cells = [p[name] for p in parameters for name in ("case", "conforming") if name in p]
     try:
-        expect_fit([cell for cell in cells if isinstance(cell, Cell)])
-        worlds = {cell.world_size for cell in cells if isinstance(cell, Case)}
+        expect_fit([cell for _, cell in _cells_of(items) if isinstance(cell, Cell)])
+        cases = [(item, cell) for item, cell in _cells_of(items) if isinstance(cell, Case)]
+        real = [cell for item, cell in cases if needs_all_ranks(item)]
+        worlds = {cell.world_size for cell in real}
         expect_spread(selection(config), worlds)
         expect_gpus(selection(config), worlds)
-        if cells and (keeper := selection(config).baseline_gate):
-            expect_cases(keeper, {cell.id for cell in cells if isinstance(cell, Case)})
+        if cases and (keeper := selection(config).baseline_gate):
+            expect_gated(real)
+            expect_cases(keeper, {cell.id for cell in real})
     except InputError as error:
         raise pytest.UsageError(str(error)) from error
+
+
+def _cells_of(items: Iterable[pytest.Item]) -> Iterator[tuple[pytest.Item, object]]:
+    """Yield every item that is about a cell of the matrix or of the clauses, with that cell."""
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            parameters = item.callspec.params
+            yield from ((item, parameters[name]) for name in ("case", "conforming") if name in parameters)
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> str:

@@ -48,8 +48,8 @@ def find_baseline(name: str | Path, here: Path) -> Path:
 
 
 def accept(results: Path, name: str, *, allow: Collection[str] = (), replace: bool = False) -> Path:
-    """Writes baselines/NAME from a results folder and returns its path. Conformance is left out: its tests fail by
-    themselves.
+    """Writes baselines/NAME from a results folder and returns its path. Conformance and fake worlds are left out: their
+    tests fail by themselves.
 
     Raises `InputError` for a name that is none or taken, and where cases are wrong, rates are not known well, or tests
     have not ended, unless `allow` says so. Whatever is refused leaves the folder as it was.
@@ -65,10 +65,10 @@ def accept(results: Path, name: str, *, allow: Collection[str] = (), replace: bo
     last, others = of_last_code(reading.records)
     if others:
         print(f"meshmark: {results}: {left_out(last, others)}", file=sys.stderr)
-    matrix = [r for r in last if not r.conformance.scenario]
+    matrix = [r for r in last if not r.conformance.scenario and r.task is not Task.FAKE_WORLD]
     records = [r for r in matrix if r.outcome.status is not Status.SKIPPED]
     if not records:
-        raise ResultsError(f"{str(results)!r} holds no record of a case that was run; run `pytest suites` first")
+        raise ResultsError(f"{str(results)!r} holds no record of a real world; run `pytest suites` first")
     _refuse("wrong", _wrong(records), allow, "mend them, and run into an empty folder")
     _refuse("noisy", _noisy(records), allow, "use a quieter machine or a longer --timing-budget")
     _refuse("unfinished", _unfinished(reading.sessions), allow, "let the run end, or repeat it with --resume")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshmark.environment import Environment
-from meshmark.errors import ResultsError
+from meshmark.errors import InputError, ResultsError
 from meshmark.records.record import Record
 from meshmark.records.record_file import read_records
 from meshmark.records.request import Task
@@ -20,6 +20,7 @@ from meshmark.regression.samples import STEP, Sample, samples
 from meshmark.regression.times import ALPHA, SAME_WITHIN, change_of, scatter_of, test_of
 from meshmark.regression.times import Key as TestKey
 from meshmark.regression.verdicts import verdict_changes
+from meshmark.spec.case import Case
 
 
 def suite_of(metric: str) -> str:
@@ -93,6 +94,15 @@ def expect_conditions(keeper: BaselineGate, here: Environment) -> None:
             f"baseline {str(keeper.folder)!r} was measured under other conditions ({'; '.join(different.values())}): "
             "accept one that was made here, or give --across where the conditions are what you compare"
             f"{without(different)}"
+        )
+
+
+def expect_gated(cases: Collection[Case]) -> None:
+    """Raise `InputError` when a session with a baseline has no cases that a baseline can hold."""
+    if not cases:
+        raise InputError(
+            "--baseline: this session has fake worlds alone, which are held to the plan, and which no baseline holds; "
+            "leave --baseline out, or add a suite that starts every rank, such as suites/test_memory.py"
         )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from meshmark.errors import ResultsError
 from meshmark.records.record import Record, Status
+from meshmark.records.request import Task
 from meshmark.regression.change import Change, ChangeOutcome, Kind
 from meshmark.regression.conditions import differences, expect_alike
 from meshmark.regression.exact import exact_changes
@@ -15,6 +16,8 @@ from meshmark.regression.samples import BUILD, LAUNCH, STEP, samples
 from meshmark.regression.times import SAME_WITHIN, Pair, time_changes
 from meshmark.regression.times import Key as TestKey
 from meshmark.regression.verdicts import clause_changes, verdict_changes
+
+_ALONE = " (records of fake worlds are held to the plan alone, and compared with nothing)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,7 @@ def compare(
     if not common and not clauses:
         raise ResultsError(
             f"A and B have no case in common: A holds {_some(ours)}, B {_some(theirs)}; run the same cases into both"
+            f"{_ALONE if any(r.task is Task.FAKE_WORLD for r in (*before, *after)) else ''}"
         )
     different = differences(_records(ours, common), _records(theirs, common))
     if not across:

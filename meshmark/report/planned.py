@@ -28,7 +28,7 @@ def totals(record: Record) -> list[Held]:
     on_cpu = record.environment.device == "cpu"
     return [
         held
-        for rank, (reading, (plan, declared)) in enumerate(zip(record.memory.readings, plans(record), strict=False))
+        for rank, reading, (plan, declared) in zip(record.ranks, record.memory.readings, plans(record), strict=False)
         if plan
         for held in memory_totals(rank, reading, plan, declared, on_cpu=on_cpu)
     ]

@@ -75,13 +75,13 @@ def _lines(record: Record) -> Iterator[str]:
 def _measured(record: Record) -> Iterator[str]:
     if losses := record.training.losses:
         yield f"  losses         {' '.join(f'{loss:.4f}' for loss in losses[:12])}{' ...' if len(losses) > 12 else ''}"
-    for rank, reading in enumerate(record.memory.readings):
+    for rank, reading in zip(record.ranks, record.memory.readings, strict=False):
         peak = ", ".join(
             f"{name.replace('_', ' ')} {bytes_text(getattr(reading.peak, name))}"
             for name in ("parameters", "gradients", "optimizer_states", "activations", "communication", "other")
         )
         yield f"  peak, rank {rank:<3} {bytes_text(reading.peak.total)}: {peak}"
-    for rank, traffic in enumerate(record.traffic.readings):
+    for rank, traffic in zip(record.ranks, record.traffic.readings, strict=False):
         sent = ", ".join(f"{c.count} {c.kind} {bytes_text(c.num_bytes)}" for c in traffic.asked) or "nothing"
         yield f"  sent, rank {rank:<3} {sent}"
     if record.timing.rank_step_seconds:

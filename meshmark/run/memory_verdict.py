@@ -178,14 +178,15 @@ def _later(totals: Sequence[Held], live: Mapping[int, int]) -> Iterator[Held]:
 
 
 def _scalars(record: Record) -> dict[str, int]:
-    """Bytes of scalars by category, which 1 % need not cover: of a user's own model, which may be of any size, and of
-    one shard of hundreds in a fake world."""
+    """Return bytes of scalars by category that 1 % need not cover: those of a user's own model, which may be of any
+    size, and those of one shard of hundreds in a fake world."""
     model = record.case.workload.model
+    scalars: dict[str, int] = {}
     if record.fake_ranks:
-        return {"optimizer_states": COUNT_BYTES * len(parameter_shapes(model))}
-    if not isinstance(model, OwnModelConfig):
-        return {}
-    return {"activations": LOSS_BYTES, "optimizer_states": COUNT_BYTES * model.num_tensors}
+        scalars["optimizer_states"] = COUNT_BYTES * len(parameter_shapes(model))
+    if isinstance(model, OwnModelConfig):
+        scalars |= {"activations": LOSS_BYTES, "optimizer_states": COUNT_BYTES * model.num_tensors}
+    return scalars
 
 
 def _mend(worst: Held) -> str:
