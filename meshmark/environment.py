@@ -37,6 +37,11 @@ PACKAGES = (
 DEFAULT_THREADS = "1"
 """OMP_NUM_THREADS of the ranks where it is not set: they share the machine's cores."""
 
+ALLOCATOR = "allocator"
+"""Name of the allocator's settings, in records and among the conditions of a comparison."""
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING")
+"""Variables that choose how PyTorch hands out a GPU's memory."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
@@ -85,6 +90,17 @@ def describe(device: str, backend: str, nnodes: int, command: Iterable[str] | No
         project_commit=project.commit,
         project_date=project.date,
     )
+
+
+def allocator_settings() -> str:
+    """Return how this process's environment tells PyTorch to hand out a GPU's memory.
+
+    These settings change what is reserved and how much of it is wasted, so every record holds them, and records with
+    different ones are not compared. Meshmark sets none of the variables: PyTorch's defaults are what it does without
+    them, and one of their names set here would override another that the user, or a framework's import, has set.
+    """
+    given = {name: value for name in ALLOCATOR_VARIABLES if (value := os.environ.get(name))}
+    return ", ".join(f"{name}={value}" for name, value in given.items()) or "PyTorch's defaults"
 
 
 ENVIRONMENTS = "MESHMARK_ENVIRONMENTS"

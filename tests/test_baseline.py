@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshmark.cli.commands import main
+from meshmark.environment import ALLOCATOR_VARIABLES
 from meshmark.errors import InputError, ResultsError
 from meshmark.pytest_plugin.expect import NoBaselineWarning, UnsureWarning, expect_no_worse
 from meshmark.records.record import SCHEMA, Outcome, Record, Relaunch, Status
@@ -214,3 +215,16 @@ def test_pytest_refuses_a_baseline_of_other_conditions_or_cases() -> None:
     assert said.count("\n4\n") == 3, said
     for words in ("no baseline 'none': baselines/ holds here", "measured under other conditions", "holds no case of"):
         assert words in said
+
+
+def test_a_baseline_of_other_allocator_settings_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    here = make_environment(device="cuda")
+    found = keeper(make_good(environment=here, kernels={"allocator": "PyTorch's defaults"}))
+    expect_conditions(found, here)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    with pytest.raises(ResultsError, match="allocator: PyTorch's defaults there, PYTORCH_CUDA_ALLOC_CONF=max_split"):
+        expect_conditions(found, here)
+    told = json.loads((found.folder / "baseline.json").read_text())
+    assert told["conditions"]["allocator"] == ["PyTorch's defaults"]

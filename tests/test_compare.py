@@ -437,3 +437,17 @@ def test_what_crashes_is_one_message() -> None:
     crashed = make_good(outcome=Outcome(status=Status.RAISED, message="x"), verdicts=[])
     (cause,) = causes(c for c in compare([make_good()], [crashed]).changes if c.outcome is not ChangeOutcome.SAME)
     assert cause.change.metric == "instrumented pass"
+
+
+def test_other_settings_of_the_allocator_are_other_conditions() -> None:
+    """They move what is reserved: a difference would not be the code's. Records of old, which hold none, compare."""
+    plain, own = ({"allocator": text} for text in ("PyTorch's defaults", "PYTORCH_ALLOC_CONF=expandable_segments:True"))
+    with pytest.raises(ResultsError, match=r"allocator: PyTorch's defaults in A, PYTORCH_ALLOC_CONF=expandable"):
+        compare([make_good(kernels=plain)], [make_good(kernels=own)])
+    mixed = [make_good(kernels=plain), make_good(kernels=own, case=make_case("gpipe"))]
+    with pytest.raises(ResultsError, match=r"allocator: .* and PyTorch's defaults in A"):
+        compare(mixed, [make_good(kernels=plain), make_good(kernels=plain, case=make_case("gpipe"))])
+    across = compare([make_good(kernels=plain)], [make_good(kernels=own)], across=True)
+    assert list(across.conditions) == ["allocator"]
+    assert not compare([make_good(kernels=own)], [make_good(kernels=own)]).conditions
+    assert not compare([make_good(kernels={})], [make_good(kernels=own)]).conditions

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from meshmark.adapter.registry import builtin_adapters, load_adapter
+from meshmark.environment import ALLOCATOR_VARIABLES, allocator_settings
 from meshmark.measure.allocations import timeline
 from meshmark.measure.allocator import cublas_workspace_bytes
 from meshmark.measure.memory import Named, read_memory
@@ -207,10 +208,10 @@ def test_a_sample_lasts_a_millisecond_at_least(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_how_memory_is_handed_out_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in kernels.ALLOCATOR:
+    for name in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    assert kernels.allocator_settings() == {"allocator": "PyTorch's defaults"}
+    assert allocator_settings() == "PyTorch's defaults"
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    assert kernels.allocator_settings() == {"allocator": "PYTORCH_ALLOC_CONF=expandable_segments:True"}
+    assert allocator_settings() == "PYTORCH_ALLOC_CONF=expandable_segments:True"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert kernels.told()["allocator"].endswith("expandable_segments:True")

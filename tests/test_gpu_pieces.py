@@ -12,26 +12,30 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from _pytest.config.argparsing import Parser
 from _pytest.mark.expression import Expression
 
 from benchmarks import gpu
 from benchmarks.gpu import LIMIT_SECONDS, MOST_FILES, PIECES, bring_back
 from meshmark.adapter.contract import Adapter
+from meshmark.adapter.engine import RankContext
 from meshmark.adapter.matrix import matrix
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.cli.options import chosen_adapters, chosen_layouts, chosen_workloads
 from meshmark.conformance.scenario import plain_cells
 from meshmark.errors import InputError
-from meshmark.judge.sample import LARGEST_FULL, Assess, assess_of
+from meshmark.judge.sample import LARGEST_FULL, Assess, Sample, assess_of, sample_of
 from meshmark.launch.cluster import Cluster, ClusterSpec
 from meshmark.launch.launch import LaunchResult
 from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.passes import noise
 from meshmark.pytest_plugin.selection import add_options, expect_gpus
 from meshmark.records.rank_report import RankFailure
 from meshmark.records.record import Status
 from meshmark.records.record_file import RecordFile
 from meshmark.records.request import Request, Task
+from meshmark.reference.build import parameter_shapes
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.run.tolerance_models import num_processes
 from meshmark.spec.case import Case
@@ -154,6 +158,71 @@ def test_no_piece_measures_a_noise_floor_of_a_large_model(name: str) -> None:
         how = assess_of(case, Assess(chosen.assess) if chosen.assess else None)
         large = case.workload.model.num_parameters > LARGEST_FULL
         assert not (large and suites & JUDGED and how is not Assess.OFF), f"{name} judges {text}: {how}"
+
+
+FREE_DISK = 64 * 2**30
+"""Of a machine that is lent."""
+RECORD_BYTES = 2**20
+"""Of a record with its evidence, of a noise floor's file included: more than any that is committed takes."""
+NUM_CLAUSES = 40
+"""More than there are."""
+CHECKPOINT_BYTES = 16
+"""A parameter: a clause that saves writes float32 weights and both moments, and some frameworks the gradients too."""
+
+
+def largest_on_disk(words: list[str]) -> int:
+    """Return the bytes that a piece's cases leave, and the tensors that are there at once beside them.
+
+    One case runs after the other, and a run's tensors are removed when it is judged. A noise floor runs as many at once
+    as `num_processes` says of one GPU.
+    """
+    chosen, suites = asked(words)
+    worlds, layouts = chosen_layouts(chosen.world, chosen.layouts)
+    adapters = {each: load_adapter(target) for each, target in chosen_adapters(chosen.adapters, []).items()}
+    workloads = chosen_workloads(chosen.workload, chosen.model, chosen.global_batch)
+    precisions = [precision(text) for text in chosen.precision.split(",")]
+    cases = [c for c in matrix(adapters, worlds, workloads, precisions, layouts) if isinstance(c, Case)]
+    assert cases
+    at_once = 0
+    for case in cases:
+        how = assess_of(case, Assess(chosen.assess) if chosen.assess else None)
+        if how is Assess.SAMPLED and suites & JUDGED:
+            sample, size = sample_of(case), case.workload.model.num_parameters
+            request = make_request(sample=sample)
+            at_once = max(at_once, num_processes(request, 1) * sample.stored_bytes(size))
+        if chosen.conformance:
+            at_once = max(at_once, 2 * CHECKPOINT_BYTES * case.workload.model.num_parameters)
+    files = len(cases) * (len(suites) + (NUM_CLAUSES if chosen.conformance else 0)) * RECORD_BYTES
+    return files + at_once
+
+
+def test_what_the_pieces_write_fits_the_disk_of_a_lent_machine() -> None:
+    """All of them into one folder of results. A noise floor of gpt-1.3b would take most of what is free alone, and with
+    two processes more than it: the memory piece did so once."""
+    assert sum(largest_on_disk(words) for words in SUITE_PIECES.values()) < FREE_DISK // 2
+    memory = [word for word in SUITE_PIECES["memory"] if word != "--assess=off"]
+    assert FREE_DISK // 3 < largest_on_disk(memory) < FREE_DISK
+
+
+def test_a_noise_run_of_a_sample_takes_the_bytes_that_are_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Weighed(Exception):
+        pass
+
+    def weigh(*_: object) -> None:
+        raise Weighed(sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()))
+
+    monkeypatch.setattr(noise, "assess_pieces", weigh)
+    sample = Sample(noise_runs=1)
+    case = make_case("single", Layout(), workload=workload("gpt-tiny"))
+    request = make_request(case=case, sample=sample, device="cpu", assess=True)
+    context = RankContext(rank=0, world_size=1, device=torch.device("cpu"), backend="gloo", scratch=tmp_path)
+    with pytest.raises(Weighed) as weighed:
+        noise.measure_noise(request, load_adapter(builtin_adapters()["single"])(), context, 0.0)
+    num_tensors = len(parameter_shapes(case.workload.model))
+    headers = 128 * num_tensors * (2 * sample.steps + 1)
+    assert weighed.value.args[0] == sample.stored_bytes(case.workload.model.num_parameters) + headers
 
 
 def make_request(name: str = "gpt-1.3b", **changes: Any) -> Request:  # noqa: ANN401

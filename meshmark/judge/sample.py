@@ -29,6 +29,11 @@ class Sample:
     """The first ones: an update's moments and bias correction show in the second."""
     noise_runs: int = 6
 
+    def stored_bytes(self, num_parameters: int) -> int:
+        """Return the bytes that one run's tensors take on disk until it is judged, in float32: the parameters before
+        and after every step, and the gradients of each."""
+        return 4 * num_parameters * (2 * self.steps + 1)
+
     @property
     def text(self) -> str:
         return f"{self.steps} steps, noise of {self.noise_runs} runs"

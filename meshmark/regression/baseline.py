@@ -155,7 +155,7 @@ def about(name: str, records: Sequence[Record], reading: Reading) -> dict[str, o
     """What a reader of the folder wants to know first."""
     told: dict[str, set[str]] = {}
     for record in records:
-        for condition, value in conditions(record.environment).items():
+        for condition, value in conditions(record).items():
             if value:
                 told.setdefault(condition, set()).add(value)
     return {

@@ -12,7 +12,7 @@ from meshmark.records.record import Record
 from meshmark.records.record_file import read_records
 from meshmark.records.request import Task
 from meshmark.regression.change import Change
-from meshmark.regression.conditions import conditions, hinders, told, without
+from meshmark.regression.conditions import conditions, conditions_here, hinders, told, without
 from meshmark.regression.exact import exact_changes
 from meshmark.regression.gate import Gate
 from meshmark.regression.runs import CaseRuns, Key, by_case, few, key_of, of_last_code
@@ -81,9 +81,9 @@ def expect_conditions(keeper: BaselineGate, here: Environment) -> None:
     for runs in keeper.cases.values():
         for record in (*runs.observed, *runs.timed):
             if record.environment.device == here.device:
-                for name, value in conditions(record.environment).items():
+                for name, value in conditions(record).items():
                     values.setdefault(name, set()).add(value)
-    ours = {n: value for n, value in conditions(here).items() if value and hinders(n, timed=keeper.gate.timed)}
+    ours = {n: value for n, value in conditions_here(here).items() if value and hinders(n, timed=keeper.gate.timed)}
     different = {
         name: f"{name}: {told(values[name])} there, {value} here"
         for name, value in ours.items()

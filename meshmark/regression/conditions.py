@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from meshmark.environment import Environment
+from meshmark.environment import ALLOCATOR, Environment, allocator_settings
 from meshmark.errors import ResultsError
 from meshmark.records.record import Record
 
@@ -14,9 +14,19 @@ OF_TIMES = ("machine", "CPUs", "OMP_NUM_THREADS")
 """Conditions that times depend on, and neither verdicts nor bytes: truth, noise and plan are of the machine itself."""
 
 
-def conditions(environment: Environment) -> dict[str, str]:
-    """What numbers depend on beside the code; empty where the record does not hold it. The commit is left out: what it
-    changed is what a comparison is for."""
+def conditions(record: Record) -> dict[str, str]:
+    """Return what the numbers of `record` depend on beside the code; empty where the record does not hold it.
+
+    The commit is left out: what it changed is what a comparison is for."""
+    return _around(record.environment) | {ALLOCATOR: record.kernels.get(ALLOCATOR, "")}
+
+
+def conditions_here(environment: Environment) -> dict[str, str]:
+    """Return the same of a session that has no record yet; `environment` is this process's."""
+    return _around(environment) | ({ALLOCATOR: allocator_settings()} if environment.device == "cuda" else {})
+
+
+def _around(environment: Environment) -> dict[str, str]:
     found = {
         "machine": environment.machine,
         "CPUs": str(environment.num_cpus),
@@ -43,8 +53,8 @@ def differences(ours: Iterable[Record], theirs: Iterable[Record]) -> dict[str, t
 
 def _told(records: Iterable[Record]) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
-    for environment in {id(r.environment): r.environment for r in records}.values():
-        for name, value in conditions(environment).items():
+    for record in {(id(r.environment), r.kernels.get(ALLOCATOR)): r for r in records}.values():
+        for name, value in conditions(record).items():
             if value:
                 found.setdefault(name, set()).add(value)
     return found
