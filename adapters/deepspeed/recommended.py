@@ -30,6 +30,12 @@ PERSISTENT_ELEMENTS = 100_000
 """`stage3_param_persistence_threshold`: tensors up to this are whole on every rank."""
 
 
+_NARROW = (
+    "its defaults sum the gradients of micro-batches, and reduce them, in {}: no precision of Meshmark's sums "
+    "micro-batches so, and neither the twin nor a noise floor does; `deepspeed` asks for float32 in both"
+)
+
+
 class RecommendedEngine(DeepSpeedEngine):
     def holdings(self) -> Holdings:
         """Between steps small parameters are there whole beside their shards."""
@@ -47,8 +53,9 @@ class DeepSpeedRecommended(DeepSpeed):
         precisions=frozenset({Precision.FP32}),
         lacks={
             **DeepSpeed.capabilities.lacks,
-            Precision.BF16: "its defaults reduce gradients in bf16; with float32 asked for it is `deepspeed`",
-            Precision.FP16: "its defaults reduce gradients in fp16; with float32 asked for it is `deepspeed`",
+            Precision.BF16: _NARROW.format("bf16"),
+            Precision.BF16_REDUCE_BF16: _NARROW.format("bf16"),
+            Precision.FP16: _NARROW.format("fp16"),
             Feature.TIED_EMBEDDINGS: "not tried: whether a tied weight is small decides how often it is gathered",
         },
     )

@@ -33,6 +33,11 @@ from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.states import ExtraMemory
 from meshmark.theory.traffic import step_traffic
 
+ELEMENT_WISE_MASTERS = (
+    "the distributed optimizer cuts float32 masters by elements of a buffer, across the ends of tensors, and Meshmark "
+    "reads whole masters back alone"
+)
+"""Why its precision bf16 is refused: equivalence judges masters."""
 _ONE_TENSOR = "query, key and value are one tensor of megatron-core's"
 _RECOMPUTED: dict[Recompute, dict[str, Any]] = {
     Recompute.NONE: {},
@@ -202,7 +207,7 @@ class MegatronGPTDistributedOptimizer(MegatronGPT):
         MegatronGPT.capabilities,
         zero_stages=frozenset({1}),
         precisions=frozenset({Precision.FP32}),
-        lacks={**MegatronGPT.capabilities.lacks, Precision.BF16: "masters are shared out by elements: not mapped"},
+        lacks={**MegatronGPT.capabilities.lacks, Precision.BF16: ELEMENT_WISE_MASTERS},
     )
     known_gaps: ClassVar = tuple(
         KnownGap(

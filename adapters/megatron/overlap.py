@@ -12,7 +12,6 @@ from meshmark.adapters.megatron.gpt_engine import GPTModelEngine
 from meshmark.adapters.megatron.gpt_model import MegatronGPT
 from meshmark.errors import AdapterError
 from meshmark.spec.case import Case
-from meshmark.spec.precision import Precision
 from meshmark.theory.flow import Flow, Purpose, TrafficException, exceptions_for
 from meshmark.theory.traffic import step_traffic
 
@@ -27,8 +26,6 @@ class MegatronGPTOverlap(MegatronGPT):
     capabilities: ClassVar = dataclasses.replace(
         MegatronGPT.capabilities,
         virtual_stages=frozenset({1}),
-        precisions=frozenset({Precision.FP32}),
-        lacks={**MegatronGPT.capabilities.lacks, Precision.BF16: "overlap was not tried in bf16"},
     )
 
     @classmethod

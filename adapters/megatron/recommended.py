@@ -7,9 +7,10 @@ from typing import ClassVar
 
 from meshmark.adapter.contract import Track
 from meshmark.adapters.megatron.buckets import default_elements
-from meshmark.adapters.megatron.gpt_model import MegatronGPTDistributedOptimizer
+from meshmark.adapters.megatron.gpt_model import ELEMENT_WISE_MASTERS, MegatronGPTDistributedOptimizer
 from meshmark.adapters.megatron.overlap import MegatronGPTOverlap
 from meshmark.spec.case import Case
+from meshmark.spec.precision import Precision
 
 
 class MegatronGPTRecommended(MegatronGPTOverlap):
@@ -20,7 +21,12 @@ class MegatronGPTRecommended(MegatronGPTOverlap):
     track: ClassVar = Track.AUTHORS
     overlaps_gather: ClassVar = True
     fuses: ClassVar = True
-    capabilities: ClassVar = dataclasses.replace(MegatronGPTOverlap.capabilities, zero_stages=frozenset({1}))
+    capabilities: ClassVar = dataclasses.replace(
+        MegatronGPTOverlap.capabilities,
+        zero_stages=frozenset({1}),
+        precisions=frozenset({Precision.FP32}),
+        lacks={**MegatronGPTOverlap.capabilities.lacks, Precision.BF16: ELEMENT_WISE_MASTERS},
+    )
     known_gaps: ClassVar = MegatronGPTDistributedOptimizer.known_gaps
 
     @classmethod
