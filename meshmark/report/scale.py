@@ -29,10 +29,11 @@ def scale_headline(records: Sequence[Record]) -> str:
     ran = [r for r in records if r.outcome.status is not Status.SKIPPED]
     good = [r for r in ran if r.outcome.status is Status.OK and all(verdict.passed for verdict in r.verdicts)]
     worlds = sorted({r.case.world_size for r in ran})
+    not_run = f"; {len(records) - len(ran)} not run, with reasons below" if len(ran) < len(records) else ""
     what = f"{pluralize(len(ran), 'case')} {'holds and sends' if len(ran) == 1 else 'hold and send'} what is planned"
     return (
         f"**{len(good)} of {what}**, seen from single ranks of fake worlds of {', '.join(map(str, worlds)) or 'no'} "
-        f"ranks; {len(records) - len(ran)} not run, with reasons below."
+        f"ranks{not_run}."
     )
 
 
