@@ -23,7 +23,6 @@ from meshmark.adapters.pipeline_stages import Part, chunk_of, examples, joined, 
 from meshmark.reference.data import Batch
 from meshmark.reference.model import Model, drawn_name
 from meshmark.reference.objective import build_optimizer, build_schedule, cross_entropy, weighted_cross_entropy
-from meshmark.reference.transformer import stage_layers
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, Family
@@ -53,7 +52,7 @@ class PipelineEngine(Engine):
         num_stages = layout.pp * layout.virtual_stages
         own = layout.stages_of(self.stands.pp)
         self.first, self.last = own[0] == 0, own[-1] == num_stages - 1
-        self.chunks = [chunk_of(case, stage_layers(spec, num_stages, index), context.device) for index in own]
+        self.chunks = [chunk_of(case, spec.stage_layers(num_stages, index), context.device) for index in own]
         parts = [self.make_part(chunk) for chunk in self.chunks]
         self.model = joined(self.chunks)
         self.optimizer = build_optimizer(case.workload.optimizer, self.model.named_parameters())
@@ -62,7 +61,7 @@ class PipelineEngine(Engine):
         replicated = layout.dp > 1
         self.pipeline = own_group(pipelines, rank) if layout.world_size > layout.pp else None
         self.replicas = own_group(layout.all_spanned(("dp",)), rank) if replicated else None
-        split = spec.tied_embeddings and layout.pp > 1
+        split = spec.ties_ends and layout.pp > 1
         self.tied_group = own_group([(ranks[0], ranks[-1]) for ranks in pipelines], rank) if split else None
         self.stages = [
             PipelineStage(part, index, num_stages, context.device, group=self.pipeline, **examples(case, index))

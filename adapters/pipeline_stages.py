@@ -12,7 +12,6 @@ from meshmark.adapter.data_parallel import AUTOCAST, configure
 from meshmark.reference.build import build_model
 from meshmark.reference.data import make_batch
 from meshmark.reference.model import Model
-from meshmark.reference.transformer import stage_layers
 from meshmark.spec.case import Case
 from meshmark.spec.model_config import Dataset
 from meshmark.spec.precision import Dtype, Precision
@@ -64,7 +63,7 @@ def examples(case: Case, stage: int) -> _Examples:
     for index in range(stage + 1):
         found.append(x)
         with torch.device("meta"):
-            x = build_model(model, stage_layers(model, num_stages, index))(x)
+            x = build_model(model, model.stage_layers(num_stages, index))(x)
         x = x.to(getattr(torch, case.precision.wide if index < num_stages - 1 else case.precision.compute))
         x = x.detach().contiguous().requires_grad_()
     return {"input_args": found[-1], "output_args": x}

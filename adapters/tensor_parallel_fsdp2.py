@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from meshmark.adapters.fsdp2 import ROWS, dealt_rows, mesh_extra_memory
 from meshmark.adapters.tensor_parallel import NORMS, TensorParallel, num_split, summed_embedding
 from meshmark.reference.build import parameter_shapes
-from meshmark.reference.transformer import Transformer
+from meshmark.reference.model import Model
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Axis
 from meshmark.spec.model_spec import Family
@@ -71,7 +71,7 @@ class TensorParallelFSDP2(TensorParallel):
         by_tensor = tuple(
             TrafficException(
                 instead_of=(norm,),
-                sends=(along("tp", norm, num_split(case), 2), along("dp", norm, len(shapes), ways)),
+                sends=(along("tp", norm, 1 + sum(num_split(case)), 2), along("dp", norm, len(shapes), ways)),
                 reason=NORMS,
             )
             for norm in norms
@@ -79,7 +79,7 @@ class TensorParallelFSDP2(TensorParallel):
         padded = [besides(flows, purpose, share, ROWS) for purpose in (Purpose.GRADIENTS, Purpose.WEIGHTS)]
         return by_tensor + padded[0] + padded[1]
 
-    def shard(self, model: Transformer, mesh: DeviceMesh) -> None:
+    def shard(self, model: Model, mesh: DeviceMesh) -> None:
         from torch.distributed.fsdp import fully_shard
 
         for block in model.blocks.values():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from meshmark.reference.build import build_model
 from meshmark.reference.data import make_batch
-from meshmark.reference.own_model import OwnModel, OwnWorkload
+from meshmark.reference.own_model import OwnModel, OwnWorkload, arguments_of, layers_of, load_workload, returning
+from meshmark.reference.tensor_plan import Split, Style, split_dim
 from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.own_model import OwnModelConfig
 
 LARGEST = 100_000_000
@@ -58,7 +61,7 @@ def use_of(own: OwnWorkload, module: nn.Module, batch: Any) -> Use:  # noqa: ANN
     def leave(part: nn.Module, _args: object, _output: object) -> None:
         inside.subtract(id(p) for p in part.parameters(recurse=False))
 
-    units = {module, *OwnModel.around(module).blocks.values()}
+    units = {module, *OwnModel.around(module, own).blocks.values()}
     runs = Counter[int]()
     handles = [unit.register_forward_pre_hook(lambda part, _: runs.update([id(part)])) for unit in units]
     handles += [part.register_forward_pre_hook(enter, with_kwargs=True) for part in module.modules()]
@@ -144,14 +147,22 @@ def activation_bytes(case: Case, rank: int, step: int, casts_weights: bool) -> i
     assert isinstance(config, OwnModelConfig)
     if config.num_parameters > LARGEST:
         return None
-    precision, low = case.precision, getattr(torch, case.precision.compute)
+    layout, precision, low = case.layout, case.precision, getattr(torch, case.precision.compute)
+    if layout.tp > 1 and config.chooses:
+        return None  # which part a rank would choose, a part of its sums does not tell
     model = build_model(config)
     model.initialize(case.workload.seed)
     if not precision.is_mixed:
         model.to(low)
-    part = make_batch(case.workload, step).shard(case.layout.coordinates(rank).dp, case.layout.dp)
-    inputs = next(part.micro_batches(case.layout.num_micro_batches)).inputs
-    whole = _storages([*model.parameters(), *model.buffers(), *pytree.tree_leaves(part.inputs)])
+    assert isinstance(model, OwnModel)
+    if layout.tp > 1:
+        _take_part(model, layout.tp, layout.coordinates(rank).tp)
+    if layout.recompute is Recompute.FULL:
+        model.recompute = functools.partial(checkpoint, use_reentrant=False)
+    part = make_batch(case.workload, step).shard(layout.coordinates(rank).dp, layout.dp)
+    inputs = next(part.micro_batches(layout.num_micro_batches)).inputs
+    forward, given = (model, inputs) if layout.pp == 1 else _stage_of(case, rank, model, inputs)
+    whole = _storages([*model.parameters(), *model.buffers(), *pytree.tree_leaves(part.inputs), given])
     saved = weakref.WeakSet[_Saved]()  # what only a part of the graph that is forgotten again has saved, is gone
 
     def note(tensor: Tensor) -> _Saved:
@@ -164,10 +175,113 @@ def activation_bytes(case: Case, rank: int, step: int, casts_weights: bool) -> i
         whole |= _storages(weights.values())
     autocast = precision.is_mixed and not casts_weights
     with torch.autograd.graph.saved_tensors_hooks(note, lambda each: each.tensor), torch.autocast("cpu", low, autocast):
-        kept = torch.func.functional_call(model, weights, (inputs,))
+        kept = torch.func.functional_call(model, weights, (given,)) if forward is model else forward(given)
     found = sum(size for address, size in _storages(each.tensor for each in saved).items() if address not in whole)
     del kept
-    return found
+    return found * _in_flight(layout, layout.coordinates(rank).pp)
+
+
+def _in_flight(layout: Layout, stage: int) -> int:
+    """Return how many micro-batches a stage has run forward when its first backward pass begins."""
+    if layout.pp == 1:
+        return 1
+    all_first = layout.schedule is Schedule.GPIPE
+    return layout.num_micro_batches if all_first else min(layout.num_micro_batches, layout.pp - stage)
+
+
+def _stage_of(case: Case, rank: int, model: OwnModel, inputs: Any) -> tuple[Callable[[Any], object], Any]:  # noqa: ANN401
+    """Return what one pipeline stage computes, and what it is given of a micro-batch."""
+    layout, config = case.layout, case.workload.model
+    assert isinstance(config, OwnModelConfig)
+    (stage,) = layout.stages_of(layout.coordinates(rank).pp)
+    own = load_workload(config.target)
+    layers, kept = layers_of(own, model.model), config.stage_layers(layout.pp, stage)
+    args, kwargs = arguments_of(own.loss, inputs)
+    x: Any = None
+
+    def through(index: int, x: Any) -> Any:  # noqa: ANN401
+        return layers[index](x) if index else layers[0](*args, **kwargs)
+
+    with torch.no_grad():
+        for index in range(kept[0]):
+            x = through(index, x)
+    is_last = len(layers) - 1 in kept
+
+    def run(x: Any) -> object:  # noqa: ANN401
+        for index in kept:
+            x = through(index, x)
+        return own.loss(returning(x), inputs)[0] if is_last else x
+
+    return run, x.detach().requires_grad_() if stage else None
+
+
+def _take_part(model: OwnModel, tp: int, rank: int) -> None:
+    """Leave in each module that a plan splits a rank's part of its weights, and put no communication between ranks.
+
+    Values are then those of no training, but all shapes are those of one rank.
+    """
+    for path, style in model.tensor_parallel_plan().items():
+        part = model.model.get_submodule(path)
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if (dim := split_dim(part, style, name)) is not None:
+                setattr(part, name, nn.Parameter(parameter.detach().chunk(tp, dim)[rank].clone()))
+        if isinstance(part, nn.Embedding):
+            if style.split is Split.ROWS:
+                part.register_forward_pre_hook(lambda part, args: (args[0].clamp(max=len(part.weight) - 1),))
+        elif style.splits_inputs:
+            part.register_forward_pre_hook(lambda _, args: (args[0].chunk(tp, -1)[rank].clone(),))
+        if style.split is Split.ROWS:
+            part.register_forward_hook(lambda _part, _args, output: output.clone())  # where the sum over ranks is put
+        elif style.gathers_outputs:
+            part.register_forward_hook(lambda _part, _args, output: torch.cat([output] * tp, -1))
+
+
+@functools.lru_cache(maxsize=256)
+def tensor_parallel_sends(case: Case, rank: int, step: int) -> tuple[tuple[str, int, int], ...]:
+    """Return what a rank's modules send over the tensor-parallel ranks in a step: kind, bytes and calls.
+
+    A module that is split by columns adds up the gradients of its input, where that has any; one that is split by rows
+    its output (arXiv:1909.08053, section 3).
+    """
+    layout = case.layout
+    model = build_model(case.workload.model)
+    model.initialize(case.workload.seed)
+    assert isinstance(model, OwnModel)
+    model.to(getattr(torch, case.precision.compute))
+    plan = model.tensor_parallel_plan()
+    sent = dict[str, list[int]]()
+    part = make_batch(case.workload, step).shard(layout.coordinates(rank).dp, layout.dp)
+    again = 1 + (layout.recompute is Recompute.FULL)
+    inside = {id(p) for block in model.blocks.values() for p in block.modules()}
+
+    def note(kind: str, tensor: Tensor, times: int = 1) -> None:
+        entry = sent.setdefault(kind, [0, 0])
+        entry[0] += times * tensor.nbytes
+        entry[1] += times
+
+    def watch(module: nn.Module, style: Style) -> None:
+        passes = again if id(module) in inside else 1
+
+        def hook(_module: nn.Module, args: Any, output: Tensor) -> None:  # noqa: ANN401
+            if style.split is Split.ROWS:
+                note("all_reduce", output, passes)
+                if style.splits_inputs and args[0].requires_grad:
+                    note("all_gather", args[0])
+            elif style.split is Split.COLUMNS:
+                if args[0].requires_grad:
+                    note("all_reduce", args[0])
+                if style.gathers_outputs:
+                    note("all_gather", output, passes)
+            for parameter in module.parameters() if style.sums_gradients else ():
+                note("all_reduce", parameter)
+
+        module.register_forward_hook(hook)
+
+    for path, style in plan.items():
+        watch(model.model.get_submodule(path), style)
+    for micro in part.micro_batches(layout.num_micro_batches):
+        model(micro.inputs)
+    return tuple((kind, num_bytes, calls) for kind, (num_bytes, calls) in sorted(sent.items()))
 
 
 class _Saved:

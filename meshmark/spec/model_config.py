@@ -115,6 +115,24 @@ class ModelConfig:
         def misfits(self, *, tp: int, num_stages: int, cp: int) -> list[str]:
             """Return why the model cannot be split so, one reason each."""
 
+    def stage_layers(self, num_stages: int, stage: int) -> Sequence[int]:
+        """Return the layers of one of `num_stages` pipeline stages: blocks split as evenly as they go, the first stages
+        taking the rest; the embedding joins the first stage and the head the last."""
+        share, rest = divmod(self.num_layers, num_stages)
+        first = 1 + stage * share + min(stage, rest)
+        layers = list(range(first, first + share + (stage < rest)))
+        return [0] * (stage == 0) + layers + [self.num_layers + 1] * (stage == num_stages - 1)
+
+    @property
+    def brings_plan(self) -> bool:
+        """Whether the model itself says how tensor parallelism splits its modules."""
+        return False
+
+    @property
+    def ties_ends(self) -> bool:
+        """Whether the first and the last stage of a pipeline each hold a copy of one weight."""
+        return self.tied_embeddings
+
     @property
     def couples_rows(self) -> bool:
         """Whether the rows of a micro-batch enter one another's gradients, as under a batch norm."""
