@@ -55,10 +55,14 @@ def examples(case: Case, stage: int) -> _Examples:
     (adapters/gaps/pipelining_batch_norm.py). And it would receive gradients as that run's happen to lie, which images
     do not in the order of messages. Nothing of other models."""
     layout, model = case.layout, case.workload.model
-    if case.workload.dataset is not Dataset.DIGITS:
-        return {}
     num_stages, found = layout.pp * layout.virtual_stages, []
     rows = case.workload.global_batch // (layout.dp * layout.num_micro_batches)
+    if model.row_shape(0) is not None:
+        layers = model.stage_layers(num_stages, stage)
+        given = _example(case, rows, layers[0] - 1) if stage else torch.arange(rows, device="meta")
+        return {"input_args": given, "output_args": _example(case, rows, layers[-1])}
+    if case.workload.dataset is not Dataset.DIGITS:
+        return {}
     x = make_batch(case.workload, 0).inputs[:1].expand(rows, -1, -1, -1).to("meta")
     for index in range(stage + 1):
         found.append(x)
@@ -69,15 +73,12 @@ def examples(case: Case, stage: int) -> _Examples:
     return {"input_args": found[-1], "output_args": x}
 
 
-def joined(chunks: Sequence[Model]) -> Model:
-    """All that `chunks` hold under one root, for names, optimizer and checkpoints; what runs is the chunks."""
-    if len(chunks) == 1:
-        return chunks[0]
-    joined = build_model(chunks[0].spec, layers=())
-    joined.embedding, joined.head = chunks[0].embedding, chunks[-1].head
-    for chunk in chunks:
-        joined.blocks.update(dict(chunk.blocks.items()))
-    return joined
+def _example(case: Case, rows: int, layer: int) -> Tensor:
+    """Return a tensor like those behind a layer, without values."""
+    shape = case.workload.model.row_shape(layer)
+    assert shape is not None
+    wide: torch.dtype = getattr(torch, case.precision.wide)
+    return torch.empty(rows, *shape, dtype=wide, device="meta", requires_grad=True)
 
 
 def receive_buffers(stages: Sequence[PipelineStage]) -> list[Tensor]:

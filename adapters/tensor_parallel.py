@@ -191,7 +191,8 @@ class TensorParallel(Adapter):
         layout = case.layout
         if case.workload.model.brings_plan:
             whole = initial_model(case, context.device)
-            parallelize_by(whole.get_submodule("model"), mesh["tp"], whole.tensor_parallel_plan())
+            if layout.tp > 1:
+                parallelize_by(whole.get_submodule("model"), mesh["tp"], whole.tensor_parallel_plan())
             self.shard(whole, mesh["dp"])
             return whole
         with torch.device("meta"):

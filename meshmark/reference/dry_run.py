@@ -155,13 +155,14 @@ def activation_bytes(case: Case, rank: int, step: int, casts_weights: bool) -> i
     if not precision.is_mixed:
         model.to(low)
     assert isinstance(model, OwnModel)
+    sent: list[Tensor] = []
     if layout.tp > 1:
-        _take_part(model, layout.tp, layout.coordinates(rank).tp)
+        _take_part(model, layout.tp, layout.coordinates(rank).tp, sent)
     if layout.recompute is Recompute.FULL:
         model.recompute = functools.partial(checkpoint, use_reentrant=False)
     part = make_batch(case.workload, step).shard(layout.coordinates(rank).dp, layout.dp)
     inputs = next(part.micro_batches(layout.num_micro_batches)).inputs
-    forward, given = (model, inputs) if layout.pp == 1 else _stage_of(case, rank, model, inputs)
+    forward, given = (model, inputs) if layout.pp == 1 else _stage_of(case, rank, model, inputs, sent)
     whole = _storages([*model.parameters(), *model.buffers(), *pytree.tree_leaves(part.inputs), given])
     saved = weakref.WeakSet[_Saved]()  # what only a part of the graph that is forgotten again has saved, is gone
 
@@ -176,7 +177,9 @@ def activation_bytes(case: Case, rank: int, step: int, casts_weights: bool) -> i
     autocast = precision.is_mixed and not casts_weights
     with torch.autograd.graph.saved_tensors_hooks(note, lambda each: each.tensor), torch.autocast("cpu", low, autocast):
         kept = torch.func.functional_call(model, weights, (given,)) if forward is model else forward(given)
-    found = sum(size for address, size in _storages(each.tensor for each in saved).items() if address not in whole)
+    whole |= _storages(sent)
+    there = _storages([*(each.tensor for each in saved), *(kept if isinstance(kept, tuple) else ())])
+    found = sum(size for address, size in there.items() if address not in whole)
     del kept
     return found * _in_flight(layout, layout.coordinates(rank).pp)
 
@@ -189,8 +192,18 @@ def _in_flight(layout: Layout, stage: int) -> int:
     return layout.num_micro_batches if all_first else min(layout.num_micro_batches, layout.pp - stage)
 
 
-def _stage_of(case: Case, rank: int, model: OwnModel, inputs: Any) -> tuple[Callable[[Any], object], Any]:  # noqa: ANN401
-    """Return what one pipeline stage computes, and what it is given of a micro-batch."""
+def _stage_of(
+    case: Case,
+    rank: int,
+    model: OwnModel,
+    inputs: Any,  # noqa: ANN401
+    sent: list[Tensor],
+) -> tuple[Callable[[Any], object], Any]:
+    """Return what one pipeline stage computes, and what it is given of a micro-batch.
+
+    `sent` gets what it sends on, which is communication and no activation. The last stage keeps its outputs, as
+    PyTorch's does.
+    """
     layout, config = case.layout, case.workload.model
     assert isinstance(config, OwnModelConfig)
     (stage,) = layout.stages_of(layout.coordinates(rank).pp)
@@ -210,16 +223,25 @@ def _stage_of(case: Case, rank: int, model: OwnModel, inputs: Any) -> tuple[Call
     def run(x: Any) -> object:  # noqa: ANN401
         for index in kept:
             x = through(index, x)
-        return own.loss(returning(x), inputs)[0] if is_last else x
+        if not is_last:
+            sent.append(x.detach())
+            return x
+        return own.loss(returning(x), inputs)[0], x
 
     return run, x.detach().requires_grad_() if stage else None
 
 
-def _take_part(model: OwnModel, tp: int, rank: int) -> None:
+def _take_part(model: OwnModel, tp: int, rank: int, sent: list[Tensor]) -> None:
     """Leave in each module that a plan splits a rank's part of its weights, and put no communication between ranks.
 
-    Values are then those of no training, but all shapes are those of one rank.
+    Values are then those of no training, but all shapes are those of one rank. `sent` gets what a collective would have
+    put, which is communication and no activation.
     """
+
+    def collective(output: Tensor) -> Tensor:
+        sent.append(output.detach())
+        return output
+
     for path, style in model.tensor_parallel_plan().items():
         part = model.model.get_submodule(path)
         for name, parameter in list(part.named_parameters(recurse=False)):
@@ -231,9 +253,9 @@ def _take_part(model: OwnModel, tp: int, rank: int) -> None:
         elif style.splits_inputs:
             part.register_forward_pre_hook(lambda _, args: (args[0].chunk(tp, -1)[rank].clone(),))
         if style.split is Split.ROWS:
-            part.register_forward_hook(lambda _part, _args, output: output.clone())  # where the sum over ranks is put
+            part.register_forward_hook(lambda _part, _args, output: collective(output.clone()))
         elif style.gathers_outputs:
-            part.register_forward_hook(lambda _part, _args, output: torch.cat([output] * tp, -1))
+            part.register_forward_hook(lambda _part, _args, output: collective(torch.cat([output] * tp, -1)))
 
 
 @functools.lru_cache(maxsize=256)

@@ -16,6 +16,7 @@ from meshmark.reference.initial import initial_value
 from meshmark.spec.model_config import ModelConfig
 
 if TYPE_CHECKING:
+    from meshmark.reference.data import Batch
     from meshmark.reference.tensor_plan import Style
 
 Recomputer = Callable[[nn.Module, Tensor], Tensor]
@@ -86,6 +87,17 @@ class Model(nn.Module, ABC):
             name: torch.full(shape, initial_buffer(name), dtype=torch.float64 if shape else torch.int64)
             for name, shape in shapes.items()
         }
+
+    def hold(self, batch: Batch) -> None:
+        """Keep what stages of a pipeline look up in a step, before it is run; here nothing."""
+
+    def stage_inputs(self, batch: Batch) -> Tensor:
+        """Return what the first stage of a pipeline is given, dealt to micro-batches along its first dimension."""
+        return cast(Tensor, batch.inputs)
+
+    def stage_loss(self, outputs: Tensor, numbers: Tensor) -> Tensor:
+        """Return the sum of the loss of the rows with these numbers, where the model has a loss of its own."""
+        raise NotImplementedError
 
     def tensor_parallel_plan(self) -> Mapping[str, Style]:
         """Return how each module is split, where `ModelConfig.brings_plan`."""

@@ -240,7 +240,7 @@ def _counted_layers(
             LayerCount(
                 num_parameters=sum(p.numel() for p in held[index].values()),
                 num_tensors=len(held[index]),
-                outputs=x.numel() // rows,
+                row_shape=tuple(x.shape[1:]),
                 buffer_bytes=sum(b.numel() * b.element_size() for b in buffers),
             )
         )
@@ -417,14 +417,14 @@ class OwnModel(Model):
 
     def _wrap(self, module: nn.Module, own: OwnWorkload | None) -> None:
         self.model, self._loss = module, own.loss if own else None
-        self.__dict__.update(own=own, part=None, part_is_first=True, part_is_last=True, recomputer=None)
+        self.__dict__.update(own=own, part=None, part_is_first=True, held=None, recomputer=None)
         self.__dict__["blocks"] = BlocksOf(self)  # no submodule: its blocks have their names in the user's module
 
     def _keep(self, layers: Sequence[Callable[..., Any]], kept: Sequence[int]) -> None:
         """Become a part of the model: some of its layers, which keep their names, and no other parameters."""
         part = [layers[index] for index in kept]
         # No submodule: these are registered where the user's module has them.
-        self.__dict__.update(part=part, part_is_first=0 in kept, part_is_last=len(layers) - 1 in kept)
+        self.__dict__.update(part=part, part_is_first=0 in kept)
         modules = [layer for layer in part if isinstance(layer, nn.Module)]
         inside = {id(t) for layer in modules for t in (*layer.parameters(), *layer.buffers())}
         for module in self.model.modules():
@@ -512,14 +512,35 @@ class OwnModel(Model):
         keys = (key for key in self.blocks if name.startswith(f"{key}."))
         return next(keys, "")
 
-    def forward(self, x: Any, *more: Any, **named: Any) -> Tensor:  # noqa: ANN401
-        """Return the sum of the loss; of a part, what its last layer puts out.
+    def hold(self, batch: Batch) -> None:
+        """Keep the rows of a step, which the first part of a model and the loss behind the last one look up."""
+        self.__dict__["held"] = batch.inputs
+
+    def stage_inputs(self, batch: Batch) -> Tensor:
+        """Return the numbers of the rows, which a pipeline deals to micro-batches, whatever a row is."""
+        return torch.arange(len(batch), device=batch.targets.device)
+
+    def _rows(self, numbers: Tensor) -> Any:  # noqa: ANN401
+        """Return consecutive rows of the step, as views."""
+        start, stop = int(numbers[0]), int(numbers[-1]) + 1
+        return pytree.tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) else leaf, self.held)
+
+    def stage_loss(self, outputs: Tensor, numbers: Tensor) -> Tensor:
+        """Return the sum of the loss of the rows with these numbers, whose outputs are there."""
+        return cast(OwnWorkload, self.own).loss(returning(outputs), self._rows(numbers))[0]
+
+    def forward(self, x: Any) -> Tensor:  # noqa: ANN401
+        """Return the sum of the loss; of a part, what its last layer puts out: the first part takes numbers of rows.
 
         Weights that are narrow meet a batch as narrow, as FSDP2 casts it at its root.
         """
         if self.part is not None:
             for index, layer in enumerate(cast("list[Callable[..., Any]]", self.part)):
-                x = layer(x) if index else layer(x, *more, **named)
+                if index or not self.part_is_first:
+                    x = layer(x)
+                else:
+                    args, kwargs = arguments_of(cast(OwnWorkload, self.own).loss, self._rows(x))
+                    x = layer(*args, **kwargs)
             return cast(Tensor, x)
         assert self._loss is not None
         weights = next(self.parameters()).dtype

@@ -56,6 +56,8 @@ class ModelConfig:
     """Modules that take long to import, for a server that forks ranks."""
     routes: ClassVar[bool] = False
     """Whether values decide which weights a token meets: where a decision is close, rounding makes it."""
+    brings_plan: ClassVar[bool] = False
+    """Whether the model itself says how tensor parallelism splits its modules."""
     name: str
 
     if TYPE_CHECKING:  # fields of some families, properties of others
@@ -115,6 +117,15 @@ class ModelConfig:
         def misfits(self, *, tp: int, num_stages: int, cp: int) -> list[str]:
             """Return why the model cannot be split so, one reason each."""
 
+    @property
+    def stage_refusal(self) -> str:
+        """Why no part of the model can be a stage of a pipeline, not even all of it; empty where it can."""
+        return ""
+
+    def row_shape(self, layer: int) -> tuple[int, ...] | None:
+        """Return the shape of one row behind a layer, where the model knows it without being run."""
+        return None
+
     def stage_layers(self, num_stages: int, stage: int) -> Sequence[int]:
         """Return the layers of one of `num_stages` pipeline stages: blocks split as evenly as they go, the first stages
         taking the rest; the embedding joins the first stage and the head the last."""
@@ -122,11 +133,6 @@ class ModelConfig:
         first = 1 + stage * share + min(stage, rest)
         layers = list(range(first, first + share + (stage < rest)))
         return [0] * (stage == 0) + layers + [self.num_layers + 1] * (stage == num_stages - 1)
-
-    @property
-    def brings_plan(self) -> bool:
-        """Whether the model itself says how tensor parallelism splits its modules."""
-        return False
 
     @property
     def ties_ends(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -22,9 +23,13 @@ class LayerCount:
 
     num_parameters: int
     num_tensors: int
-    outputs: int
-    """Numbers of one row as it goes out: what a stage sends on."""
+    row_shape: tuple[int, ...]
+    """Of one row as it goes out: what a stage sends on."""
     buffer_bytes: int = 0
+
+    @property
+    def outputs(self) -> int:
+        return math.prod(self.row_shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +73,7 @@ class OwnModelConfig(ModelConfig):
     initial_values: ClassVar[str] = "meshmark.reference.own_model:initial_value"
     dry_run: ClassVar[str] = "meshmark.reference.dry_run:activation_bytes"
     """Function that counts what autograd saves in one process, as "package.module:function"."""
+    brings_plan: ClassVar[bool] = True
     sends: ClassVar[str] = "meshmark.reference.dry_run:tensor_parallel_sends"
     """Function that counts what a plan's modules send over tensor-parallel ranks, as "package.module:function"."""
     unit: ClassVar[str] = "rows"
@@ -117,10 +123,6 @@ class OwnModelConfig(ModelConfig):
         return self.shares_weights
 
     @property
-    def brings_plan(self) -> bool:
-        return self.split is not None
-
-    @property
     def ties_ends(self) -> bool:
         return False
 
@@ -152,11 +154,19 @@ class OwnModelConfig(ModelConfig):
 
     @property
     def outputs_per_row(self) -> int:
-        return self.layers[-1].outputs if self.layers else 1
+        """None that are known: a dry run counts what is kept of them."""
+        return 0
 
     @property
     def widest(self) -> int:
         return max(self.block_parameters, 1)
+
+    @property
+    def stage_refusal(self) -> str:
+        return "" if self.layers else "a stage takes and makes one tensor, and the workload has no layers(model)"
+
+    def row_shape(self, layer: int) -> tuple[int, ...]:
+        return self.layers[layer].row_shape
 
     def stage_layers(self, num_stages: int, stage: int) -> range:
         """As evenly as they go, the first stages taking the rest."""
