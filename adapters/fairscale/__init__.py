@@ -273,11 +273,11 @@ class FairScaleFSDP(Adapter):
             run_without_cuda()
         arguments = {**_arguments(case, context), **self.choices(case)}
         model = initial_model(case, context.device)
+        recomputes, model.recompute = model.recompute is not None, None
         for key, block in model.blocks.items():
             # Recomputation must come inside a wrapper: FairScale's own, which keeps the block's names.
-            inner = checkpoint_wrapper(block, offload_to_cpu=self.offloads_inputs) if model.recompute else block
+            inner = checkpoint_wrapper(block, offload_to_cpu=self.offloads_inputs) if recomputes else block
             model.blocks[key] = FullyShardedDataParallel(inner, **arguments)
-        model.recompute = None
         module = FullyShardedDataParallel(model, **arguments)
         named = [(canonical(name), parameter) for name, parameter in module.named_parameters()]
         return self.engine(case, context, module, build_optimizer(case.workload.optimizer, named))

@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -158,8 +158,14 @@ def activation_bytes(case: Case, rank: int, step: int, casts_weights: bool) -> i
     sent: list[Tensor] = []
     if layout.tp > 1:
         _take_part(model, layout.tp, layout.coordinates(rank).tp, sent)
+    blocks: list[nn.Module] = []
+
+    def recompute(block: nn.Module, *args: Tensor) -> Tensor:
+        blocks.append(block)
+        return cast(Tensor, checkpoint(block, *args, use_reentrant=False))
+
     if layout.recompute is Recompute.FULL:
-        model.recompute = functools.partial(checkpoint, use_reentrant=False)
+        model.recompute = recompute
     part = make_batch(case.workload, step).shard(layout.coordinates(rank).dp, layout.dp)
     inputs = next(part.micro_batches(layout.num_micro_batches)).inputs
     forward, given = (model, inputs) if layout.pp == 1 else _stage_of(case, rank, model, inputs, sent)
@@ -181,6 +187,7 @@ def activation_bytes(case: Case, rank: int, step: int, casts_weights: bool) -> i
     there = _storages([*(each.tensor for each in saved), *(kept if isinstance(kept, tuple) else ())])
     found = sum(size for address, size in there.items() if address not in whole)
     del kept
+    found += len(blocks) * torch.get_rng_state().nbytes  # which PyTorch keeps for each block that it will run again
     return found * _in_flight(layout, layout.coordinates(rank).pp)
 
 
@@ -304,6 +311,56 @@ def tensor_parallel_sends(case: Case, rank: int, step: int) -> tuple[tuple[str, 
     for micro in part.micro_batches(layout.num_micro_batches):
         model(micro.inputs)
     return tuple((kind, num_bytes, calls) for kind, (num_bytes, calls) in sorted(sent.items()))
+
+
+@functools.lru_cache(maxsize=16)
+def recomputed_gathers(config: OwnModelConfig) -> tuple[tuple[int, int], ...]:
+    """Return, of parameters by their elements, how much more often modules gather them where blocks are recomputed.
+
+    A module gathers what it reads before its forward and before its backward pass, and gives it up after it. What it
+    gathered for a backward pass is still there when that pass computes the block again.
+    """
+    plain, again = (_module_gathers(config, recomputes) for recomputes in (False, True))
+    sizes = {name: p.numel() for name, p in build_model(config).named_parameters()}
+    return tuple((sizes[name], again[name] - plain[name]) for name in sizes if again[name] != plain[name])
+
+
+def _module_gathers(config: OwnModelConfig, recomputes: bool) -> Counter[str]:
+    model = build_model(config)
+    model.initialize(0)
+    model.recompute = functools.partial(checkpoint, use_reentrant=False) if recomputes else None
+    named = {id(p): name for name, p in model.named_parameters()}
+    there, backward, counts = set[str](), set[int](), Counter[str]()
+
+    def gather(module: nn.Module) -> None:
+        for name in (named[id(p)] for p in module.parameters(recurse=False)):
+            counts[name] += name not in there
+            there.add(name)
+
+    def release(module: nn.Module) -> None:
+        there.difference_update(named[id(p)] for p in module.parameters(recurse=False))
+
+    def forward_ends(module: nn.Module, _args: object, _output: object) -> None:
+        if id(module) not in backward:
+            release(module)
+
+    def backward_begins(module: nn.Module, _gradients: object) -> None:
+        backward.add(id(module))
+        gather(module)
+
+    def backward_ends(module: nn.Module, _inputs: object, _outputs: object) -> None:
+        backward.discard(id(module))
+        release(module)
+
+    for module in model.model.modules() if isinstance(model, OwnModel) else ():
+        if any(True for _ in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(lambda part, _: gather(part))
+            module.register_forward_hook(forward_ends)
+            module.register_full_backward_pre_hook(backward_begins)
+            module.register_full_backward_hook(backward_ends)
+    own = load_workload(config.target)
+    model(own.batch(0)).backward()
+    return counts
 
 
 class _Saved:

@@ -76,6 +76,8 @@ class OwnModelConfig(ModelConfig):
     brings_plan: ClassVar[bool] = True
     sends: ClassVar[str] = "meshmark.reference.dry_run:tensor_parallel_sends"
     """Function that counts what a plan's modules send over tensor-parallel ranks, as "package.module:function"."""
+    recomputed: ClassVar[str] = "meshmark.reference.dry_run:recomputed_gathers"
+    """Function that counts what modules gather besides where blocks are recomputed, as "package.module:function"."""
     unit: ClassVar[str] = "rows"
     family: ClassVar[Family] = Family.OWN
     seq_len: ClassVar[int] = 1

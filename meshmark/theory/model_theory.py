@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from meshmark.spec.precision import Precision
 from meshmark.theory.flops import model_flops_per_token
 from meshmark.theory.parameter_order import parameter_shapes
 from meshmark.theory.parameters import stage_parameters
-from meshmark.theory.partition import held_layers, held_stage, sent_on
+from meshmark.theory.partition import Stage, held_layers, held_stage, sent_on
 
 
 class UnknownTheory:
@@ -65,6 +66,11 @@ class UnknownTheory:
         """Return what autograd keeps of the first micro-batch of `step`, where that is counted and not computed."""
         return None
 
+    def recomputed_gathers(self) -> tuple[tuple[int, int], ...]:
+        """Return, of parameters by their elements, how much more often modules gather them where PyTorch's
+        checkpointing recomputes blocks."""
+        return ()
+
     def bucket_elements(self) -> int:
         """Return the elements of the larger of a block and the embedding, which a bucket holds at most."""
         return max(self.model.block_parameters, self.model.embedding_parameters)
@@ -101,6 +107,11 @@ class TransformerTheory(UnknownTheory):
         if self.model.family is not Family.LLAMA:
             return 0.0
         return self.model.seq_len / layout.cp * self.model.head_dim * max(precision.compute.itemsize, 4)
+
+    def recomputed_gathers(self) -> tuple[tuple[int, int], ...]:
+        """All of a block but its last product, whose backward pass has gathered it when the block is run again."""
+        shapes = parameter_shapes(self.model, Stage(num_layers=self.model.num_layers))
+        return tuple((math.prod(shape), 1) for name, shape in shapes.items() if ".feed_forward.down." not in name)
 
     def bucket_elements(self) -> int:
         return max(self.model.block_parameters, self.model.vocab_size * self.model.hidden)
@@ -214,6 +225,10 @@ class CountedTheory(UnknownTheory):
     def tensor_parallel_sends(self, case: Case, rank: int, step: int) -> tuple[tuple[str, int, int], ...] | None:
         counted: Callable[..., tuple[tuple[str, int, int], ...]] = _imported(self.model.sends)
         return counted(case, rank, step)
+
+    def recomputed_gathers(self) -> tuple[tuple[int, int], ...]:
+        counted: Callable[..., tuple[tuple[int, int], ...]] = _imported(self.model.recomputed)
+        return counted(self.model)
 
     def bucket_elements(self) -> int:
         return self.model.num_parameters
