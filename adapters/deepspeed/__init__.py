@@ -32,6 +32,7 @@ from meshmark.reference.model import Model
 from meshmark.reference.objective import build_optimizer, build_schedule
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
+from meshmark.spec.layout import Recompute
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.flow import OneTimeTraffic, TrafficException
@@ -182,7 +183,8 @@ class DeepSpeed(Adapter):
 
 def _kept_weights(case: Case, rank: int) -> tuple[ExtraMemory, ...]:
     """Weights that stage 3 gathers and does not free before the backward pass (tests/gaps/test_deepspeed.py)."""
-    indexed, (shards, _) = case.workload.model.indexed, state_shards(case.layout, rank)
+    model, (shards, _) = case.workload.model, state_shards(case.layout, rank)
+    indexed = model.indexed - (model.indexed_in_blocks if case.layout.recompute is Recompute.FULL else 0)
     if case.layout.zero_stage < 3 or shards == 1 or not indexed:
         return ()
     reason = "a gathered weight stays while autograd keeps a view of it, such as one expert's part or a GRU's transpose"

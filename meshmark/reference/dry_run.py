@@ -40,6 +40,8 @@ class Use:
     """As `ModelConfig.gathers`."""
     indexed: int
     """As `ModelConfig.indexed`."""
+    indexed_in_blocks: int
+    """As `ModelConfig.indexed_in_blocks`."""
     repeats: bool
     """As `OwnModelConfig.repeats`."""
     chooses: bool
@@ -68,6 +70,8 @@ def use_of(own: OwnWorkload, module: nn.Module, batch: Any) -> Use:  # noqa: ANN
     handles += [part.register_forward_hook(leave) for part in module.modules()]
     wholes = {p.untyped_storage().data_ptr(): p for p in module.parameters()}
     indexed = set[int]()
+    blocks = OwnModel.around(module, own).blocks.values()
+    in_blocks = {p.untyped_storage().data_ptr() for block in blocks for p in block.parameters()}
     linear = torch.nn.functional.linear
 
     def note(tensor: Tensor) -> Tensor:
@@ -99,6 +103,7 @@ def use_of(own: OwnWorkload, module: nn.Module, batch: Any) -> Use:  # noqa: ANN
         unused=tuple(name for name, p in named if p.requires_grad and p.grad is None),
         gathers=tuple((elements, times) for elements, times in more if times),
         indexed=sum(wholes[address].numel() for address in indexed),
+        indexed_in_blocks=sum(wholes[address].numel() for address in indexed & in_blocks),
         repeats=max(runs.values(), default=0) > 1,
         chooses=choices.found,
     )
@@ -158,9 +163,9 @@ def activation_bytes(case: Case, rank: int, step: int, casts_weights: bool) -> i
     sent: list[Tensor] = []
     if layout.tp > 1:
         _take_part(model, layout.tp, layout.coordinates(rank).tp, sent)
-    blocks: list[nn.Module] = []
+    blocks: list[Any] = []
 
-    def recompute(block: nn.Module, *args: Tensor) -> Tensor:
+    def recompute(block: Any, *args: Tensor) -> Tensor:  # noqa: ANN401
         blocks.append(block)
         return cast(Tensor, checkpoint(block, *args, use_reentrant=False))
 
@@ -169,6 +174,7 @@ def activation_bytes(case: Case, rank: int, step: int, casts_weights: bool) -> i
     part = make_batch(case.workload, step).shard(layout.coordinates(rank).dp, layout.dp)
     inputs = next(part.micro_batches(layout.num_micro_batches)).inputs
     forward, given = (model, inputs) if layout.pp == 1 else _stage_of(case, rank, model, inputs, sent)
+    blocks.clear()  # of the stages before
     whole = _storages([*model.parameters(), *model.buffers(), *pytree.tree_leaves(part.inputs), given])
     saved = weakref.WeakSet[_Saved]()  # what only a part of the graph that is forgotten again has saved, is gone
 
@@ -184,7 +190,9 @@ def activation_bytes(case: Case, rank: int, step: int, casts_weights: bool) -> i
     with torch.autograd.graph.saved_tensors_hooks(note, lambda each: each.tensor), torch.autocast("cpu", low, autocast):
         kept = torch.func.functional_call(model, weights, (given,)) if forward is model else forward(given)
     whole |= _storages(sent)
-    there = _storages([*(each.tensor for each in saved), *(kept if isinstance(kept, tuple) else ())])
+    # A block that is computed again keeps its arguments by name too, such as masks.
+    named = [leaf for block in blocks for leaf in pytree.tree_leaves(block.keywords)]
+    there = _storages([*(each.tensor for each in saved), *(kept[1:] if isinstance(kept, tuple) else ()), *named])
     found = sum(size for address, size in there.items() if address not in whole)
     del kept
     found += len(blocks) * torch.get_rng_state().nbytes  # which PyTorch keeps for each block that it will run again
@@ -280,27 +288,29 @@ def tensor_parallel_sends(case: Case, rank: int, step: int) -> tuple[tuple[str, 
     plan = model.tensor_parallel_plan()
     sent = dict[str, list[int]]()
     part = make_batch(case.workload, step).shard(layout.coordinates(rank).dp, layout.dp)
-    again = 1 + (layout.recompute is Recompute.FULL)
-    inside = {id(p) for block in model.blocks.values() for p in block.modules()}
+    if layout.recompute is Recompute.FULL:
+        model.recompute = functools.partial(checkpoint, use_reentrant=False)
+    in_backward = False
 
-    def note(kind: str, tensor: Tensor, times: int = 1) -> None:
+    def note(kind: str, tensor: Tensor) -> None:
         entry = sent.setdefault(kind, [0, 0])
-        entry[0] += times * tensor.nbytes
-        entry[1] += times
+        entry[0] += tensor.nbytes
+        entry[1] += 1
 
     def watch(module: nn.Module, style: Style) -> None:
-        passes = again if id(module) in inside else 1
-
         def hook(_module: nn.Module, args: Any, output: Tensor) -> None:  # noqa: ANN401
+            """In a backward pass, of a block that is computed again, as far as it is needed."""
             if style.split is Split.ROWS:
-                note("all_reduce", output, passes)
-                if style.splits_inputs and args[0].requires_grad:
-                    note("all_gather", args[0])
-            elif style.split is Split.COLUMNS:
-                if args[0].requires_grad:
+                note("all_reduce", output)
+            if style.gathers_outputs:
+                note("all_gather", output)
+            if in_backward:
+                return
+            if style.split is not Split.NONE and args[0].requires_grad:
+                if style.split is Split.COLUMNS:
                     note("all_reduce", args[0])
-                if style.gathers_outputs:
-                    note("all_gather", output, passes)
+                elif style.splits_inputs:
+                    note("all_gather", args[0])
             for parameter in module.parameters() if style.sums_gradients else ():
                 note("all_reduce", parameter)
 
@@ -309,7 +319,9 @@ def tensor_parallel_sends(case: Case, rank: int, step: int) -> tuple[tuple[str, 
     for path, style in plan.items():
         watch(model.model.get_submodule(path), style)
     for micro in part.micro_batches(layout.num_micro_batches):
-        model(micro.inputs)
+        total, in_backward = model(micro.inputs), True
+        total.backward()
+        in_backward = False
     return tuple((kind, num_bytes, calls) for kind, (num_bytes, calls) in sorted(sent.items()))
 
 

@@ -134,6 +134,7 @@ def describe(target: str) -> Workload:
         unused=use.unused,
         gathers=use.gathers,
         indexed=use.indexed,
+        indexed_in_blocks=use.indexed_in_blocks,
         repeats=use.repeats,
         has_scalars=any(p.dim() == 0 for p in parameters),
         has_float_inputs=any(leaf.is_floating_point() for leaf in _leaves(batch)),

@@ -172,6 +172,11 @@ class ModelConfig:
         transpose, as of a GRU's cell."""
         return 0
 
+    @property
+    def indexed_in_blocks(self) -> int:
+        """How many of these are of blocks, which keep none where they are recomputed."""
+        return 0
+
     def refusals(self, case: Case) -> list[str]:
         """Return why the model cannot be trained under `case`, whatever the adapter, one reason each."""
         return []

@@ -99,6 +99,7 @@ class OwnModelConfig(ModelConfig):
     """Parameters that have no part in the loss."""
     gathers: tuple[tuple[int, int], ...] = ()
     indexed: int = 0
+    indexed_in_blocks: int = 0
     has_scalars: bool = False
     has_float_inputs: bool = False
     chooses: bool = False

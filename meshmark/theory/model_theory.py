@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from meshmark.spec.case import Case
-from meshmark.spec.layout import Layout
+from meshmark.spec.layout import Layout, Recompute
 from meshmark.spec.mixture_spec import MixtureSpec
 from meshmark.spec.model_config import ImageModelConfig, LayerSizes, ModelConfig
 from meshmark.spec.model_spec import Family, ModelSpec
@@ -205,9 +205,12 @@ class CountedTheory(UnknownTheory):
         return self.model.layers[self.model.stage_layers(num_stages, boundary)[-1]].outputs
 
     def plans_traffic(self, layout: Layout) -> bool:
-        """Where a block runs several times, a framework may gather it for each, or keep it."""
+        """Where a block runs several times, a framework may gather it for each, or keep it; and how often modules of a
+        block whose values choose between others gather to run again is not known."""
         planned = layout.tp == 1 or bool(self.model.split and self.model.split.is_planned)
-        return planned and not (self.model.repeats and layout.zero_stage == 3)
+        recomputes = layout.recompute is not Recompute.NONE
+        unknown = layout.zero_stage == 3 and (self.model.repeats or (self.model.chooses and recomputes))
+        return planned and not unknown
 
     def table_bytes(self, layout: Layout, rank: int, precision: Precision) -> float:
         if layout.pp > 1:
