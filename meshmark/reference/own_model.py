@@ -160,13 +160,12 @@ def describe(target: str) -> Workload:
         global_batch=_num_rows(batch),
         masked=False,
         frozen=frozen,
-        algorithm=_algorithm(target, own),
+        algorithm=algorithm_of(target, getattr(own, "algorithm", SYNCHRONOUS)),
     )
 
 
-def _algorithm(target: str, own: OwnWorkload) -> Algorithm:
+def algorithm_of(target: str, given: object) -> Algorithm:
     """Return the algorithm that a workload asks for, by an object or by the id of a preset, such as "local-sgd2"."""
-    given = getattr(own, "algorithm", SYNCHRONOUS)
     if isinstance(given, str):
         presets = algorithm_presets()
         if given not in presets:
