@@ -191,8 +191,7 @@ class TensorParallel(Adapter):
         layout = case.layout
         if case.workload.model.brings_plan:
             whole = initial_model(case, context.device)
-            if layout.tp > 1:
-                parallelize_by(whole.get_submodule("model"), mesh["tp"], whole.tensor_parallel_plan())
+            split(whole, mesh["tp"], case)
             self.shard(whole, mesh["dp"])
             return whole
         with torch.device("meta"):
@@ -260,6 +259,14 @@ def _unsplit(case: Case) -> int:
     else:
         looked_up = case.workload.transformer.vocab_size * case.workload.transformer.hidden
     return looked_up // tp * (tp - 1)
+
+
+def split(model: Model, mesh: DeviceMesh, case: Case) -> None:
+    """Split a model over tensor-parallel ranks: by its own plan where it brings one, as it has its values then."""
+    if not case.workload.model.brings_plan:
+        parallelize(cast(Transformer, model), mesh, sequence_parallel=case.layout.sequence_parallel)
+    elif case.layout.tp > 1:
+        parallelize_by(model.get_submodule("model"), mesh, model.tensor_parallel_plan())
 
 
 def parallelize(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, whole_logits: bool = False) -> None:

@@ -116,6 +116,7 @@ class DeepSpeedPipeline(DeepSpeed):
         lacks={
             **DeepSpeed.capabilities.lacks,
             Family.VIT: "its stages pass targets to the loss, and no weights",
+            Family.OWN: "its stages pass targets to the loss, and no weights",
             **dict.fromkeys(CONVOLUTIONAL_FAMILIES, "its stages pass targets to the loss, and no weights"),
             Family.MIXTURE: "its stages are layers of a dense model",
             Precision.BF16: "not tried",

@@ -103,6 +103,10 @@ class Model(nn.Module, ABC):
         """Return how each module is split, where `ModelConfig.brings_plan`."""
         raise NotImplementedError
 
+    def split_dims(self) -> Mapping[str, int]:
+        """Return the dimension along which each parameter that the plan splits is split, by canonical name."""
+        raise NotImplementedError
+
     def block_of(self, name: str) -> str:
         """Return the key of the block that holds the parameter `name`; empty where none does."""
         return name.split(".")[1] if name.startswith("blocks.") else ""

@@ -32,7 +32,7 @@ from meshmark.reference.build import skeleton
 from meshmark.reference.data import Batch
 from meshmark.reference.initial import Block
 from meshmark.reference.model import Model, Recomputer
-from meshmark.reference.tensor_plan import Style, plan_of, split_of
+from meshmark.reference.tensor_plan import Style, plan_of, split_dim, split_of
 from meshmark.spec.algorithm import SYNCHRONOUS, Algorithm, algorithm_presets
 from meshmark.spec.model_config import Dataset, ModelConfig
 from meshmark.spec.optimizer import OptimizerSpec
@@ -481,6 +481,15 @@ class OwnModel(Model):
         plan = plan_of(self.spec.target, self.own, self.model)
         assert plan is not None, "a layout with tensor parallelism does not fit a model without a plan"
         return plan
+
+    def split_dims(self) -> dict[str, int]:
+        found = dict[str, int]()
+        for path, style in self.tensor_parallel_plan().items():
+            part = self.model.get_submodule(path)
+            for name, _ in part.named_parameters(recurse=False):
+                if (dim := split_dim(part, style, name)) is not None:
+                    found[f"model.{path}.{name}"] = dim
+        return found
 
     @classmethod
     def skeleton(cls, spec: ModelConfig) -> Model:
