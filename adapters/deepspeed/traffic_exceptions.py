@@ -42,7 +42,7 @@ def compared_orders(case: Case) -> tuple[OneTimeTraffic, ...]:
     if case.layout.zero_stage < 3:
         return ()
     count = len(parameter_shapes(case.workload.model))
-    most = 4 + 4 * _USES * count
+    most = 4 + 4 * _USES * case.workload.model.runs * count
     reason = "until they have recorded in which order modules use weights, ranks see whether theirs is rank 0's"
     return (OneTimeTraffic(kind="broadcast", steps=(0,), most_bytes=8 * most, most_calls=8, reason=reason),)
 

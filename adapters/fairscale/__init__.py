@@ -201,7 +201,7 @@ def _flats(module: nn.Module) -> Iterator[tuple[str, Any]]:
     from fairscale.nn.data_parallel import FullyShardedDataParallel
 
     for path, part in module.named_modules():
-        if isinstance(part, FullyShardedDataParallel):
+        if isinstance(part, FullyShardedDataParallel) and part.module.flat_params:  # none where all is in blocks
             yield path, part.module.flat_param
 
 

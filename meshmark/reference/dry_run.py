@@ -44,6 +44,8 @@ class Use:
     """As `ModelConfig.indexed_in_blocks`."""
     repeats: bool
     """As `OwnModelConfig.repeats`."""
+    runs: int
+    """As `ModelConfig.runs`."""
     chooses: bool
     """As `OwnModelConfig.chooses`."""
 
@@ -55,6 +57,7 @@ def use_of(own: OwnWorkload, module: nn.Module, batch: Any) -> Use:  # noqa: ANN
 
     def enter(part: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ANN401
         differentiable = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves((args, kwargs)))
+        calls[id(part)] += bool(part._parameters)
         for parameter in map(id, part.parameters(recurse=False)):
             if not inside[parameter]:  # else a module around it reads it already
                 reads[parameter].append(differentiable)
@@ -64,7 +67,7 @@ def use_of(own: OwnWorkload, module: nn.Module, batch: Any) -> Use:  # noqa: ANN
         inside.subtract(id(p) for p in part.parameters(recurse=False))
 
     units = {module, *OwnModel.around(module, own).blocks.values()}
-    runs = Counter[int]()
+    runs, calls = Counter[int](), Counter[int]()
     handles = [unit.register_forward_pre_hook(lambda part, _: runs.update([id(part)])) for unit in units]
     handles += [part.register_forward_pre_hook(enter, with_kwargs=True) for part in module.modules()]
     handles += [part.register_forward_hook(leave) for part in module.modules()]
@@ -105,6 +108,7 @@ def use_of(own: OwnWorkload, module: nn.Module, batch: Any) -> Use:  # noqa: ANN
         indexed=sum(wholes[address].numel() for address in indexed),
         indexed_in_blocks=sum(wholes[address].numel() for address in indexed & in_blocks),
         repeats=max(runs.values(), default=0) > 1,
+        runs=max(calls.values(), default=1),
         chooses=choices.found,
     )
 

@@ -136,6 +136,7 @@ def describe(target: str) -> Workload:
         indexed=use.indexed,
         indexed_in_blocks=use.indexed_in_blocks,
         repeats=use.repeats,
+        runs=use.runs,
         has_scalars=any(p.dim() == 0 for p in parameters),
         has_float_inputs=any(leaf.is_floating_point() for leaf in _leaves(batch)),
         chooses=use.chooses,
@@ -428,8 +429,9 @@ class OwnModel(Model):
         modules = [layer for layer in part if isinstance(layer, nn.Module)]
         inside = {id(t) for layer in modules for t in (*layer.parameters(), *layer.buffers())}
         for module in self.model.modules():
-            for tensors in (module._parameters, module._buffers):
-                tensors.update(dict.fromkeys(name for name, t in tensors.items() if id(t) not in inside))
+            for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                if id(tensor) not in inside:
+                    setattr(module, name, None)
 
     @classmethod
     def join(cls, chunks: Sequence[Model]) -> Model:
@@ -449,7 +451,8 @@ class OwnModel(Model):
             for kind in ("_parameters", "_buffers"):
                 tensors = getattr(module, kind)
                 for name in tensors:
-                    tensors[name] = next((t for part in own if (t := getattr(part, kind)[name]) is not None), None)
+                    held = (getattr(part, kind)[name] for part in own)
+                    setattr(module, name, next((tensor for tensor in held if tensor is not None), None))
         return joined
 
     @classmethod
@@ -597,10 +600,9 @@ def _to_meta(module: nn.Module) -> nn.Module:
         return there[id(tensor)]
 
     for part in module.modules():
-        for tensors in (part._parameters, part._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    tensors[name] = moved(tensor)  # type: ignore[assignment]
+        for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
+            if tensor is not None:
+                setattr(part, name, moved(tensor))  # an LSTM keeps a list of its weights besides, and sets it so
     return module
 
 

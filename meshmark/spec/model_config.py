@@ -156,6 +156,11 @@ class ModelConfig:
         return ()
 
     @property
+    def runs(self) -> int:
+        """How often a module with parameters runs in one forward pass at most: several times as a recurrence's cell."""
+        return 1
+
+    @property
     def has_scalars(self) -> bool:
         """Whether a parameter has no dimension, as CLIP's temperature."""
         return False

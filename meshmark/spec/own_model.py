@@ -100,6 +100,7 @@ class OwnModelConfig(ModelConfig):
     gathers: tuple[tuple[int, int], ...] = ()
     indexed: int = 0
     indexed_in_blocks: int = 0
+    runs: int = 1
     has_scalars: bool = False
     has_float_inputs: bool = False
     chooses: bool = False
