@@ -32,6 +32,7 @@ from meshmark.run.throughput import values_of
 from meshmark.run.user_gaps import unmatched_gaps
 from meshmark.selection import SELECTION, Selection, add_options, crowding, expect_gpus, expect_spread, selection
 from meshmark.spec.case import CHOOSE, Case, Cell, InvalidLayout, expect_fit
+from meshmark.spec.model_config import Dataset
 
 pytest_plugins = [
     "meshmark.session_log",
@@ -147,6 +148,9 @@ def runner(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Itera
         stack.enter_context(contextlib.closing(running))
         stack.enter_context(contextlib.closing(progress))
         progress.expect(request.session.items, running.refusal)
+        conforming = any("conforming" in getattr(item, "fixturenames", ()) for item in request.session.items)
+        if conforming and any(each.dataset is Dataset.OWN for each in chosen.workloads):
+            progress.say("conformance trains gpt-mini in variants of its own, not your workload")
         for warning in [*crowding(chosen), *unmatched_gaps(chosen.options.known_gaps, chosen.adapters)]:
             progress.say(warning)
         yield running
