@@ -46,9 +46,10 @@ horovod: install  ## Build Horovod into the environment, for the adapters that n
 
 # Three files at once, also on two cores: a launch partly waits, and more would make ranks wait for one another. The
 # longest come first (tests/conftest.py), which xdist would reorder. pytest-benchmark, which no test of Meshmark uses,
-# warns of several at once. A hundred processes that kept no bytecode would each compile Meshmark anew.
+# warns of several at once. A hundred processes that kept no bytecode would each compile Meshmark anew. More than one
+# OpenMP thread a process makes threads of three files wait for one another in a loop: tests then take four times as long.
 test: install  ## Test Meshmark.
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -p no:benchmark
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -p no:benchmark
 
 lint: install  ## Check style.
 	$(BIN)/ruff check .

@@ -8,7 +8,7 @@ import pytest
 HERE = Path(__file__).parent.resolve()
 sys.path.insert(0, str(HERE))
 
-pytest_plugins = ["meshmark.plugin"]  # does nothing where the entry point has done it
+pytest_plugins = ["meshmark.pytest_plugin.plugin"]  # does nothing where the entry point has done it
 
 
 def pytest_configure() -> None:

@@ -25,13 +25,13 @@ import numpy as np
 
 from benchmarks.slowed import HONEST, SLOWED
 from meshmark.environment import describe
+from meshmark.launch.cluster import Cluster, ClusterSpec
+from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.records.request import Task
 from meshmark.regression.alternate import MARGIN, Trial
 from meshmark.regression.change import ChangeOutcome
 from meshmark.regression.sequential import LEAST_PAIRS
 from meshmark.regression.times import ALPHA
-from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.forkserver_launcher import ForkserverLauncher
-from meshmark.run.request import Task
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
+from meshmark.records.record_file import read_records
 from meshmark.regression.history import Series, change_points
 from meshmark.regression.run_file import TIMES, Run
-from meshmark.run.record_file import read_records
 
 BASELINE = Path(__file__).parent.parent / "baselines" / "epyc-2cpu"
 LEAST_STEPS = 30

@@ -30,11 +30,11 @@ from meshmark.adapter.registry import builtin_adapters
 from meshmark.environment import machine
 from meshmark.judge.false_alarms import COUNTED, Counted, FalseAlarms, design_effect, merged
 from meshmark.judge.tolerance_model import FALSE_ALARMS, compare
-from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.forkserver_launcher import ForkserverLauncher
-from meshmark.run.orphans import die_with_parent
-from meshmark.run.passes.noise import FORMAT
-from meshmark.run.record import Record, Status
+from meshmark.launch.cluster import Cluster, ClusterSpec
+from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.processes import die_with_parent
+from meshmark.passes.noise import FORMAT
+from meshmark.records.record import Record, Status
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case

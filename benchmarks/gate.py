@@ -26,20 +26,20 @@ from pathlib import Path
 
 from benchmarks.planted import HONEST, PLANTED, PRODUCTS
 from meshmark.environment import Environment, describe
-from meshmark.pluralize import pluralize
+from meshmark.launch.cluster import Cluster, ClusterSpec
+from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.records.request import Task
 from meshmark.regression.alternate import MARGIN, CaseTrials, Trial
 from meshmark.regression.change import ChangeOutcome
 from meshmark.regression.samples import CPU, STEP
 from meshmark.regression.sequential import LEAST_PAIRS
 from meshmark.regression.times import ALPHA
 from meshmark.report.markdown import table
-from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.forkserver_launcher import ForkserverLauncher
-from meshmark.run.request import Task
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import workload
+from meshmark.text import pluralize
 
 MOST_PAIRS = 10
 STEPS = 10

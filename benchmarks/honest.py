@@ -19,8 +19,8 @@ from meshmark.adapter.single import Single
 from meshmark.judge.deviation import Quantity
 from meshmark.judge.spread import Spread
 from meshmark.judge.tolerance_model import Comparisons, fit, kind_of, spreads
-from meshmark.run.passes.noise import NUM_RUNS, train_alone, variance_ratio
-from meshmark.run.request import Request, Task
+from meshmark.passes.noise import NUM_RUNS, train_alone, variance_ratio
+from meshmark.records.request import Request, Task
 from meshmark.serial import encode
 from meshmark.spec.case import Case
 

@@ -19,10 +19,10 @@ from benchmarks.goal import verdict
 from meshmark.adapter.matrix import layouts
 from meshmark.adapter.registry import load_adapter
 from meshmark.adapters import ADAPTERS
-from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.forkserver_launcher import ForkserverLauncher
-from meshmark.run.launch import Launcher
-from meshmark.run.request import Request, Task
+from meshmark.launch.cluster import Cluster, ClusterSpec
+from meshmark.launch.launch import Launcher
+from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.records.request import Request, Task
 from meshmark.spec.case import Case
 from meshmark.spec.workload import workload
 

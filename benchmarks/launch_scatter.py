@@ -10,9 +10,9 @@ import math
 import sys
 from pathlib import Path
 
+from meshmark.records.record_file import read_records
 from meshmark.regression.runs import by_case
 from meshmark.regression.samples import BUILD, LAUNCH, RECORDED, STEP, Sample, own_scatter, samples
-from meshmark.run.record_file import read_records
 
 
 def main(folders: list[Path]) -> None:

@@ -16,8 +16,8 @@ from meshmark.conformance.finding import ClauseResult
 from meshmark.environment import Environment
 from meshmark.judge.false_alarms import CLOSE, FalseAlarms, shown
 from meshmark.judge.tolerance_model import FALSE_ALARMS, SMALLEST_FACTORS, compare, kind_of
+from meshmark.records.record import Record, Status
 from meshmark.report.markdown import table as markdown
-from meshmark.run.record import Record, Status
 from meshmark.run.verdict import detection_limits
 from meshmark.spec.model_config import Dataset
 from tests.broken.sizes import SIZED

@@ -17,8 +17,8 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.goal import verdict
-from meshmark.run.evidence import EvidenceFolder
-from meshmark.run.migration import migrate
+from meshmark.records.evidence import EvidenceFolder
+from meshmark.records.migration import migrate
 
 ROOT = Path(__file__).parent.parent
 BASELINE = ROOT / "baselines" / "epyc-2cpu" / "records.jsonl"

@@ -16,13 +16,13 @@ from pathlib import Path
 from benchmarks.roster_page import page, wrong
 from benchmarks.trials import Court, Trial
 from meshmark.adapter.registry import builtin_adapters, load_adapter
+from meshmark.cli.suite_file import run_file
 from meshmark.environment import describe
-from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.forkserver_launcher import ForkserverLauncher
-from meshmark.run.record import Record
-from meshmark.run.record_file import read_records
+from meshmark.launch.cluster import Cluster, ClusterSpec
+from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.records.record import Record
+from meshmark.records.record_file import read_records
 from meshmark.run.resume import Held
-from meshmark.suite_file import run_file
 from tests.broken.mutants import target
 from tests.broken.roster import ROSTER_MUTANTS
 

@@ -11,16 +11,16 @@ from benchmarks.trials import Trial
 from meshmark.adapter.contract import Adapter
 from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.errors import LayoutError
-from meshmark.pluralize import pluralize
+from meshmark.records.record import Record, Status
+from meshmark.records.request import Task
 from meshmark.report.conformance import columns
 from meshmark.report.markdown import Markup, inline, table
-from meshmark.run.record import Record, Status
-from meshmark.run.request import Task
 from meshmark.run.throughput import throughput
 from meshmark.spec.case import Case
 from meshmark.spec.layout import AXES
 from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.precision import Precision
+from meshmark.text import pluralize
 
 SUITES = {"equivalence": "E", "memory": "M", "communication": "C"}
 """That judge a cell, with the letters that stand for them."""

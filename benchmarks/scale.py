@@ -25,10 +25,10 @@ import torch.distributed as dist
 
 from benchmarks.goal import verdict
 from meshmark.judge.gather import gather_arrays
+from meshmark.launch.cluster import Cluster, ClusterSpec
+from meshmark.launch.launchers import ForkserverLauncher
 from meshmark.measure.interval import student_t
-from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.forkserver_launcher import ForkserverLauncher
-from meshmark.run.request import Request, Task
+from meshmark.records.request import Request, Task
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import workload

@@ -17,10 +17,10 @@ from pathlib import Path
 from benchmarks.trials import Cell, Court, Trial, correct_cells
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.environment import Environment
-from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.forkserver_launcher import ForkserverLauncher
-from meshmark.run.launch import Launcher
-from meshmark.run.orphans import die_with_parent
+from meshmark.launch.cluster import Cluster, ClusterSpec
+from meshmark.launch.launch import Launcher
+from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.processes import die_with_parent
 from meshmark.serial import decode, encode
 from tests.broken.mutants import BY_NAME, target
 from tests.correct.ddp import ENGINES

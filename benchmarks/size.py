@@ -24,12 +24,12 @@ from pathlib import Path
 
 from benchmarks.size_page import page
 from meshmark.adapter.registry import outside_name
+from meshmark.cli.options import chosen_adapters
 from meshmark.environment import machine
 from meshmark.judge.sample import unsampled
-from meshmark.options import chosen_adapters
-from meshmark.run.record import Record, Status
-from meshmark.run.record_file import read_records
-from meshmark.run.request import Task
+from meshmark.records.record import Record, Status
+from meshmark.records.record_file import read_records
+from meshmark.records.request import Task
 from tests.broken.mutants import sized, target
 
 MOST_SECONDS = 600.0

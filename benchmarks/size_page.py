@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from meshmark.judge.sample import unsampled
-from meshmark.pluralize import pluralize
+from meshmark.records.record import Record
 from meshmark.reference.build import parameter_shapes
 from meshmark.report.markdown import inline, table
 from meshmark.report.table import Rows, bytes_text
-from meshmark.run.record import Record
+from meshmark.text import pluralize
 
 _NOTES = """Every case is judged by a sample ([reading.md](../docs/reading.md)): every tensor of the steps that *judged*
 names, by the noise of so many runs. *sees from*: the smallest relative error of a gradient that this verdict would have

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from benchmarks.trials import Court
 from meshmark.conformance.finding import ClauseResult
 from meshmark.conformance.scenario import plain_workload
-from meshmark.run.record import Record
+from meshmark.records.record import Record
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
 from tests.broken.mutant import GPT, LAYOUTS, base_layout

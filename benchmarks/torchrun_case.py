@@ -12,7 +12,7 @@ import torch
 
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.registry import load_adapter
-from meshmark.run.passes.timing import time_steps
+from meshmark.passes.timing import time_steps
 
 if __name__ == "__main__":
     started = time.time()

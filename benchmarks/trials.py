@@ -10,8 +10,8 @@ from meshmark.conformance.clauses import CLAUSES, judge_clause
 from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.conformance.scenario import plain_workload
 from meshmark.conformance.scenario_runner import ScenarioRunner
-from meshmark.run.launch import Launcher
-from meshmark.run.record import Record, Status
+from meshmark.launch.launch import Launcher
+from meshmark.records.record import Record, Status
 from meshmark.run.resume import Held
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case

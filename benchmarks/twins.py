@@ -24,12 +24,12 @@ from benchmarks.quiet import Quiet
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.environment import describe
 from meshmark.errors import MeshmarkError
+from meshmark.launch.cluster import Cluster, ClusterSpec
+from meshmark.launch.launch import Launcher
+from meshmark.launch.launchers import ForkserverLauncher
 from meshmark.plan.calibrate import calibrate_here
-from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.forkserver_launcher import ForkserverLauncher
-from meshmark.run.launch import Launcher
-from meshmark.run.rank_report import RankReport
-from meshmark.run.request import Request, Task
+from meshmark.records.rank_report import RankReport
+from meshmark.records.request import Request, Task
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Coordinates, Layout
 from meshmark.spec.model_spec import ModelSpec, gpt

@@ -6,6 +6,6 @@ import sys
 if not sys.flags.safe_path and sys.path[0] in ("", os.getcwd()):
     del sys.path[0]  # `python -m` puts the working directory first, which may be a stranger's
 
-from meshmark.cli import main  # noqa: E402
+from meshmark.cli.commands import main  # noqa: E402
 
 sys.exit(main())

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import meshmark
+from meshmark.text import pluralize
 
 PACKAGES = (
     "torch",
@@ -201,3 +202,22 @@ def visible_gpus(listed: str, chosen: str | None) -> list[str]:
             break
         seen.append(names[found_uuid])
     return seen
+
+
+# --- GPUs. They are counted through NVML, without touching CUDA, because the caller may fork.
+
+
+@functools.cache
+def num_gpus() -> int:
+    """Return how many CUDA devices PyTorch will see."""
+    import torch  # not at the top: readers of records have no use for it
+
+    return torch.cuda.device_count()  # asks NVML; `is_available` would ask the CUDA runtime
+
+
+def refuses_to_share(ranks: int, gpus: int) -> str | None:
+    """Why NCCL cannot serve so many ranks of a node with so many GPUs; None when it can."""
+    if ranks <= gpus:
+        return None
+    have = pluralize(gpus, "GPU") if gpus else "no GPU"
+    return f"{pluralize(ranks, 'rank')} of a node with {have} over nccl, which takes a GPU of its own for each rank"

@@ -7,7 +7,9 @@ What goes wrong inside a rank is not an error here but an outcome, carried by th
 from __future__ import annotations
 
 import difflib
+import stat
 from collections.abc import Iterable
+from pathlib import Path
 
 _LONGEST_NAME = 80
 """Characters of an unknown name that are worth a look."""
@@ -30,6 +32,16 @@ class UnknownNameError(InputError):
         got = got if len(got) <= _LONGEST_NAME else f"{got[:_LONGEST_NAME]}... ({len(got)} characters)"
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(names)}"
         super().__init__(f"unknown {kind} {got!r}: {hint}")
+
+
+def refuse_device(path: str | Path) -> None:
+    """Raise `InputError` if `path` is a device, such as /dev/zero: it may have no end. A pipe may be read."""
+    try:
+        mode = Path(path).stat().st_mode
+    except (OSError, ValueError):
+        return  # whoever opens the file says why it cannot be opened
+    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+        raise InputError(f"{str(path)!r} is a device; name a file")
 
 
 class LayoutError(InputError):

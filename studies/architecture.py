@@ -15,7 +15,7 @@ OUTER = ("adapters", "suites", "studies")
 """Folders at the top that use the core; the first two are links inside the package too."""
 FRONT = "front"
 """The modules of the core outside its folders that bring these together: what users call."""
-BASE = {"clip", "environment", "errors", "import_target", "pluralize", "rank_progress", "serial"}
+BASE = {"environment", "errors", "import_target", "rank_progress", "serial", "text"}
 """Modules that everyone may import; not drawn."""
 
 QUESTIONS: dict[str, tuple[str, ...]] = {
@@ -52,11 +52,11 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         "meshmark/conformance/judges.py",
         "meshmark/conformance/clauses.py",
     ),
-    "have ranks do something new": ("meshmark/run/request.py", "meshmark/run/passes", "meshmark/run/perform.py"),
+    "have ranks do something new": ("meshmark/records/request.py", "meshmark/run/passes", "meshmark/launch/rank.py"),
     "change how ranks are started and ended": (
-        "meshmark/run/forkserver_launcher.py",
-        "meshmark/run/torchrun_launcher.py",
-        "meshmark/run/watchdog.py",
+        "meshmark/launch/launchers.py",
+        "meshmark/launch/launchers.py",
+        "meshmark/launch/watchdog.py",
     ),
     "change when a run counts as worse than another": (
         "meshmark/regression/times.py",
@@ -65,7 +65,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     ),
     "put another column into the report": ("meshmark/report/tables.py",),
     "plan for another GPU": ("meshmark/spec/hardware.py", "meshmark/plan/rates"),
-    "add an option to pytest's command line": ("meshmark/plugin.py",),
+    "add an option to pytest's command line": ("meshmark/pytest_plugin/plugin.py",),
 }
 """What somebody may want to do, and where."""
 
@@ -149,10 +149,8 @@ def folder_section(name: str, graph: dict[str, set[str]]) -> str:
             "meshmark/*.py",
             ast.get_docstring(ast.parse((ROOT / "meshmark" / "__init__.py").read_text())) or "",
         )
-        text += (
-            " Its modules outside the folders are what users call: the command line, the pytest plugin and its entry"
-        )
-        text += " point, and what the suites' tests are written with; and those that every folder may import: "
+        text += " Its modules outside the folders are the class of a user's own workload, and those that every folder"
+        text += " may import: "
         text = textwrap.fill(text + ", ".join(f"`{base}`" for base in sorted(BASE)) + ".", 120)
     else:
         where, text = shown(folders()[name]), paragraph(folders()[name])

@@ -16,13 +16,13 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshmark.clip import clip
+from meshmark.records.record import Record
+from meshmark.records.record_file import read_records
 from meshmark.report.markdown import Markup, inline
 from meshmark.report.markdown import table as markdown
 from meshmark.report.results import CaseResult, newest, results
-from meshmark.run.record import Record
-from meshmark.run.record_file import read_records
 from meshmark.spec.own_model import OwnModelConfig
+from meshmark.text import clip
 
 FOLDER = Path("examples/transformers")
 PAGE, RESULTS = Path("reports/architectures.md"), Path("results/architectures")

@@ -11,10 +11,10 @@ from pathlib import Path
 from benchmarks.quiet import Quiet
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.judge.sample import Assess
-from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.forkserver_launcher import ForkserverLauncher
-from meshmark.run.record import Record, Status
-from meshmark.run.record_file import read_records
+from meshmark.launch.cluster import Cluster, ClusterSpec
+from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.records.record import Record, Status
+from meshmark.records.record_file import read_records
 from meshmark.run.resume import Held
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.run.throughput import Throughput, throughput

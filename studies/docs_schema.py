@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshmark.run.schema import Json, schema
+from meshmark.records.schema import Json, schema
 
 MARK = "<!-- the tables of `meshmark schema` -->"
 

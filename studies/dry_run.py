@@ -28,13 +28,13 @@ from meshmark.measure.memory import read_memory
 from meshmark.measure.readings import TrafficReading
 from meshmark.measure.traffic import sum_transfers, transfer_of
 from meshmark.measure.watch import POINT_TO_POINT, AskedOperation, Operand, Watch
+from meshmark.passes.observer import Observer
+from meshmark.records.record import MemoryEvidence, Outcome, Record, Status, TrafficEvidence
+from meshmark.records.request import Request, Task
 from meshmark.reference.data import make_batch
-from meshmark.run.communication import judge_communication
-from meshmark.run.declared import declare
+from meshmark.run.assemble import declare
 from meshmark.run.memory_verdict import STATE_TOLERANCE, Held, memory_categories, memory_totals
-from meshmark.run.passes.observer import Observer
-from meshmark.run.record import MemoryEvidence, Outcome, Record, Status, TrafficEvidence
-from meshmark.run.request import Request, Task
+from meshmark.run.traffic_verdict import judge_communication
 from meshmark.spec.case import Case
 from meshmark.theory.traffic import METERED_STEP
 

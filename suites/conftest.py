@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from meshmark.adapter.matrix import matrix
-from meshmark.optional_suites import OPTIONAL
-from meshmark.plugin import baseline, observed, profiled, runner, scenarios, timed  # noqa: F401
-from meshmark.selection import Selection
+from meshmark.pytest_plugin.optional_suites import OPTIONAL
+from meshmark.pytest_plugin.plugin import baseline, observed, profiled, runner, scenarios, timed  # noqa: F401
+from meshmark.pytest_plugin.selection import Selection
 from meshmark.spec.case import Case, InvalidLayout
 
 

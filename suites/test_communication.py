@@ -1,8 +1,8 @@
 """Does a layout send what it should? Calls and bytes by kind and group of ranks, against theory."""
 
-from meshmark.expect import expect
+from meshmark.pytest_plugin.expect import expect
+from meshmark.records.record import Record
 from meshmark.regression.baseline_gate import BaselineGate
-from meshmark.run.record import Record
 
 
 def test_communication(observed: Record, baseline: BaselineGate | None) -> None:

@@ -1,8 +1,8 @@
 """Does the framework train correctly? Loss, gradients and parameters against the float64 single-process truth."""
 
-from meshmark.expect import expect
+from meshmark.pytest_plugin.expect import expect
+from meshmark.records.record import Record
 from meshmark.regression.baseline_gate import BaselineGate
-from meshmark.run.record import Record
 
 
 def test_equivalence(observed: Record, baseline: BaselineGate | None) -> None:

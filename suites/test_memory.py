@@ -1,8 +1,8 @@
 """Does a layout hold what it should? Bytes of model states and activations on every rank against the closed form."""
 
-from meshmark.expect import expect
+from meshmark.pytest_plugin.expect import expect
+from meshmark.records.record import Record
 from meshmark.regression.baseline_gate import BaselineGate
-from meshmark.run.record import Record
 
 
 def test_memory(observed: Record, baseline: BaselineGate | None) -> None:

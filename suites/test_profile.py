@@ -1,7 +1,7 @@
 """Where does a step's time go? Computing, communicating, neither: asked for by `--profile`."""
 
-from meshmark.expect import expect_ran
-from meshmark.run.record import Record
+from meshmark.pytest_plugin.expect import expect_ran
+from meshmark.records.record import Record
 
 
 def test_profile(profiled: Record) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
-    from meshmark.run.forkserver_launcher import ForkserverLauncher
+    from meshmark.launch.launchers import ForkserverLauncher
 
 LONGEST = [
     f"test_{name}.py"
@@ -60,6 +61,10 @@ LONGEST = [
 ]
 """In this order before all others: a file runs as a whole, and one that were left to the end would run alone."""
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for processes that tests start; see the Makefile
+if "torch" in sys.modules:  # which has read the variable already
+    sys.modules["torch"].set_num_threads(1)
+
 for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_TESTRUNUID"):
     os.environ.pop(name, None)  # the runs of pytest that tests start are on their own: pytest-benchmark asks for these
 
@@ -77,8 +82,8 @@ def noise_is_measured_once(request: pytest.FixtureRequest, tmp_path_factory: pyt
 @pytest.fixture(scope="session")
 def launcher() -> Iterator[ForkserverLauncher]:
     """One a worker, for PyTorch and frameworks are imported once in it; a test that harms it has one of its own."""
-    from meshmark.run.cluster import Cluster, ClusterSpec
-    from meshmark.run.forkserver_launcher import ForkserverLauncher
+    from meshmark.launch.cluster import Cluster, ClusterSpec
+    from meshmark.launch.launchers import ForkserverLauncher
 
     with Cluster(ClusterSpec()) as cluster, contextlib.closing(ForkserverLauncher(cluster)) as started:
         yield started

@@ -15,8 +15,8 @@ from meshmark.measure.device_memory import DeviceMemory
 from meshmark.measure.gpu_power import GpuPower
 from meshmark.measure.profile import ActivityKind, Bandwidth, Kernel, Profile
 from meshmark.measure.readings import AlikeSteps, Bytes, Collective, MemoryReading, TrafficReading
-from meshmark.run.reach import Place, Reach
-from meshmark.run.record import (
+from meshmark.records.reach import Place, Reach
+from meshmark.records.record import (
     ConformanceEvidence,
     EquivalenceEvidence,
     LaunchSeconds,
@@ -30,8 +30,8 @@ from meshmark.run.record import (
     TrainingCurves,
     Verdict,
 )
-from meshmark.run.request import Task
-from meshmark.run.sources import Source
+from meshmark.records.request import Task
+from meshmark.records.sources import Source
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Layout

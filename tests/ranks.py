@@ -8,11 +8,16 @@ import os
 import runpy
 import socket
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 TIME_LIMIT_SECONDS = 120
+_PRELOADED = ["torch", "torch._dynamo", "deepspeed", "accelerate", "transformers", "megatron.core"]
+"""Imported once for all tests of a process, in a server that forks their ranks; what is missing is passed over."""
 
 
 def on_two_ranks(function: Callable[[int], Any]) -> Any:  # noqa: ANN401
@@ -53,7 +58,10 @@ def start_horovod(rank: int) -> Any:  # noqa: ANN401
 
 def _run(function: Callable[[int], Any], num_ranks: int) -> list[Any]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo"])  # once for all tests; frameworks are the ranks' own
+    context.set_forkserver_preload(_PRELOADED)
+    with pytest.MonkeyPatch.context() as patch:  # which the server keeps
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        forkserver.ensure_running()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

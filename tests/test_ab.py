@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshmark.cli import _parser as command_line
-from meshmark.cli import main
+from meshmark.cli.commands import _parser as command_line
+from meshmark.cli.commands import main
 from meshmark.errors import InputError, ResultsError
+from meshmark.records.record import Outcome, Record, Status
 from meshmark.regression import bisect as bisection
 from meshmark.regression import side as sides
 from meshmark.regression.alternate import alternate
@@ -25,7 +26,6 @@ from meshmark.regression.change import ChangeOutcome
 from meshmark.regression.gate import parse_gate
 from meshmark.regression.sequential import evidence, half_width
 from meshmark.regression.side import Side
-from meshmark.run.record import Outcome, Record, Status
 from tests.factories import (
     make_case,
     make_good,

@@ -28,10 +28,10 @@ from meshmark.judge.replicas import by_replica, replicas_of_ranks
 from meshmark.judge.tolerance_model import fit, noise_run
 from meshmark.judge.trace import Trace, gather_replicas
 from meshmark.judge.truth import ExactOptimizer, assess_replicas, exact_gradients, initial_values
+from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.passes.noise import noise_key
+from meshmark.records.record import Record, Status
 from meshmark.reference.data import make_batch
-from meshmark.run.forkserver_launcher import ForkserverLauncher
-from meshmark.run.passes.noise import noise_key
-from meshmark.run.record import Record, Status
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.serial import decode, encode
 from meshmark.spec.algorithm import SYNCHRONOUS, Algorithm, algorithm_classes

@@ -16,7 +16,7 @@ from meshmark.spec.case import Case, InvalidLayout
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import workload
 
-pytest_plugins = ["meshmark.plugin"]
+pytest_plugins = ["meshmark.pytest_plugin.plugin"]
 
 def pytest_meshmark_cases(config, selection):
     tiny = workload("gpt-tiny")

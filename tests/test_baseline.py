@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from meshmark.cli import main
+from meshmark.cli.commands import main
 from meshmark.errors import InputError, ResultsError
-from meshmark.expect import NoBaselineWarning, UnsureWarning, expect_no_worse
+from meshmark.pytest_plugin.expect import NoBaselineWarning, UnsureWarning, expect_no_worse
+from meshmark.records.record import SCHEMA, Outcome, Record, Relaunch, Status
+from meshmark.records.record_file import RecordFile, read_records
+from meshmark.records.session import Attempt, Ending, Session
 from meshmark.regression.baseline import accept, find_baseline
 from meshmark.regression.baseline_gate import BaselineGate, baseline_gate, expect_cases, expect_conditions
 from meshmark.regression.change import Change
 from meshmark.regression.gate import DEFAULT_GATE, parse_gate
-from meshmark.run.record import SCHEMA, Outcome, Record, Relaunch, Status
-from meshmark.run.record_file import RecordFile, read_records
-from meshmark.run.session import Attempt, Ending, Session
 from tests.factories import (
     make_case,
     make_environment,

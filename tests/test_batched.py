@@ -14,7 +14,7 @@ from meshmark.judge.deviation import Tensors
 from meshmark.judge.tolerance_model import noise_run
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import assess
-from meshmark.run.passes.noise import num_ways
+from meshmark.passes.noise import num_ways
 
 STEPS = 2
 

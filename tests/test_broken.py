@@ -14,10 +14,10 @@ from benchmarks.trials import Court
 from meshmark.conformance.clauses import CLAUSES
 from meshmark.judge.faults import Fault
 from meshmark.judge.sample import OBSERVED_STEPS, Assess
+from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.passes.noise import NUM_RUNS
+from meshmark.records.record import Record
 from meshmark.reference.build import parameter_shapes
-from meshmark.run.forkserver_launcher import ForkserverLauncher
-from meshmark.run.passes.noise import NUM_RUNS
-from meshmark.run.record import Record
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.run.verdict import detection_limits
 from meshmark.spec.case import Case

@@ -15,13 +15,12 @@ from pathlib import Path
 import pytest
 
 from meshmark.errors import InputError
-from meshmark.run.caches import VARIABLES, cache_variables, private_base
-from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.forkserver_launcher import ForkserverLauncher
-from meshmark.run.launch import Launcher, process_environment
-from meshmark.run.request import Task
+from meshmark.launch.cluster import Cluster, ClusterSpec
+from meshmark.launch.folders import VARIABLES, cache_variables, private_base
+from meshmark.launch.launch import Launcher, process_environment
+from meshmark.launch.launchers import ForkserverLauncher, TorchrunLauncher
+from meshmark.records.request import Task
 from meshmark.run.runner import Runner, RunOptions
-from meshmark.run.torchrun_launcher import TorchrunLauncher
 from tests.factories import make_case
 
 ROOT = Path(__file__).parent.parent
@@ -87,7 +86,7 @@ def test_a_link_is_not_followed(shared: Path, tmp_path: Path) -> None:
 
 def test_a_fresh_folder_goes_with_its_process(shared: Path) -> None:
     private_base(shared).chmod(0o777)
-    code = "from meshmark.run.caches import cache_variables; print(cache_variables({})['TRITON_CACHE_DIR'])"
+    code = "from meshmark.launch.folders import cache_variables; print(cache_variables({})['TRITON_CACHE_DIR'])"
     environment = {**os.environ, "TMPDIR": str(shared), "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     folder = Path(done.stdout.strip())

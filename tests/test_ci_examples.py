@@ -12,7 +12,7 @@ import pytest
 import yaml
 from check_jsonschema.builtin_schemas import get_builtin_schema
 
-from meshmark.suite_file import read_suite
+from meshmark.cli.suite_file import read_suite
 from tests.ci_commands import JOBS, commands_of_job, shell_of_job
 
 ROOT = Path(__file__).parent.parent

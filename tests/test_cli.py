@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from meshmark.adapter.registry import builtin_adapters
-from meshmark.cli import main
-from meshmark.run.record_file import RecordFile
+from meshmark.cli.commands import main
+from meshmark.records.record_file import RecordFile
 from tests.factories import make_good, make_timed
 
 ROOT = Path(__file__).parent.parent
@@ -201,6 +201,35 @@ def test_spaces_after_commas_are_forgiven_as_in_pytest(capsys: pytest.CaptureFix
     assert capsys.readouterr().out.endswith("2 cases\n")
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "report /dev/zero",
+        "show ddp /dev/zero",
+        "run /dev/zero",
+        "predict /dev/zero -o out.csv",
+        "history /dev/zero /dev/zero",
+        "compare /dev/zero results",
+        "compare results /dev/zero",
+    ],
+)
+def test_a_device_is_no_file_to_read(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may have no end."""
+    write(tmp_path / "results")
+    monkeypatch.chdir(tmp_path)
+    assert main(command.split()) == 2
+    assert "'/dev/zero' is a device; name a file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["schema", "gaps", "show ddp results"])
+def test_a_closed_output_is_no_failed_gate(command: str, tmp_path: Path) -> None:
+    write(tmp_path / "results")
+    run = subprocess.run(["sh", "-c", f"{sys.executable} -m meshmark {command} >&-"], cwd=tmp_path, capture_output=True)
+    assert (run.returncode, run.stderr) == (0, b"")
+
+
 def test_a_reader_who_has_enough_is_no_error() -> None:
     command = f"{sys.executable} -m meshmark plan --model llama-8b --gpus 64 --gpu h100 --top 1000 | head -1"
     ended = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60)
@@ -210,7 +239,7 @@ def test_a_reader_who_has_enough_is_no_error() -> None:
 def test_help_imports_nothing_that_takes_long() -> None:
     """0.3 s is asked for, of which Python itself takes a third; seconds are too noisy to test, imports are not."""
     program = (
-        "import sys; from meshmark.cli import main\n"
+        "import sys; from meshmark.cli.commands import main\n"
         "try: main(['--help'])\n"
         "finally: print(*sys.modules, file=sys.stderr)"
     )

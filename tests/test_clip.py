@@ -5,10 +5,10 @@ from __future__ import annotations
 import tracemalloc
 from pathlib import Path
 
-from meshmark.clip import LIMIT
 from meshmark.errors import MeshmarkError
+from meshmark.launch.watchdog import tail
 from meshmark.run.outcomes import outcome_of_error
-from meshmark.run.watchdog import tail
+from meshmark.text import LIMIT
 
 
 def test_the_end_of_a_log_is_read_without_the_rest(tmp_path: Path) -> None:

@@ -26,19 +26,18 @@ from benchmarks.cluster.adapters import GATE
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.errors import ClusterError, InputError, NodeLostError, NodesDisagreeError, NoSpaceError
 from meshmark.judge.sample import Assess
+from meshmark.launch import cluster, meeting, store
+from meshmark.launch.cluster import Cluster, ClusterSpec, NodeLoss, node_loss
+from meshmark.launch.launch import LaunchResult, launch_with
+from meshmark.launch.ranks import RankInfo
+from meshmark.launch.watchdog import Watchdog
+from meshmark.records.rank_report import RankFailure, RankReport
+from meshmark.records.record import Status
+from meshmark.records.record_file import read_records
+from meshmark.records.request import Request, Task
 from meshmark.reference import data
-from meshmark.run import cluster, meeting, store, waiting
-from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.launch import LaunchResult, launch_with
-from meshmark.run.node_loss import NodeLoss, node_loss
 from meshmark.run.outcomes import outcome_of_error, outcome_of_launch
-from meshmark.run.rank_info import RankInfo
-from meshmark.run.rank_report import RankFailure, RankReport
-from meshmark.run.record import Status
-from meshmark.run.record_file import read_records
-from meshmark.run.request import Request, Task
 from meshmark.run.runner import Runner, RunOptions
-from meshmark.run.watchdog import Watchdog
 from meshmark.serial import encode
 from meshmark.spec.layout import Layout
 from tests.factories import make_case, make_workload
@@ -341,8 +340,8 @@ def test_a_wait_for_nodes_is_told_and_has_an_end(monkeypatch: pytest.MonkeyPatch
     """Nobody there, somebody else there, and only node 0 there."""
     monkeypatch.setenv("MESHMARK_RDZV_SECRET", "a secret of this test")
     monkeypatch.setattr(cluster, "_JOIN_SECONDS", 3)
-    monkeypatch.setattr(waiting, "_SAY_SECONDS", 1.0)
-    monkeypatch.setattr("meshmark.run.store._PROVE_SECONDS", 2.0)
+    monkeypatch.setattr(cluster, "_SAY_SECONDS", 1.0)
+    monkeypatch.setattr("meshmark.launch.store._PROVE_SECONDS", 2.0)
     said: list[str] = []
     rdzv = f"127.0.0.1:{free_port()}"
     with pytest.raises(ClusterError, match=f"node 1 of 2 found no store at {rdzv} within 3 s: is node 0 running"):

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from meshmark.cli import main
-from meshmark.cluster_doctor import comparison, of_links
-from meshmark.run.links import Link, odd_ones, rounds
-from meshmark.run.node_facts import NodeFacts, infiniband
+from meshmark.cli.cluster_doctor import NodeFacts, comparison, infiniband, of_links
+from meshmark.cli.commands import main
+from meshmark.measure.links import Link, odd_ones, rounds
 from tests.test_cluster import ROOT, free_port
 
 

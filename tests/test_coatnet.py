@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from meshmark.measure.readings import Collective, TrafficReading
-from meshmark.run.record import Outcome, Status
-from meshmark.run.request import Task
+from meshmark.records.record import Outcome, Status
+from meshmark.records.request import Task
 from studies.coatnet import page, wrong
 from studies.coatnet_figure import draw
 from studies.coatnet_measured import Found, cases, fastest, fitting, frugal

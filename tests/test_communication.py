@@ -9,9 +9,9 @@ import pytest
 from meshmark.adapters.ddp import DDP
 from meshmark.algorithms.local_sgd import LocalSGD
 from meshmark.measure.readings import AlikeSteps, Collective, TrafficReading
-from meshmark.run.communication import judge_communication
-from meshmark.run.not_judged import not_judged
-from meshmark.run.record import Record, Verdict
+from meshmark.records.record import Record, Verdict
+from meshmark.run.traffic_verdict import judge_communication
+from meshmark.run.verdict import not_judged
 from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException
 from tests.factories import make_flow, make_good, make_traffic_evidence
 

@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshmark.cli import main
+from meshmark.cli.commands import main
 from meshmark.errors import InputError, ResultsError
 from meshmark.measure.readings import Bytes, Collective, TrafficReading
+from meshmark.records.record import SCHEMA, ConformanceEvidence, LaunchSeconds, Outcome, Record, Status
+from meshmark.records.record_file import RecordFile
+from meshmark.records.request import Task
 from meshmark.regression.causes import causes
 from meshmark.regression.change import Change, ChangeOutcome, Kind
 from meshmark.regression.cli import compare_folders
@@ -19,9 +22,6 @@ from meshmark.regression.compare import compare
 from meshmark.regression.gate import DEFAULT_GATE, parse_gate
 from meshmark.regression.samples import STEP, Sample, own_scatter
 from meshmark.regression.times import ALPHA, holm, time_changes
-from meshmark.run.record import SCHEMA, ConformanceEvidence, LaunchSeconds, Outcome, Record, Status
-from meshmark.run.record_file import RecordFile
-from meshmark.run.request import Task
 from tests.factories import (
     make_case,
     make_environment,

@@ -19,13 +19,12 @@ from meshmark.conformance.clauses import CLAUSES, judge_clause
 from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.conformance.scenario import DROPOUT_STEPS, SCENARIOS, Scenario, plain_cells, plain_workload
 from meshmark.conformance.scenario_runner import ScenarioRunner
-from meshmark.expect import expect_clause
 from meshmark.judge.deviation import Deviation, Drift, Quantity
+from meshmark.launch.launchers import ForkserverLauncher
 from meshmark.measure.readings import Bytes
-from meshmark.report.conformance import columns, write_conformance
-from meshmark.run.forkserver_launcher import ForkserverLauncher
-from meshmark.run.passes.fail import MESSAGE
-from meshmark.run.record import (
+from meshmark.passes.clauses import MESSAGE
+from meshmark.pytest_plugin.expect import expect_clause
+from meshmark.records.record import (
     ConformanceEvidence,
     EquivalenceEvidence,
     Outcome,
@@ -34,8 +33,9 @@ from meshmark.run.record import (
     Status,
     TrainingCurves,
 )
-from meshmark.run.record_file import Reading
-from meshmark.run.request import Task
+from meshmark.records.record_file import Reading
+from meshmark.records.request import Task
+from meshmark.report.conformance import columns, write_conformance
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap

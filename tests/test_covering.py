@@ -9,7 +9,7 @@ import pytest
 from meshmark.adapter.covering import combinations, covering, supported
 from meshmark.adapter.matrix import AUTO, matrix
 from meshmark.adapter.registry import builtin_adapters, load_adapter
-from meshmark.cli import main
+from meshmark.cli.commands import main
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import WORKLOADS

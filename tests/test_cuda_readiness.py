@@ -23,20 +23,20 @@ from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.adapter.single import Single
 from meshmark.environment import machine, visible_gpus
 from meshmark.errors import MeshmarkError
+from meshmark.launch.cluster import ClusterSpec
+from meshmark.launch.fork_server import ForkServer
+from meshmark.launch.launch import process_environment
+from meshmark.launch.rank import _kind
 from meshmark.measure.device_memory import DeviceMemory, device_memory, read_device_memory
 from meshmark.measure.readings import Bytes, MemoryReading
+from meshmark.passes import kernels
+from meshmark.passes.kernels import pinned
+from meshmark.records.rank_report import RankReport
+from meshmark.records.record import Status
+from meshmark.records.request import Task
 from meshmark.reference.data import Batch, make_batch
 from meshmark.reference.objective import build_optimizer
-from meshmark.run import kernels
 from meshmark.run.assemble import _disagreeing
-from meshmark.run.cluster import ClusterSpec
-from meshmark.run.fork_server import ForkServer
-from meshmark.run.kernels import pinned
-from meshmark.run.launch import process_environment
-from meshmark.run.perform import _kind
-from meshmark.run.rank_report import RankReport
-from meshmark.run.record import Status
-from meshmark.run.request import Task
 from meshmark.run.throughput import peak_flops_per_second
 from meshmark.spec.hardware import gpu_of_device
 from meshmark.spec.layout import Layout
@@ -255,11 +255,11 @@ _FORK_SAFE = """
     torch._C._cuda_getDeviceCount = touched
     torch._C._cuda_getCurrentRawStream = touched  # which a CPU's build lacks, and PyTorch's compiler imports
     from meshmark.environment import describe
-    from meshmark.run.forkserver_launcher import _ALWAYS
-    from meshmark.run.gpus import num_gpus
-    from meshmark.run.passes.noise import noise_key
+    from meshmark.launch.launchers import _ALWAYS
+    from meshmark.environment import num_gpus
+    from meshmark.passes.noise import noise_key
     from tests.factories import make_case
-    import meshmark.cli, meshmark.plugin
+    import meshmark.cli.commands, meshmark.pytest_plugin.plugin
 
     assert num_gpus() == 8, num_gpus()
     assert describe("cuda", "nccl", 1).machine == "8 CUDA devices", describe("cuda", "nccl", 1).machine

@@ -7,19 +7,21 @@ from __future__ import annotations
 import re
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from meshmark.cli import main
+from meshmark.cli.commands import main
+from meshmark.cli.suite_file import CASES, GATES, OPTIONS
+from meshmark.conformance.reproducers import read_reproducers
 from meshmark.plan.frameworks import FRAMEWORKS
 from meshmark.plan.layout_columns import READ
-from meshmark.run.schema import schema
+from meshmark.records.schema import schema
 from meshmark.spec import workload
 from meshmark.spec.hardware import GPUS
 from meshmark.spec.layout_id import GLOSSARY
-from meshmark.suite_file import CASES, GATES, OPTIONS
-from studies import docs_schema
+from studies import docs_links, docs_schema, docs_site
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(ROOT.glob("docs/**/*.md"))
@@ -58,8 +60,31 @@ def test_an_adapter_s_module_brings_workloads(
 
 def test_every_page_is_in_the_site() -> None:
     said = re.sub(r"!!python/\S+", "''", (ROOT / "mkdocs.yml").read_text())
-    listed = set(re.findall(r"[\w-]+\.md", str(yaml.safe_load(said)["nav"])))
-    assert listed == {page.name for page in PAGES}
+    listed = set(re.findall(r"[\w/-]+\.md", str(yaml.safe_load(said)["nav"])))
+    reports = {f"reports/{page.name}" for page in ROOT.glob("reports/*.md")}
+    frameworks = {f"frameworks/{name}.md" for name in docs_site.FRAMEWORKS}
+    assert listed == {page.name for page in PAGES} | reports | frameworks
+
+
+@pytest.mark.parametrize("name", docs_site.FRAMEWORKS)
+def test_a_framework_s_page_lists_its_defects_and_what_was_measured(name: str) -> None:
+    page = docs_site.framework_page(name)
+    defects = [each for each in read_reproducers() if each.framework.replace("torch", "pytorch") == name]
+    assert all(f"](../reports/gaps.md#{each.name})" in page for each in defects)
+    assert "cases train correctly" in page or "the roster" in page
+    assert not re.search(r"\]\((?!\.\./|http)", page), "links lead to other pages of the site"
+
+
+def test_links_of_pages_are_rewritten_for_the_site() -> None:
+    def rewritten(text: str, place: str) -> str:
+        page = SimpleNamespace(file=SimpleNamespace(src_uri=place))
+        return docs_links.on_page_markdown(text, page=page)
+
+    assert rewritten("[the list](../reports/gaps.md#a)", "faq.md") == "[the list](reports/gaps.md#a)"
+    assert rewritten("[words](../docs/glossary.md)", "reports/which.md") == "[words](../glossary.md)"
+    assert rewritten("[one](../examples/first.py)", "adapter.md") == "one (examples/first.py)"
+    with pytest.raises(FileNotFoundError, match="a page links to examples/none.py"):
+        rewritten("[one](../examples/none.py)", "adapter.md")
 
 
 def test_the_page_of_records_has_every_field() -> None:

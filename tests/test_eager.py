@@ -13,13 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshmark.launch.launchers import ForkserverLauncher
 from meshmark.measure.readings import Bytes
+from meshmark.records.record import Record, Verdict
 from meshmark.reference.data import make_batch
 from meshmark.reference.objective import loss_share
 from meshmark.reference.transformer import Transformer
-from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.memory_verdict import judge_memory
-from meshmark.run.record import Record, Verdict
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute, Schedule

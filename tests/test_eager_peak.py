@@ -20,9 +20,9 @@ from meshmark.adapter.single import SingleEngine
 from meshmark.measure.memory import read_memory
 from meshmark.measure.readings import MemoryReading
 from meshmark.measure.watch import Watch
+from meshmark.passes.observer import Observer
+from meshmark.records.request import Request, Task
 from meshmark.reference.build import parameter_shapes
-from meshmark.run.passes.observer import Observer
-from meshmark.run.request import Request, Task
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.model_spec import Family, ModelSpec, gpt, llama

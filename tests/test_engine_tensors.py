@@ -13,9 +13,9 @@ from meshmark.adapter.holdings import Holdings
 from meshmark.adapter.single import SingleEngine
 from meshmark.errors import AdapterError
 from meshmark.judge.engine_tensors import host_gradients, host_parameters, local_holdings
+from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.records.record import Record, Status
 from meshmark.reference.build import parameter_shapes
-from meshmark.run.forkserver_launcher import ForkserverLauncher
-from meshmark.run.record import Record, Status
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout

@@ -12,8 +12,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from meshmark.run.cluster import ClusterSpec
-from meshmark.run.scheduler import cluster_of
+from meshmark.launch.cluster import ClusterSpec
+from meshmark.launch.scheduler import cluster_of
 from tests.test_readme import run
 
 ROOT = Path(__file__).parent.parent

@@ -9,8 +9,8 @@ import pytest
 from meshmark.adapter.arithmetic import Casting
 from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind
 from meshmark.judge.tolerance_model import Comparisons, ToleranceModel, fit
-from meshmark.run.forkserver_launcher import ForkserverLauncher
-from meshmark.run.record import Record
+from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.records.record import Record
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout

@@ -12,9 +12,9 @@ import pytest
 
 from meshmark.errors import EvidenceError
 from meshmark.judge.deviation import Deviation, QuantityKind
-from meshmark.run import evidence
-from meshmark.run.record import EquivalenceEvidence, Record
-from meshmark.run.record_file import RecordFile, read_records
+from meshmark.records import evidence
+from meshmark.records.record import EquivalenceEvidence, Record
+from meshmark.records.record_file import RecordFile, read_records
 from meshmark.run.verdict import judge_equivalence
 from meshmark.serial import encode
 from tests.factories import make_equivalence, make_good, make_record, make_timed

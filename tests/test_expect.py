@@ -13,12 +13,12 @@ from meshmark.conformance.clauses import CLAUSES, judge_clause, point_back
 from meshmark.conformance.finding import ClauseResult
 from meshmark.conformance.scenario import Scenario
 from meshmark.conformance.scenario_runner import ScenarioRunner
-from meshmark.expect import expect, expect_clause
 from meshmark.judge.deviation import Drift, Quantity
 from meshmark.judge.faults import Diagnosis, Fault
+from meshmark.pytest_plugin.expect import expect, expect_clause
+from meshmark.records.record import Outcome, Record, Status
 from meshmark.report.conformance import columns
 from meshmark.report.failure_text import MOST_LINES
-from meshmark.run.record import Outcome, Record, Status
 from meshmark.run.verdict import judge_equivalence
 from meshmark.spec.case import Case
 from tests.factories import make_case, make_good, make_verdict

@@ -14,8 +14,8 @@ from benchmarks.honest import PROBABILITIES, Group, Honest, Tail
 from benchmarks.power_page import Power
 from meshmark.judge.false_alarms import Counted, FalseAlarms, design_effect, shown, upper_limit
 from meshmark.judge.tolerance_model import FALSE_ALARMS
-from meshmark.run.kernels import ATTENTION
-from meshmark.run.passes.noise import FORMAT, noise_key
+from meshmark.passes.kernels import ATTENTION
+from meshmark.passes.noise import FORMAT, noise_key
 from tests.factories import make_case, make_environment
 
 
@@ -88,9 +88,9 @@ def test_noise_is_of_the_settings_under_which_it_was_measured(name: str, monkeyp
 def test_noise_is_of_the_machine_and_the_library_that_it_was_measured_on(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = [noise_key(make_case(), 3)]
     for changed, value in (
-        ("meshmark.run.passes.noise.machine", lambda device: "another processor"),
+        ("meshmark.passes.noise.machine", lambda device: "another processor"),
         ("torch.__config__.show", lambda: "built with another library"),
-        ("meshmark.run.passes.noise.ATTENTION", ATTENTION[:1]),  # pinned in every rank, as the format of products is
+        ("meshmark.passes.noise.ATTENTION", ATTENTION[:1]),  # pinned in every rank, as the format of products is
     ):
         with monkeypatch.context() as patch:
             patch.setattr(changed, value)

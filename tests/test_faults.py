@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from meshmark.clip import LIMIT, told
 from meshmark.errors import ClusterError, CorpusError, InputError
+from meshmark.launch.rank import _kind
+from meshmark.launch.store import run_secret
+from meshmark.records.record import Status
+from meshmark.records.record_file import read_records
 from meshmark.reference.data import read_corpus
 from meshmark.reference.image_folder import load_images
 from meshmark.regression.baseline import accept
-from meshmark.run.perform import _kind
-from meshmark.run.record import Status
-from meshmark.run.record_file import read_records
-from meshmark.run.store import run_secret
+from meshmark.text import LIMIT, told
 from tests.factories import make_good
 from tests.test_compare import write
 

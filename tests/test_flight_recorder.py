@@ -12,14 +12,14 @@ import torch
 from torch.distributed.flight_recorder.components.types import COLLECTIVES
 
 from meshmark.errors import TrafficError
+from meshmark.launch import ranks
+from meshmark.launch.ranks import RankInfo
 from meshmark.measure.ends import Message
 from meshmark.measure.flight_recorder import IssuedOperation, issued_operations, kind_of, under_way
 from meshmark.measure.readings import Collective, wire_factor
 from meshmark.measure.traffic import TorchTraffic, read_traffic
 from meshmark.measure.watch import AskedOperation, Operand, Watch
 from meshmark.report.table import bytes_text
-from meshmark.run import hang_evidence
-from meshmark.run.rank_info import RankInfo
 
 GROUPS = {"0": (0, 1, 2, 3), "1": (0, 2)}
 
@@ -197,14 +197,14 @@ def test_what_was_under_way_is_told_after_the_last_that_ended() -> None:
 def test_a_rank_answers_when_it_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, by a thread that waits in the kernel until then; whoever does not listen is not waited for."""
     told = {"entries": [entry("all_reduce", [[1]], state="scheduled")]}
-    monkeypatch.setattr(hang_evidence, "dump", lambda: told)
+    monkeypatch.setattr(ranks, "dump", lambda: told)
     info = RankInfo(
         rank=1, local_rank=1, local_world_size=2, world_size=2, host="h", port=0, prefix="", folder=tmp_path
     )
-    assert not hang_evidence.ask(info)
-    hang_evidence.answer_when_asked(info)
+    assert not ranks.ask(info)
+    ranks.answer_when_asked(info)
     deadline = time.monotonic() + 10
-    while not hang_evidence.ask(info) and time.monotonic() < deadline:
+    while not ranks.ask(info) and time.monotonic() < deadline:
         time.sleep(0.01)
     file = info.file("collectives")
     while not (file.is_file() and file.read_text()) and time.monotonic() < deadline:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from meshmark.records.record import ConformanceEvidence
+from meshmark.records.record_file import RecordFile
 from meshmark.report.planned import planned_memory, totals
 from meshmark.report.results import results
-from meshmark.run.record import ConformanceEvidence
-from meshmark.run.record_file import RecordFile
 from tests.factories import make_case, make_good, make_memory_evidence, make_timed
 
 ROOT = Path(__file__).parent.parent

@@ -8,8 +8,8 @@ import pytest
 
 import meshmark
 from meshmark.errors import ResultsError
-from meshmark.run.record import ConformanceEvidence, Outcome, Status
-from meshmark.run.record_file import RecordFile
+from meshmark.records.record import ConformanceEvidence, Outcome, Status
+from meshmark.records.record_file import RecordFile
 from tests.factories import make_case, make_good, make_timed
 
 

@@ -19,12 +19,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshmark.cli import main
+from meshmark.cli.commands import main
+from meshmark.cli.options import chosen_adapters, positive, split_values
 from meshmark.errors import InputError, ResultsError
-from meshmark.options import chosen_adapters, positive, split_values
+from meshmark.launch.scheduler import cluster_of
 from meshmark.plan.layout_columns import DEGREES, DIMENSIONS
-from meshmark.run.record_file import read_records
-from meshmark.run.scheduler import cluster_of
+from meshmark.records.record_file import read_records
 from meshmark.spec.workload import WORKLOADS
 
 ROOT = Path(__file__).parent.parent

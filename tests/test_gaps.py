@@ -9,7 +9,7 @@ import pytest
 
 from meshmark.adapter.registry import known_adapters, load_adapter
 from meshmark.adapters.deepspeed.operators import missing
-from meshmark.cli import main
+from meshmark.cli.commands import main
 from meshmark.conformance.reproducers import Reproducer, failed_clauses, read_reproducer, read_reproducers
 from meshmark.errors import InputError, UnknownNameError
 from meshmark.report.gaps import gaps_page

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from meshmark.records.session import Attempt, Ending
 from meshmark.report.github import annotation_lines, step_summary
-from meshmark.run.session import Attempt, Ending
 from tests.hostile_texts import HOSTILE, kinds, texts
 
 

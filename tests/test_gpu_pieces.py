@@ -20,16 +20,16 @@ from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.conformance.scenario import plain_cells
 from meshmark.errors import InputError
 from meshmark.judge.sample import LARGEST_FULL, Assess, assess_of
-from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.forkserver_launcher import ForkserverLauncher
-from meshmark.run.launch import LaunchResult
-from meshmark.run.noise_launch import num_processes
-from meshmark.run.rank_report import RankFailure
-from meshmark.run.record import Status
-from meshmark.run.record_file import RecordFile
-from meshmark.run.request import Request, Task
+from meshmark.launch.cluster import Cluster, ClusterSpec
+from meshmark.launch.launch import LaunchResult
+from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.pytest_plugin.selection import add_options, expect_gpus
+from meshmark.records.rank_report import RankFailure
+from meshmark.records.record import Status
+from meshmark.records.record_file import RecordFile
+from meshmark.records.request import Request, Task
 from meshmark.run.runner import Runner, RunOptions
-from meshmark.selection import add_options, expect_gpus
+from meshmark.run.tolerance_models import num_processes
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshmark.cli import main
+from meshmark.cli.commands import main
+from meshmark.records.record import Relaunch
+from meshmark.records.record_file import RecordFile
 from meshmark.regression.history import Series, change_points, series_of
 from meshmark.regression.run_file import TIMES, Run, read_run
-from meshmark.run.record import Relaunch
-from meshmark.run.record_file import RecordFile
 from tests.factories import (
     make_case,
     make_environment,
@@ -104,7 +104,7 @@ def test_a_folder_is_read_as_its_records_say(tmp_path: Path) -> None:
     good, timed = make_good(), make_timed(timing=make_timing())
     assert found.values.keys() == {good.case.id} and found.commit == "commit1"
     metrics = found.values[good.case.id]
-    from meshmark.run.record_file import read_records
+    from meshmark.records.record_file import read_records
 
     record = read_records(tmp_path / "one").records[1]
     assert metrics[TIMES[0]] == pytest.approx(statistics.fmean(record.timing.step_seconds), rel=1e-12)

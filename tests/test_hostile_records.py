@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from meshmark.cli import main
+from meshmark.cli.commands import main
+from meshmark.records.record import Outcome, Record, Status
+from meshmark.records.record_file import RecordFile
+from meshmark.records.session import Attempt, Ending, Session
 from meshmark.report import markdown
-from meshmark.run.record import Outcome, Record, Status
-from meshmark.run.record_file import RecordFile
-from meshmark.run.session import Attempt, Ending, Session
 from meshmark.serial import encode
 from tests.factories import make_case, make_environment, make_good, make_timed, make_verdict, make_workload
 from tests.hostile_texts import HOSTILE, kinds, texts

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshmark.cli import main
+from meshmark.cli.commands import main
+from meshmark.cli.options import chosen_workloads
 from meshmark.errors import InputError
-from meshmark.options import chosen_workloads
 from meshmark.plan.model_names import plan_model
 from meshmark.reference.transformer import Transformer
 from meshmark.spec.model_spec import ModelSpec

@@ -12,9 +12,9 @@ from meshmark.conformance.clauses import CLAUSES, judge_clause
 from meshmark.conformance.finding import ClauseResult
 from meshmark.conformance.gap_file import read_gaps
 from meshmark.errors import InputError
-from meshmark.expect import StaleGapWarning, expect, expect_not_wrong
-from meshmark.run.record import Record
-from meshmark.run.user_gaps import unmatched_gaps, with_gaps
+from meshmark.pytest_plugin.expect import StaleGapWarning, expect, expect_not_wrong
+from meshmark.records.record import Record
+from meshmark.run.assemble import unmatched_gaps, with_gaps
 from meshmark.spec.known_gap import KnownGap
 from tests.factories import make_case, make_good, make_verdict
 from tests.test_conformance import GAP, plain, plain_conformance

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 import meshmark
-from meshmark.run.caches import private_base
-from meshmark.run.forkserver_launcher import ForkserverLauncher
-from meshmark.run.rank_report import StackState
-from meshmark.run.record import Record, Status
+from meshmark.launch.folders import private_base
+from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.watchdog import standing
+from meshmark.records.rank_report import StackState
+from meshmark.records.record import Record, Status
 from meshmark.run.runner import Runner, RunOptions
-from meshmark.run.watchdog import standing
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import workload

@@ -26,21 +26,18 @@ import torch
 
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.errors import InputError, MeshmarkError, NoSpaceError
-from meshmark.run import fork_server, forkserver_launcher
-from meshmark.run.caches import private_base
-from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.fork_server import LOST_EXIT_CODE, ForkServer
-from meshmark.run.forkserver_launcher import ForkedRanks, ForkserverLauncher
-from meshmark.run.launch import Launcher, process_environment
-from meshmark.run.launch_folder import private_folder
-from meshmark.run.launchers import LAUNCHERS
-from meshmark.run.passes.endure import live_bytes
-from meshmark.run.rank_info import RankInfo
-from meshmark.run.record import Record, Status
-from meshmark.run.request import Request, Task
+from meshmark.launch import fork_server, launchers
+from meshmark.launch.cluster import Cluster, ClusterSpec
+from meshmark.launch.folders import private_base, private_folder
+from meshmark.launch.fork_server import LOST_EXIT_CODE, ForkServer
+from meshmark.launch.launch import Launcher, process_environment
+from meshmark.launch.launchers import LAUNCHERS, ForkedRanks, ForkserverLauncher, TorchrunLauncher
+from meshmark.launch.ranks import RankInfo
+from meshmark.launch.server_process import LAUNCHER
+from meshmark.passes.clauses import live_bytes
+from meshmark.records.record import Record, Status
+from meshmark.records.request import Request, Task
 from meshmark.run.runner import Runner, RunOptions
-from meshmark.run.server_process import LAUNCHER
-from meshmark.run.torchrun_launcher import TorchrunLauncher
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import workload
@@ -373,7 +370,7 @@ FREEZER = Path("/sys/fs/cgroup/freezer")
 def test_a_rank_that_cannot_be_killed_is_told_and_left_behind(
     launcher: ForkserverLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forkserver_launcher, "KILL_SECONDS", 1.0)
+    monkeypatch.setattr(launchers, "KILL_SECONDS", 1.0)
     group = FREEZER / f"meshmark-test-{os.getpid()}"
     group.mkdir()
     try:
@@ -441,7 +438,7 @@ def listening() -> Iterator[dict[str, set[str]]]:
             for pid in descendants():
                 with contextlib.suppress(psutil.Error):
                     process = psutil.Process(pid)
-                    kind = "rank" if "meshmark.run.torchrun_rank" in process.cmdline()[2:4] else "other"
+                    kind = "rank" if "meshmark.launch.rank" in process.cmdline()[2:4] else "other"
                     open_ = [c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
                     found.setdefault(kind, set()).update(open_)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from meshmark.cli import main
+from meshmark.cli.commands import main
+from meshmark.cli.options import chosen_layouts, chosen_workloads
 from meshmark.errors import InputError, LayoutError
-from meshmark.options import chosen_layouts, chosen_workloads
 from meshmark.plan.model_names import plan_model
 from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
 from meshmark.spec.layout_id import parse_layout

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshmark.run.kernels import drivers_cuda
-from meshmark.run.record_file import RecordFile
+from meshmark.passes.kernels import drivers_cuda
+from meshmark.records.record_file import RecordFile
 from tests.factories import make_good, make_timed
 
 ROOT = Path(__file__).parent.parent
@@ -129,7 +129,7 @@ _WITHOUT = f"""
     for name in {_MISSING!r}:
         sys.modules[name] = None
     import pytest
-    from meshmark.cli import main
+    from meshmark.cli.commands import main
     for command in (["doctor"], ["report", sys.argv[1], "-o", sys.argv[1] + "/report.md"], ["calibrate", "--help"]):
         try:
             code = main(command)

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from meshmark.errors import ResultsError
-from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.forkserver_launcher import ForkserverLauncher
-from meshmark.run.passes.noise import write_noise
-from meshmark.run.record import Status
-from meshmark.run.record_file import RecordFile, line_of, read_records
+from meshmark.launch.cluster import Cluster, ClusterSpec
+from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.passes.noise import write_noise
+from meshmark.records.record import Status
+from meshmark.records.record_file import RecordFile, line_of, read_records
+from meshmark.records.session import Ending
 from meshmark.run.runner import Runner, RunOptions
-from meshmark.run.session import Ending
 from tests.factories import make_record, make_timed
 from tests.test_suites import ROOT, suites
 

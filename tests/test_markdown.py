@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from meshmark.clip import LIMIT, clip, clip_tail, told
 from meshmark.report.markdown import LINE_CHARACTERS, WIDTH, Markup, block, code, details, inline, table, table_of
+from meshmark.text import LIMIT, clip, clip_tail, told
 from tests.hostile_texts import HOSTILE, kinds, parse, texts
 
 MEANINGS = {

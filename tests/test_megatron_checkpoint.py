@@ -8,9 +8,9 @@ from pathlib import Path
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.conformance.scenario import RESUMED_STEPS, plain_workload
-from meshmark.run.forkserver_launcher import ForkserverLauncher
-from meshmark.run.record import Record, Status
-from meshmark.run.request import Task
+from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.records.record import Record, Status
+from meshmark.records.request import Task
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout

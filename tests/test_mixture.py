@@ -19,10 +19,10 @@ from meshmark.judge.deviation import Tensors
 from meshmark.judge.faults import Fault
 from meshmark.judge.routing import NEAR, followed
 from meshmark.judge.truth import exact_gradients, initial_values
+from meshmark.launch.launchers import ForkserverLauncher
 from meshmark.reference.build import build_model, parameter_shapes, skeleton
 from meshmark.reference.data import make_batch
 from meshmark.reference.mixture import Mixture
-from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case

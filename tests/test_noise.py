@@ -10,13 +10,13 @@ import pytest
 
 from meshmark.adapters import ADAPTERS
 from meshmark.judge.deviation import Quantity
-from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.forkserver_launcher import ForkserverLauncher
-from meshmark.run.launch import LaunchResult
-from meshmark.run.passes.noise import NUM_RUNS, TIME_LIMIT_SECONDS, noise_key, num_chunks, read_noise, write_noise
-from meshmark.run.rank_report import RankFailure
-from meshmark.run.record import Status
-from meshmark.run.request import Request
+from meshmark.launch.cluster import Cluster, ClusterSpec
+from meshmark.launch.launch import LaunchResult
+from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.passes.noise import NUM_RUNS, TIME_LIMIT_SECONDS, noise_key, num_chunks, read_noise, write_noise
+from meshmark.records.rank_report import RankFailure
+from meshmark.records.record import Status
+from meshmark.records.request import Request
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision

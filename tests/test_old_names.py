@@ -8,8 +8,8 @@ import pytest
 
 from meshmark.adapter.contract import Adapter
 from meshmark.adapters.ddp import DDP
-from meshmark.run.migration import migrate
-from meshmark.run.record import SCHEMA
+from meshmark.records.migration import migrate
+from meshmark.records.record import SCHEMA
 from meshmark.serial import decode, encode
 from meshmark.spec.algorithm import algorithm_named, algorithm_presets
 from meshmark.spec.case import Case

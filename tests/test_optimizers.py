@@ -16,9 +16,9 @@ from meshmark.adapter.registry import load_adapter
 from meshmark.adapters import ADAPTERS
 from meshmark.errors import InputError
 from meshmark.judge.truth import ExactOptimizer
+from meshmark.launch.launchers import ForkserverLauncher
 from meshmark.reference import build
 from meshmark.reference.optimizers import newton_schulz, reference_optimizer
-from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout

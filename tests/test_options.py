@@ -13,7 +13,7 @@ import torch
 from meshmark.adapter.matrix import matrix
 from meshmark.adapter.registry import core_adapters
 from meshmark.conformance.scenario import plain_cells
-from meshmark.selection import Selection, selection
+from meshmark.pytest_plugin.selection import Selection, selection
 from meshmark.spec.precision import Precision
 
 pytest_plugins = ["pytester"]

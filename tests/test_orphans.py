@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from meshmark.run.record_file import read_records
+from meshmark.records.record_file import read_records
 
 ROOT = Path(__file__).parent.parent
 END_SECONDS = 15
@@ -109,7 +109,7 @@ def test_a_signal_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
     """Otherwise the run would end with the terminal after all."""
     code = (
         "import signal; signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
-        "from meshmark.plugin import _signals_end_like_ctrl_c\n"
+        "from meshmark.pytest_plugin.plugin import _signals_end_like_ctrl_c\n"
         "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
         "with _signals_end_like_ctrl_c():\n"
         "    signal.raise_signal(signal.SIGHUP)\n"
@@ -119,3 +119,34 @@ def test_a_signal_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.split("\n")[:2] == ["SIGTERM", "torn down"], done.stderr
+
+
+STARTS = """
+import sys, time
+from meshmark.launch.folders import private_folder
+from meshmark.launch.fork_server import ForkServer
+with private_folder() as folder:
+    server = ForkServer.start({"PYTHONPATH": sys.argv[1], "MESHMARK_TEST": sys.argv[2]}, ["slow"])
+    print(folder, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_launcher_that_is_killed_while_its_server_imports_leaves_no_folder(tmp_path: Path) -> None:
+    """The kernel kills that server too, so another process has to clean up."""
+    (tmp_path / "slow.py").write_text(f"open({str(tmp_path / 'importing')!r}, 'w')\nimport time\ntime.sleep(60)\n")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    with subprocess.Popen(
+        [sys.executable, "-c", STARTS, path, str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        assert launcher.stdout
+        folder = Path(launcher.stdout.readline().strip())
+        wait_until((tmp_path / "importing").exists, seconds=60)
+        assert folder.parent == tmp_path and folder.is_dir()
+        launcher.kill()
+    wait_until(lambda: not folder.exists(), seconds=END_SECONDS)
+    wait_until(lambda: not processes_of(str(tmp_path)), seconds=END_SECONDS)

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from meshmark.adapter.data_parallel import PYTORCHS_CHECKPOINT
+from meshmark.cli.options import chosen_workloads
 from meshmark.errors import InputError
 from meshmark.judge.truth import assess_replicas, initial_values
-from meshmark.options import chosen_workloads
+from meshmark.records.record_file import read_records
 from meshmark.reference.build import block_of, build_model, parameter_shapes, sizes_by_block, skeleton
 from meshmark.reference.data import make_batch, on_corpus
 from meshmark.reference.own_model import OwnModel, describe, load_workload, reference_values
-from meshmark.run.record_file import read_records
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout

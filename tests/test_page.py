@@ -15,14 +15,16 @@ from typing import Any
 
 import pytest
 
-from meshmark.cli import main
+from meshmark.cli.commands import main
 from meshmark.judge.deviation import Deviation, QuantityKind
-from meshmark.report.table import Cell, bytes_cell, number, to_cell, yes_or_no
-from meshmark.run.record import EquivalenceEvidence, Outcome, Record, Status
-from meshmark.run.record_file import RecordFile
-from meshmark.run.session import Attempt, Ending, Session
+from meshmark.records.record import EquivalenceEvidence, Outcome, Record, Status
+from meshmark.records.record_file import RecordFile
+from meshmark.records.session import Attempt, Ending, Session
+from meshmark.report.charts import charts
+from meshmark.report.results import Tradeoff, frontier, results
+from meshmark.report.table import Cell, Rows, Table, bytes_cell, number, to_cell, yes_or_no
 from meshmark.spec.layout import Layout
-from tests.factories import make_case, make_good, make_timed, make_verdict
+from tests.factories import make_case, make_good, make_timed, make_timing, make_verdict
 from tests.hostile_texts import HOSTILE
 from tests.test_hostile_records import hostile_records
 
@@ -200,6 +202,46 @@ def test_without_its_libraries_the_command_says_what_to_install(
     assert 'pip install "meshmark[html]"' in capsys.readouterr().err and not (tmp_path / "x.html").exists()
 
 
+def timed_on(layout: Layout, adapter: str, seconds: float) -> list[Record]:
+    case = make_case(adapter=adapter, layout=layout)
+    steps = [[seconds] * 4] * layout.world_size
+    return [make_good(case=case), make_timed(case=case, timing=make_timing(rank_step_seconds=steps))]
+
+
+def test_scaling_joins_layouts_of_one_kind_alone() -> None:
+    """ZeRO-1 on two ranks and ZeRO-3 on four were joined, which looked like a collapse."""
+    kinds = (
+        (Layout(dp=2, zero_stage=1), "deepspeed", 0.5),
+        (Layout(dp=4, zero_stage=3), "deepspeed", 4.0),
+        (Layout(dp=2), "ddp", 0.5),
+        (Layout(dp=4), "ddp", 0.4),
+    )
+    found = results(record for kind in kinds for record in timed_on(*kind))
+    (chart,) = [one for one in charts(found)["speed"] if one.id == "scaling"]
+    (figure,) = chart.figures
+    assert [trace["name"].partition(",")[0] for trace in figure["data"]] == ["ddp dp"]
+    assert figure["layout"]["xaxis"]["tickvals"] == [2, 4], "and no three ranks"
+
+
+def test_the_frontier_has_what_nothing_else_beats_in_both() -> None:
+    def point(peak_bytes: int, per_second: float) -> Tradeoff:
+        result = results([make_good()])[0]
+        return Tradeoff(result=result, peak_bytes=peak_bytes, per_second=per_second)
+
+    lean, fast, beaten, worse = point(1, 1.0), point(3, 5.0), point(4, 5.0), point(2, 0.5)
+    assert frontier([beaten, fast, worse, lean]) == [lean, fast]
+
+
+def test_what_is_the_same_in_every_row_of_a_wide_table_is_said_once() -> None:
+    rows: Rows = [{**{name: name for name in "abcdefg"}, "adapter": one, "bad": yes_or_no(False)} for one in ("x", "y")]
+    said, narrow = Table(title="t", rows=rows).narrow
+    assert "b: b; c: c" in said and narrow.columns == ["a", "adapter", "bad"], (
+        "the first column, and what is bad, stays"
+    )
+    few: Rows = [{"a": 1, "b": 2}, {"a": 2, "b": 2}]
+    assert Table(title="t", rows=few).narrow == ("", Table(title="t", rows=few))
+
+
 # In a browser.
 
 
@@ -248,7 +290,7 @@ def test_a_reader_sorts_filters_opens_evidence_and_copies(browser: Any, path: Pa
     page.keyboard.press("Escape")
     assert page.locator("dialog[open]").count() == 0
     page.locator("#failures button[data-copy]").first.click()
-    assert page.locator("#said").inner_text() == "Copied."
+    page.wait_for_function("document.getElementById('said').textContent === 'Copied.'", timeout=30_000)
     page.locator("#ratios-of").scroll_into_view_if_needed()
     page.locator("#equivalence .plot svg").first.wait_for(timeout=30_000)
     assert page.locator("#equivalence .plot svg .hm").count() == 1
@@ -258,6 +300,16 @@ def test_a_reader_sorts_filters_opens_evidence_and_copies(browser: Any, path: Pa
     assert any("PNG" in one for one in offered) and not [one for one in offered if "hare" in one or "loud" in one]
     page.locator("#memory-plot-of").select_option(index=1)
     page.locator("#memory .plot svg text", has_text="rank 0").first.wait_for(timeout=30_000)
+    assert not said, said
+
+
+@pytest.mark.parametrize("width", [400, 1280, 1920])
+def test_nothing_is_wider_than_the_window(browser: Any, path: Path, width: int) -> None:  # noqa: ANN401
+    page, said = opened(browser, path, viewport={"width": width, "height": 900})
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.locator("#cases .plot").scroll_into_view_if_needed()
+    page.locator("#cases .plot svg .points path").first.wait_for(state="attached", timeout=30_000)
+    assert page.locator("#cases .plot svg .points path").count() >= 1, "a dot a case"
     assert not said, said
 
 

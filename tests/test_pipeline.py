@@ -14,9 +14,9 @@ from meshmark.adapters.pipeline import GPipe, Pipeline
 from meshmark.conformance.clauses import CLAUSES
 from meshmark.conformance.scenario import plain_cells, plain_workload
 from meshmark.conformance.scenario_runner import ScenarioRunner
-from meshmark.expect import expect, expect_clause
+from meshmark.launch.launchers import ForkserverLauncher
 from meshmark.plan.simulator import task_order
-from meshmark.run.forkserver_launcher import ForkserverLauncher
+from meshmark.pytest_plugin.expect import expect, expect_clause
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute, Schedule

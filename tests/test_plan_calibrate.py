@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshmark.cli import main
+from meshmark.cli.commands import main
 from meshmark.errors import InputError
 from meshmark.plan.calibrate import (
     Microbenchmarks,

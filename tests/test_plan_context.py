@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshmark.cli import main
+from meshmark.cli.commands import main
 from meshmark.errors import InputError
 from meshmark.plan.model_names import plan_model
 from meshmark.plan.predict_file import predict_file

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from meshmark.adapter.registry import builtin_adapters, load_adapter
+from meshmark.records.record import Record
+from meshmark.records.record_file import read_records
 from meshmark.report.planned import plans, totals
 from meshmark.run.memory_verdict import memory_categories
-from meshmark.run.record import Record
-from meshmark.run.record_file import read_records
 from meshmark.theory import activations, saved_activations
 from meshmark.theory.states import model_states
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshmark.cli import main
+from meshmark.cli.commands import main
 from meshmark.errors import InputError
 from meshmark.plan.frameworks import DEFAULT_FRAMEWORK, FRAMEWORKS
 from meshmark.plan.layout_table import batches, remarks

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshmark.cli import main
+from meshmark.cli.commands import main
 from meshmark.errors import InputError, UnknownNameError
 from meshmark.plan.layout_columns import READ
 from meshmark.plan.model_names import model_of_size, plan_model

@@ -18,11 +18,11 @@ from meshmark.adapters import ADAPTERS
 from meshmark.errors import InputError, UnknownNameError
 from meshmark.judge.gradient_faults import low_precisions
 from meshmark.judge.trace import host_copies
+from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.passes.noise import noise_key
+from meshmark.records.record import Record
+from meshmark.records.record_file import read_records
 from meshmark.reference.data import make_batch
-from meshmark.run.forkserver_launcher import ForkserverLauncher
-from meshmark.run.passes.noise import noise_key
-from meshmark.run.record import Record
-from meshmark.run.record_file import read_records
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.run.verdict import detection_limits
 from meshmark.serial import decode, encode

@@ -13,17 +13,16 @@ import pytest
 import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
+from meshmark.launch.cluster import Cluster, ClusterSpec
+from meshmark.launch.launchers import ForkserverLauncher
 from meshmark.measure.flight_recorder import IssuedOperation
 from meshmark.measure.profile import Activity, ActivityKind, Bandwidth, Kernel, Profile, curve, read_profile, union
 from meshmark.measure.profiler import _on_gpu
+from meshmark.records.record import Status
+from meshmark.records.record_file import read_records
+from meshmark.records.request import Task
 from meshmark.report.profiles import memory_curves, profile_rows
-from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.forkserver_launcher import ForkserverLauncher
-from meshmark.run.profiling import profile
-from meshmark.run.record import Status
-from meshmark.run.record_file import read_records
-from meshmark.run.request import Task
-from meshmark.run.runner import Runner, RunOptions
+from meshmark.run.runner import Runner, RunOptions, profile
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import workload

@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import pytest
 
-from meshmark.live import Live
-from meshmark.progress import Cases, on_terminal
-from meshmark.run.cluster import ClusterSpec
+from meshmark.launch.cluster import ClusterSpec
+from meshmark.pytest_plugin.live import Live
+from meshmark.pytest_plugin.progress import Cases, on_terminal
+from meshmark.pytest_plugin.selection import Selection, crowding
 from meshmark.run.runner import RunOptions
-from meshmark.selection import Selection, crowding
 
 
 def drawn(draw: Any) -> str:  # noqa: ANN401

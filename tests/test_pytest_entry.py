@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshmark.pytest_entry import asks_for_suites
+from meshmark.pytest_plugin.entry import asks_for_suites
 
 ROOT = Path(__file__).parent.parent
 

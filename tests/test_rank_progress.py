@@ -11,10 +11,10 @@ import pytest
 from meshmark import rank_progress
 from meshmark.judge.diagnosis import diagnose
 from meshmark.judge.truth import assess
+from meshmark.launch.launch import _settle
+from meshmark.launch.watchdog import standing
 from meshmark.rank_progress import Mark, Pace, Phase, read_mark
-from meshmark.run.launch import _settle
-from meshmark.run.rank_report import RankFailure, StackState
-from meshmark.run.watchdog import standing
+from meshmark.records.rank_report import RankFailure, StackState
 from tests.test_diagnosis import CASE, STEPS, honest
 
 LIMIT = 120.0

@@ -8,11 +8,11 @@ import math
 import pytest
 
 from meshmark.errors import InputError
+from meshmark.launch.scheduler import cluster_of
 from meshmark.measure.readings import Collective, TrafficReading
+from meshmark.records.reach import Place, Reach, Sent, measured_traffic, planned_traffic, reach
 from meshmark.report.communication import communication
 from meshmark.report.results import results
-from meshmark.run.reach import Place, Reach, Sent, measured_traffic, planned_traffic, reach
-from meshmark.run.scheduler import cluster_of
 from meshmark.spec.layout import Layout
 from meshmark.spec.layout_id import parse_layout
 from meshmark.theory.flow import Flow
@@ -100,7 +100,7 @@ def test_schedulers_say_where_a_task_runs() -> None:
     flat = {"SLURM_TOPOLOGY_ADDR": "node1", "SLURM_TOPOLOGY_ADDR_PATTERN": "node"}
     listed = {"SLURM_STEP_NODELIST": "ignored"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshmark.run.scheduler._first_host", lambda nodes: "10.0.0.1")
+        patch.setattr("meshmark.launch.scheduler._first_host", lambda nodes: "10.0.0.1")
         for topology, switch in ((tree, "spine.leaf1"), (flat, ""), ({}, "")):
             spec = cluster_of({**told, **listed, **topology})
             assert (spec.node_rank, spec.node, spec.local_task, spec.switch) == (2, 0, 1, switch)

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshmark.cli.options import chosen_workloads
 from meshmark.environment import describe
-from meshmark.options import chosen_workloads
-from meshmark.run.record_file import RecordFile
+from meshmark.records.record_file import RecordFile
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
@@ -207,7 +207,7 @@ RUNS: dict[str, Callable[[list[str]], list[str]]] = {
 RUN_ALL = """
 import contextlib, io, json, subprocess, sys
 import pytest
-from meshmark.cli import main
+from meshmark.cli.commands import main
 ended = []
 for name, *words in json.load(sys.stdin):
     said = io.StringIO()

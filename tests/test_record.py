@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from meshmark.errors import ResultsError
-from meshmark.run.record import SCHEMA, TrainingCurves
-from meshmark.run.record_file import RecordFile, read_records
+from meshmark.records.record import SCHEMA, TrainingCurves
+from meshmark.records.record_file import RecordFile, read_records
 from meshmark.serial import encode
 from tests.factories import make_memory_evidence, make_record, make_timed, make_timing, make_traffic_evidence
 

@@ -23,9 +23,9 @@ from meshmark.adapter.registry import (
     select,
 )
 from meshmark.adapters import ADAPTERS, ROSTER
-from meshmark.cli import main
+from meshmark.cli.commands import main
+from meshmark.cli.options import chosen_adapters
 from meshmark.errors import AdapterError, InputError, UnknownNameError
-from meshmark.options import chosen_adapters
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
 from meshmark.spec.model_spec import Family
@@ -198,8 +198,9 @@ def test_foreign_packages_called_adapters_and_suites_are_let_be(tmp_path: Path) 
     for name in ("adapters", "suites"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise ImportError('a stranger')\n")
+    path = str(tmp_path)
     code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from meshmark.cli import main; sys.exit(main(['cases']))"
+        f"import sys; sys.path.insert(0, {path!r}); from meshmark.cli.commands import main; sys.exit(main(['cases']))"
     )
     run = subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (0, "")

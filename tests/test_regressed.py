@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from meshmark.cli import main
+from meshmark.cli.commands import main
 
 ROOT = Path(__file__).parent.parent
 ENGINES = """

@@ -12,14 +12,14 @@ import pytest
 
 from meshmark.environment import Environment
 from meshmark.measure.readings import Collective, TrafficReading
+from meshmark.records.record import LaunchSeconds, Outcome, Record, Status, TimingEvidence, TrainingCurves, Verdict
+from meshmark.records.record_file import Reading, read_records
+from meshmark.records.request import Task
 from meshmark.report.markdown import table as markdown_table
 from meshmark.report.render import write_report
 from meshmark.report.results import results
 from meshmark.report.table import bytes_text
 from meshmark.run.memory_verdict import judge_memory
-from meshmark.run.record import LaunchSeconds, Outcome, Record, Status, TimingEvidence, TrainingCurves, Verdict
-from meshmark.run.record_file import Reading, read_records
-from meshmark.run.request import Task
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.precision import Precision
 from meshmark.theory.flow import TrafficException

@@ -11,18 +11,19 @@ from typing import Any
 
 import pytest
 
-from meshmark import environment, long_run
+from meshmark import environment
 from meshmark.adapters import ADAPTERS
+from meshmark.cli.options import duration
 from meshmark.errors import InputError
 from meshmark.judge.sample import Assess
-from meshmark.options import duration
-from meshmark.run.cluster import ClusterSpec
-from meshmark.run.record import ConformanceEvidence, Outcome, Record, Status
-from meshmark.run.record_file import RecordFile, read_records
-from meshmark.run.request import Task
+from meshmark.launch.cluster import ClusterSpec
+from meshmark.pytest_plugin import long_run
+from meshmark.records.record import ConformanceEvidence, Outcome, Record, Status
+from meshmark.records.record_file import RecordFile, read_records
+from meshmark.records.request import Task
+from meshmark.records.session import Ending
 from meshmark.run.resume import KEPT, Held
 from meshmark.run.runner import Runner, RunOptions
-from meshmark.run.session import Ending
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.workload import workload
 from tests.factories import make_case, make_good

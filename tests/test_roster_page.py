@@ -12,9 +12,9 @@ from benchmarks.roster_page import page
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.adapters.deepspeed.replicated import DeepSpeedZero0
+from meshmark.records.record import Outcome, Record, Status
+from meshmark.records.record_file import RecordFile
 from meshmark.report.markdown import WIDTH
-from meshmark.run.record import Outcome, Record, Status
-from meshmark.run.record_file import RecordFile
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from meshmark.errors import InputError
-from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.launch import _ranks
-from meshmark.run.scheduler import cluster_of
+from meshmark.launch.cluster import Cluster, ClusterSpec
+from meshmark.launch.launch import _ranks
+from meshmark.launch.scheduler import cluster_of
 
 TORCHRUN = {
     "GROUP_RANK": "1",

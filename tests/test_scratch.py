@@ -15,11 +15,11 @@ from meshmark.adapters import ADAPTERS
 from meshmark.conformance.scenario import SCENARIOS, plain_cells
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.errors import ResultsError
-from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.forkserver_launcher import ForkserverLauncher
-from meshmark.run.record import Status
+from meshmark.launch.cluster import Cluster, ClusterSpec
+from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.scratch import Scratch
+from meshmark.records.record import Status
 from meshmark.run.runner import Runner, RunOptions
-from meshmark.run.scratch import Scratch
 from tests.test_cluster import free_port, two_nodes
 from tests.test_suites import suites
 

@@ -23,13 +23,12 @@ import pytest
 import torch.distributed as dist
 
 from meshmark.errors import ClusterError
-from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.listener import listen
-from meshmark.run.perform import perform
-from meshmark.run.rank_info import RankInfo
-from meshmark.run.rank_report import RankFailure
-from meshmark.run.record import Status
-from meshmark.run.store import RunStore, StoreServer, run_secret
+from meshmark.launch.cluster import Cluster, ClusterSpec, listen
+from meshmark.launch.rank import perform
+from meshmark.launch.ranks import RankInfo
+from meshmark.launch.store import RunStore, StoreServer, run_secret
+from meshmark.records.rank_report import RankFailure
+from meshmark.records.record import Status
 from tests.test_launchers import make_request
 from tests.test_orphans import heed_signals, processes_of, wait_until
 
@@ -223,7 +222,7 @@ def test_who_does_not_know_the_secret_is_told_nothing(server: StoreServer, conne
 
 def test_node_0_tells_of_a_node_that_holds_another_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     """It had waited for it without a word, while the other node told why to its own user alone."""
-    monkeypatch.setattr("meshmark.run.cluster._JOIN_SECONDS", 2)
+    monkeypatch.setattr("meshmark.launch.cluster._JOIN_SECONDS", 2)
     monkeypatch.setenv("MESHMARK_RDZV_SECRET", SECRET.decode())
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -270,7 +269,7 @@ def test_a_proof_that_was_overheard_is_worth_nothing(server: StoreServer) -> Non
 )
 def test_a_foreign_listener_is_found_out(says: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that says nothing, another program's, and one that plays the store without the secret."""
-    monkeypatch.setattr("meshmark.run.store._PROVE_SECONDS", 2.0)
+    monkeypatch.setattr("meshmark.launch.store._PROVE_SECONDS", 2.0)
     listener = socket.create_server(("127.0.0.1", 0))
 
     def answer() -> None:
@@ -298,7 +297,7 @@ def test_a_message_of_absurd_size_ends_its_connection_alone(connect: Callable[[]
 
 SERVES = """
 import os, resource, socket, sys, time
-from meshmark.run.store import StoreServer
+from meshmark.launch.store import StoreServer
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 server = StoreServer(socket.create_server(("127.0.0.1", 0)), sys.stdin.readline().strip().encode())
 print(server.port, flush=True)
@@ -375,7 +374,7 @@ def test_want_of_files_ends_no_store(narrow: subprocess.Popen[str]) -> None:
 
 def test_many_ranks_that_come_at_once_all_get_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Far more than may be unproven at one time."""
-    monkeypatch.setattr("meshmark.run.store._MOST_UNPROVEN", 4)
+    monkeypatch.setattr("meshmark.launch.store._MOST_UNPROVEN", 4)
     serving = StoreServer(socket.create_server(("127.0.0.1", 0), backlog=128), SECRET)
     found = list[int]()
 
@@ -396,7 +395,7 @@ def test_many_ranks_that_come_at_once_all_get_in(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("side", ["client", "server"])
 def test_a_peer_that_drips_is_let_go_in_time(monkeypatch: pytest.MonkeyPatch, side: str) -> None:
     """A byte now and then is not a proof: what is limited is the whole of it."""
-    monkeypatch.setattr("meshmark.run.store._PROVE_SECONDS", 1.0)
+    monkeypatch.setattr("meshmark.launch.store._PROVE_SECONDS", 1.0)
     over = threading.Event()
 
     def drip(peer: socket.socket, text: bytes) -> None:

@@ -15,8 +15,8 @@ from meshmark.environment import Environment
 from meshmark.judge.deviation import Deviation, Drift, Quantity, QuantityKind
 from meshmark.judge.tolerance_model import Comparisons
 from meshmark.measure.readings import Collective
-from meshmark.run.rank_report import RankFailure, RankReport
-from meshmark.run.record import Outcome, PeerEnd, Record, Status, TrainingCurves
+from meshmark.records.rank_report import RankFailure, RankReport
+from meshmark.records.record import Outcome, PeerEnd, Record, Status, TrainingCurves
 from meshmark.serial import decode, encode
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision

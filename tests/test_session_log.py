@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from meshmark.cli import main
+from meshmark.cli.commands import main
+from meshmark.records.record import SCHEMA, Status
+from meshmark.records.record_file import Reading, RecordFile, read_records
+from meshmark.records.session import Attempt, Ending, Session, standing
 from meshmark.report.render import write_report
-from meshmark.run.record import SCHEMA, Status
-from meshmark.run.record_file import Reading, RecordFile, read_records
-from meshmark.run.session import Attempt, Ending, Session, standing
 from tests.factories import make_good
 from tests.test_suites import ROOT, suites
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from meshmark.cli import main
-from meshmark.run.migration import migrate
-from meshmark.run.record import SCHEMA, Outcome, Record, Status
-from meshmark.run.record_file import RecordFile
-from meshmark.run.schema import schema
+from meshmark.cli.commands import main
+from meshmark.records.migration import migrate
+from meshmark.records.record import SCHEMA, Outcome, Record, Status
+from meshmark.records.record_file import RecordFile
+from meshmark.records.schema import schema
 from meshmark.serial import encode
 from tests.factories import make_case, make_good, make_timed
 

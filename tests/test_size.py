@@ -20,7 +20,6 @@ from meshmark.adapter.gathered import Gathered
 from meshmark.adapters import ADAPTERS
 from meshmark.conformance.scenario import SCENARIOS
 from meshmark.conformance.scenario_runner import ScenarioRunner
-from meshmark.expect import expect
 from meshmark.judge import layered
 from meshmark.judge.deviation import Drift, QuantityKind, Tensors, global_norm
 from meshmark.judge.faults import Fault
@@ -32,14 +31,15 @@ from meshmark.judge.stored import StoredTensors
 from meshmark.judge.tolerance_model import ToleranceModel, compare, noise_run
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import ExactOptimizer, assess, exact_gradients, initial_values
+from meshmark.launch.cluster import Cluster, ClusterSpec
+from meshmark.launch.launchers import ForkserverLauncher
 from meshmark.measure.extra_peak import ExtraPeak
+from meshmark.pytest_plugin.expect import expect
+from meshmark.records.record import Record, Verdict
+from meshmark.records.request import Request
 from meshmark.reference.data import make_batch
 from meshmark.report.results import results
 from meshmark.report.tables import equivalence
-from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.forkserver_launcher import ForkserverLauncher
-from meshmark.run.record import Record, Verdict
-from meshmark.run.request import Request
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule

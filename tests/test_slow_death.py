@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from meshmark.run.rank_info import RankInfo
-from meshmark.run.rank_report import RankFailure
-from meshmark.run.watchdog import Watchdog
+from meshmark.launch.ranks import RankInfo
+from meshmark.launch.watchdog import Watchdog
+from meshmark.records.rank_report import RankFailure
 from meshmark.serial import encode
 from tests.test_launchers import make_request
 

@@ -11,13 +11,13 @@ import pytest
 
 from meshmark import environment
 from meshmark.environment import describe, project_of
+from meshmark.records import sources
+from meshmark.records.record import Record
+from meshmark.records.record_file import RecordFile, read_records
+from meshmark.records.request import Request, Task
+from meshmark.records.sources import sources_of
 from meshmark.regression.run_file import read_run
-from meshmark.run import sources
-from meshmark.run.record import Record
-from meshmark.run.record_file import RecordFile, read_records
-from meshmark.run.request import Request, Task
 from meshmark.run.resume import Held
-from meshmark.run.sources import sources_of
 from meshmark.spec.workload import workload
 from tests.factories import make_case, make_good
 

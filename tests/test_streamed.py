@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshmark.adapter.registry import builtin_adapters, load_adapter
-from meshmark.run.forkserver_launcher import ForkserverLauncher
+from meshmark.launch.launchers import ForkserverLauncher
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout

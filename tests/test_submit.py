@@ -13,14 +13,13 @@ import pytest
 
 from benchmarks.cluster.page import page
 from benchmarks.cluster.row import Row, Whole, begin, finish, keep, kept, whole_of
-from meshmark.cli import main
+from meshmark.cli.commands import main
+from meshmark.cli.options import part
 from meshmark.errors import InputError
-from meshmark.options import part
-from meshmark.run.merge import merge
-from meshmark.run.record import SCHEMA, Outcome, Status
-from meshmark.run.record_file import RecordFile, read_records
-from meshmark.run.session import Session
-from meshmark.shard import in_part
+from meshmark.pytest_plugin.shard import in_part
+from meshmark.records.record import SCHEMA, Outcome, Status
+from meshmark.records.record_file import RecordFile, merge, read_records
+from meshmark.records.session import Session
 from tests.factories import make_case, make_good, make_timed
 
 ROOT = Path(__file__).parent.parent
@@ -87,7 +86,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("HERE", str(tmp_path))
-    monkeypatch.setattr("meshmark.submit._POLL_SECONDS", 0.0)
+    monkeypatch.setattr("meshmark.cli.submit._POLL_SECONDS", 0.0)
     return tmp_path
 
 

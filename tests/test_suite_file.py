@@ -9,19 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from meshmark import plan_run, suite_file
-from meshmark.cli import main
+from meshmark.cli import plan_run, suite_file
+from meshmark.cli.commands import main
+from meshmark.cli.suite_file import CASES, OPTIONS, hold, read_suite
 from meshmark.plan.rates import rates
 from meshmark.plan.search import Search, search
-from meshmark.run.record import SCHEMA, Outcome, Record, Status
-from meshmark.run.record_file import RecordFile, read_records
-from meshmark.run.session import Attempt, Ending, Session
-from meshmark.selection import add_options
+from meshmark.pytest_plugin.selection import add_options
+from meshmark.records.record import SCHEMA, Outcome, Record, Status
+from meshmark.records.record_file import RecordFile, read_records
+from meshmark.records.session import Attempt, Ending, Session
 from meshmark.spec.hardware import gpu
 from meshmark.spec.model_spec import MODELS
 from meshmark.spec.model_text import describe, described_model
-from meshmark.suite_file import CASES, OPTIONS, read_suite
-from meshmark.suite_gate import hold
 from meshmark.theory.grid import SearchSpace
 from meshmark.theory.recipe import recipe
 from tests.factories import make_case, make_good, make_memory, make_memory_evidence, make_verdict

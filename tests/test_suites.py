@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 import psutil
 import pytest
 
-from meshmark.run.record_file import RecordFile, read_records
+from meshmark.records.record_file import RecordFile, read_records
 
 ROOT = Path(__file__).parent.parent
 

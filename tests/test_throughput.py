@@ -9,12 +9,12 @@ import os
 import pytest
 
 from meshmark.adapters import ADAPTERS
+from meshmark.launch.launchers import ForkserverLauncher
 from meshmark.measure.interval import student_t
+from meshmark.records.record import Relaunch
+from meshmark.records.request import Request, Task
 from meshmark.report.tables import interval_text
-from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.peak_probe import PeakProbe, num_cores
-from meshmark.run.record import Relaunch
-from meshmark.run.request import Request, Task
 from meshmark.run.throughput import drift, fastest_of, peak_flops_per_second, throughput
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from meshmark.launch.launch import LaunchResult
 from meshmark.measure.laps import LEAST_LAUNCHES, LEAST_SETTLED
-from meshmark.run.launch import LaunchResult
-from meshmark.run.rank_report import RankFailure, RankReport
-from meshmark.run.record import Status
+from meshmark.records.rank_report import RankFailure, RankReport
+from meshmark.records.record import Status
 from meshmark.run.timed_launches import MOST_LAUNCHES, is_wanted, relaunch_of
 
 LONG = 1e9

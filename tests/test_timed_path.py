@@ -7,11 +7,11 @@ from typing import Any
 
 from meshmark.judge.deviation import Drift, Quantity
 from meshmark.judge.observed_path import ObservedPath
-from meshmark.run.launch import LaunchResult
-from meshmark.run.rank_report import RankReport
-from meshmark.run.record import Outcome, Record, Relaunch, Status, TrainingCurves, Verdict
-from meshmark.run.retracing import find_path
-from meshmark.run.throughput_verdict import judge_throughput
+from meshmark.launch.launch import LaunchResult
+from meshmark.records.rank_report import RankReport
+from meshmark.records.record import Outcome, Record, Relaunch, Status, TrainingCurves, Verdict
+from meshmark.run.runner import find_path
+from meshmark.run.verdict import judge_throughput
 from tests.factories import make_equivalence, make_good, make_timed, make_timing
 
 

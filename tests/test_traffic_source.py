@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from meshmark.launch.launchers import ForkserverLauncher
 from meshmark.measure.readings import Collective
-from meshmark.run.forkserver_launcher import ForkserverLauncher
-from meshmark.run.record import Record, Status
+from meshmark.records.record import Record, Status
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout

@@ -14,9 +14,9 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshmark.cli.options import chosen_workloads
 from meshmark.errors import InputError
 from meshmark.judge.truth import exact_gradients, initial_values
-from meshmark.options import chosen_workloads
 from meshmark.reference.build import block_classes
 from meshmark.reference.data import make_batch
 from meshmark.spec.own_model import OwnModelConfig

@@ -17,13 +17,13 @@ from meshmark.adapter.single import Single
 from meshmark.errors import InputError
 from meshmark.judge.truth import initial_values
 from meshmark.judge.twin import twin_of
+from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.passes.noise import noise_key
+from meshmark.passes.tuned import ROUNDED, UNFUSED, WIDE, unused
+from meshmark.records.record import Status
 from meshmark.reference.chunked_loss import ROWS, chunked_cross_entropy
 from meshmark.reference.data import make_batch
 from meshmark.reference.objective import build_optimizer, loss_share
-from meshmark.run.forkserver_launcher import ForkserverLauncher
-from meshmark.run.passes.noise import noise_key
-from meshmark.run.passes.tuned import ROUNDED, UNFUSED, WIDE, unused
-from meshmark.run.record import Status
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case

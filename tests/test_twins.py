@@ -13,10 +13,10 @@ from benchmarks.largest import Probe, largest
 from benchmarks.quiet import Quiet
 from benchmarks.twins import ADAPTERS, TWINS, Bench, write
 from meshmark.errors import InputError, MeshmarkError
+from meshmark.launch.launchers import ForkserverLauncher
 from meshmark.plan.rows import Row, number
 from meshmark.plan.simulator import simulate
-from meshmark.run.forkserver_launcher import ForkserverLauncher
-from meshmark.run.request import Task
+from meshmark.records.request import Task
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule
 from studies import twins

@@ -11,7 +11,7 @@ import pytest
 
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.judge.sample import Assess
-from meshmark.run.forkserver_launcher import ForkserverLauncher
+from meshmark.launch.launchers import ForkserverLauncher
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout

@@ -12,9 +12,9 @@ import pytest
 from meshmark.judge.deviation import Deviation, Drift, Quantity
 from meshmark.judge.faults import Diagnosis, Fault
 from meshmark.measure.readings import Bytes
-from meshmark.run.communication import judge_communication
+from meshmark.records.record import Record, Verdict
 from meshmark.run.memory_verdict import LEAK_BYTES, SCALARS_BYTES, judge_memory
-from meshmark.run.record import Record, Verdict
+from meshmark.run.traffic_verdict import judge_communication
 from meshmark.run.verdict import BLIND, HIDDEN, Limit, detection_limits, judge_equivalence
 from meshmark.theory.states import ExtraMemory, ModelStates
 from tests.factories import (

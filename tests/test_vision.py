@@ -21,17 +21,17 @@ from meshmark.errors import InputError
 from meshmark.judge.buffers import exact_buffers, initial_buffers
 from meshmark.judge.deviation import QuantityKind
 from meshmark.judge.truth import exact_gradients, initial_values
+from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.records.record import Record
 from meshmark.reference import digits
 from meshmark.reference.build import buffer_shapes, build_model, parameter_shapes, sizes_by_block
 from meshmark.reference.data import IGNORED, check_data, make_batch
 from meshmark.reference.digits import load_digits
 from meshmark.reference.objective import loss_share
-from meshmark.run.communication import judge_communication
-from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.memory_verdict import judge_memory
-from meshmark.run.record import Record
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.run.throughput import throughput
+from meshmark.run.traffic_verdict import judge_communication
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout

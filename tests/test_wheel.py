@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 
 from meshmark.adapter.registry import builtin_adapters, load_adapter
-from meshmark.run.record import Record
-from meshmark.run.record_file import read_records
+from meshmark.records.record import Record
+from meshmark.records.record_file import read_records
 from tests.test_architecture import tracked_files
 
 ROOT = Path(__file__).parent.parent
@@ -55,7 +55,7 @@ import sys
 def check_theirs(runner, observed, pytestconfig):
     assert (runner, observed, pytestconfig.getoption("--theirs")) == ("their runner", "what they observe", "as ever")
     assert pytestconfig.pluginmanager.get_plugin("meshmark") is not None
-    assert not pytestconfig.pluginmanager.hasplugin("meshmark.plugin")
+    assert not pytestconfig.pluginmanager.hasplugin("meshmark.pytest_plugin.plugin")
     assert "torch" not in sys.modules
 """
 
@@ -224,10 +224,12 @@ def test_importing_the_entry_point_takes_no_time_and_no_torch(installed: Install
     """Beyond pytest, which is there by then; the fastest of three processes, for others may be busy."""
     code = (
         "import sys, time, pytest; before = set(sys.modules); start = time.perf_counter()\n"
-        "import meshmark.pytest_entry; print(time.perf_counter() - start, *sorted(set(sys.modules) - before))"
+        "import meshmark.pytest_plugin.entry; print(time.perf_counter() - start, *sorted(set(sys.modules) - before))"
     )
     runs = [done([str(installed.bin / "python"), "-c", code], tmp_path).split() for _ in range(3)]
-    assert {tuple(modules) for _, *modules in runs} == {("meshmark", "meshmark.pytest_entry")}
+    assert {tuple(modules) for _, *modules in runs} == {
+        ("meshmark", "meshmark.pytest_plugin", "meshmark.pytest_plugin.entry")
+    }
     assert min(float(seconds) for seconds, *_ in runs) < 0.05
 
 

@@ -37,14 +37,16 @@ def compared_orders(case: Case) -> tuple[OneTimeTraffic, ...]:
     """Return what stage 3 sends to see that all ranks use modules and parameters in the same order.
 
     Rank 0 broadcasts the order of modules twice, that of parameters, and when each was used last, each with its length
-    (`PartitionedParameterCoordinator.reset_step`, until an order is recorded): numbers of 8 bytes.
+    (`PartitionedParameterCoordinator.reset_step`, until an order is recorded): numbers of 8 bytes. It does so after the
+    first two micro-batches, which may be those of two steps.
     """
     if case.layout.zero_stage < 3:
         return ()
     count = len(parameter_shapes(case.workload.model))
     most = 4 + 4 * _USES * case.workload.model.runs * count
     reason = "until they have recorded in which order modules use weights, ranks see whether theirs is rank 0's"
-    return (OneTimeTraffic(kind="broadcast", steps=(0,), most_bytes=8 * most, most_calls=8, reason=reason),)
+    steps = (0, 1) if case.layout.num_micro_batches == 1 else (0,)
+    return (OneTimeTraffic(kind="broadcast", steps=steps, most_bytes=8 * most, most_calls=8, reason=reason),)
 
 
 _USES = 4

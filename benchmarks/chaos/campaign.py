@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from benchmarks.chaos import processes
 from benchmarks.chaos.faults import Ended, Fault, Filled, ResultsGone
 from benchmarks.chaos.session import PATIENCE_SECONDS, Session
-from meshmark.run.record import Record, Status
-from meshmark.run.record_file import Reading, read_records
-from meshmark.run.session import Ending
+from meshmark.records.record import Record, Status
+from meshmark.records.record_file import Reading, read_records
+from meshmark.records.session import Ending
 
 _START_SECONDS = 120.0
 """For pytest to collect, and for a server to import a framework."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.chaos import processes
 from benchmarks.chaos.processes import Rank
 from benchmarks.chaos.session import PATIENCE_SECONDS, Session
-from meshmark.run.record import Outcome, Status
+from meshmark.records.record import Outcome, Status
 
 SPREAD_SECONDS = 0.7
 """From the start of its ranks a case is struck at any time within so long: about as long as it takes."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.chaos import processes
 from benchmarks.chaos.faults import SPREAD_SECONDS, Fault
 from benchmarks.chaos.session import PATIENCE_SECONDS, Session
-from meshmark.run.record import Status
+from meshmark.records.record import Status
 
 _CASES = 6
 HOSTS = ("10.213.7.1", "10.213.7.2")

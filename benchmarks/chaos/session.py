@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.chaos import processes
 from benchmarks.chaos.adapters import BEGUN
-from meshmark.run.record_file import Reading, read_records
+from meshmark.records.record_file import Reading, read_records
 
 ROOT = Path(__file__).parent.parent.parent
 LIMIT_SECONDS = {"throughput": 12.0, "equivalence": 25.0}

@@ -16,9 +16,9 @@ from benchmarks.cluster.slurm import Slurm
 from benchmarks.cluster.trial import BEGIN_SECONDS
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.conformance.scenario import RESUMED_STEPS
-from meshmark.run.passes.resume import halfway
-from meshmark.run.rank_report import RankReport
-from meshmark.run.request import Request, Task
+from meshmark.passes.resume import halfway
+from meshmark.records.rank_report import RankReport
+from meshmark.records.request import Request, Task
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout

@@ -9,11 +9,11 @@ import os
 import sys
 from pathlib import Path
 
-from meshmark.run.passes.resume import TRACE
-from meshmark.run.perform import perform
-from meshmark.run.rank_info import RankInfo
-from meshmark.run.rank_report import RankReport
-from meshmark.run.request import Request, Task
+from meshmark.launch.rank import perform
+from meshmark.launch.ranks import RankInfo
+from meshmark.passes.resume import TRACE
+from meshmark.records.rank_report import RankReport
+from meshmark.records.request import Request, Task
 from meshmark.serial import decode, encode
 
 

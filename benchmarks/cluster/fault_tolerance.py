@@ -20,7 +20,7 @@ from benchmarks.cluster.nodes import SHAPE, Nodes
 from benchmarks.cluster.row import Row
 from benchmarks.cluster.slurm import Slurm
 from benchmarks.cluster.trial import BEGIN_SECONDS
-from meshmark.run.request import Request, Task
+from meshmark.records.request import Request, Task
 from meshmark.serial import encode
 
 _PORT = 29700

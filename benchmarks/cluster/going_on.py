@@ -13,7 +13,7 @@ from benchmarks.cluster.nodes import SHAPE, Nodes
 from benchmarks.cluster.row import Row
 from benchmarks.cluster.slurm import Slurm
 from benchmarks.cluster.trial import END_SECONDS
-from meshmark.run.record import Status
+from meshmark.records.record import Status
 
 _HAVE = [Status.OK, Status.NODE_LOST, Status.OK, Status.OK]
 """The case before, the one under way, this one again, and another."""

@@ -14,7 +14,7 @@ from benchmarks.cluster.nodes import SHAPE, Nodes
 from benchmarks.cluster.row import Row
 from benchmarks.cluster.slurm import ROOT
 from benchmarks.cluster.trial import BEGIN_SECONDS, END_SECONDS
-from meshmark.run.record import Status
+from meshmark.records.record import Status
 
 _NOTICE_SECONDS = 30.0
 _NOWHERE = "02:00:00:00:00:01"

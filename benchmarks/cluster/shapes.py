@@ -9,9 +9,9 @@ from benchmarks.cluster.jobs import Job
 from benchmarks.cluster.row import Row
 from benchmarks.cluster.slurm import SWITCHES, TOP, Slurm
 from benchmarks.cluster.trial import Trial
-from meshmark.run.reach import Place
-from meshmark.run.record import Record, Status
-from meshmark.run.record_file import read_records
+from meshmark.records.reach import Place
+from meshmark.records.record import Record, Status
+from meshmark.records.record_file import read_records
 
 _HOURS = 3600.0
 _PATIENT = ("--time-limit", "900", "-p", "no:cacheprovider")

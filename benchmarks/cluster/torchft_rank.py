@@ -24,10 +24,10 @@ from meshmark.adapter.data_parallel import DataParallelEngine, initial_model
 from meshmark.adapter.engine import RankContext
 from meshmark.judge.engine_tensors import host_parameters
 from meshmark.judge.trace import Trace
+from meshmark.passes.observer import digests
+from meshmark.records.request import Request, Task
 from meshmark.reference.data import Batch, make_batch
 from meshmark.reference.objective import build_optimizer
-from meshmark.run.passes.observer import digests
-from meshmark.run.request import Request, Task
 from meshmark.serial import decode
 
 

@@ -12,8 +12,8 @@ from benchmarks.chaos import processes
 from benchmarks.chaos.adapters import BEGUN
 from benchmarks.cluster.adapters import GATE
 from benchmarks.cluster.slurm import Slurm
-from meshmark.run.record import Record, Status
-from meshmark.run.record_file import Reading, read_records
+from meshmark.records.record import Record, Status
+from meshmark.records.record_file import Reading, read_records
 
 _NAMES = ("chaos.adapters:ddp_0", "cluster.adapters:Waits", "chaos.adapters:ddp_1")
 BEGIN_SECONDS = 900.0

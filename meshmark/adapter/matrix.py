@@ -14,12 +14,12 @@ from typing import Literal
 from meshmark.adapter.capabilities import Capabilities
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.covering import NO_ORDER, Order, combinations, covering, laid, supported, takes
-from meshmark.pluralize import pluralize
 from meshmark.spec.case import Case, InvalidLayout, cell
 from meshmark.spec.layout import AXES, Axis, Layout, Offload, Schedule
 from meshmark.spec.precision import Precision
 from meshmark.spec.tuning import Tuning
 from meshmark.spec.workload import Workload
+from meshmark.text import pluralize
 
 AUTO: Literal["auto"] = "auto"
 LayoutChoice = Sequence[Layout] | Literal["auto"] | None

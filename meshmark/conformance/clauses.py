@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from meshmark.conformance import judges, randomness
 from meshmark.conformance.finding import ClauseResult, Defect, Finding
 from meshmark.conformance.scenario import SCENARIOS
-from meshmark.run.record import Record, Status
+from meshmark.records.record import Record, Status
 
 
 @dataclass(frozen=True, kw_only=True)

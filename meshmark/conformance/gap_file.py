@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from meshmark.conformance.clauses import CLAUSES
-from meshmark.errors import InputError, UnknownNameError
+from meshmark.errors import InputError, UnknownNameError, refuse_device
 from meshmark.spec.known_gap import SUITES, KnownGap
 
 _NEEDED = ("adapter", "clause", "reason", "symptom")
@@ -17,6 +17,7 @@ _STAGES = (0, 1, 2, 3)
 
 def read_gaps(path: Path) -> tuple[tuple[str, KnownGap], ...]:
     """Pattern of adapters' names, and gap, of every table [[gap]]. Raises `InputError` with the table and the key."""
+    refuse_device(path)
     try:
         said = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

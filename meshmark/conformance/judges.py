@@ -11,11 +11,11 @@ from meshmark.judge.deviation import QuantityKind
 from meshmark.judge.replicas import by_replica, num_replicas
 from meshmark.judge.tolerance_model import MULTIPLES, compare, gradient_norms
 from meshmark.measure.interval import Interval, mean_interval
-from meshmark.pluralize import pluralize
+from meshmark.passes.clauses import MESSAGE
+from meshmark.records.record import MemoryEvidence, PeerEnd, Record, Status
 from meshmark.reference.data import make_batch
-from meshmark.run.passes.fail import MESSAGE
-from meshmark.run.record import MemoryEvidence, PeerEnd, Record, Status
 from meshmark.spec.precision import Dtype
+from meshmark.text import pluralize
 from meshmark.theory.traffic import METERED_STEP
 
 GROWTH_BYTES = 64.0

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from meshmark.conformance.finding import Finding, all_of, decide, drift_text
 from meshmark.judge.tolerance_model import FALSE_ALARMS
-from meshmark.run.record import Record
+from meshmark.records.record import Record
 
 EVALUATION_TOLERANCE = 1e-5
 """Relative, on the loss of evaluation where no noise is measured; dropout left on moves it by a hundred times that."""

@@ -13,9 +13,9 @@ from meshmark.adapter.covering import combinations, takes
 from meshmark.adapter.matrix import layouts as matrix_layouts
 from meshmark.adapter.matrix import variants
 from meshmark.errors import AlgorithmError, LayoutError
+from meshmark.records.record import Status
+from meshmark.records.request import Task
 from meshmark.reference.data import on_corpus
-from meshmark.run.record import Status
-from meshmark.run.request import Task
 from meshmark.spec.algorithm import SYNCHRONOUS, algorithm_presets
 from meshmark.spec.case import Case, InvalidLayout, cell
 from meshmark.spec.layout import Layout, Offload, Recompute, Schedule

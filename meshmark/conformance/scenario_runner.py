@@ -9,7 +9,7 @@ from meshmark.conformance.clauses import Clause, judge_clause, point_back
 from meshmark.conformance.finding import Finding
 from meshmark.conformance.scenario import SCENARIOS, Scenario
 from meshmark.judge.sample import Assess
-from meshmark.run.record import Record
+from meshmark.records.record import Record
 from meshmark.run.runner import Runner
 from meshmark.spec.case import Case
 

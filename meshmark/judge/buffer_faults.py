@@ -10,7 +10,7 @@ from meshmark.judge.buffers import exact_buffers, known_parameters, replica_trut
 from meshmark.judge.deviation import Tensors
 from meshmark.judge.faults import Fault
 from meshmark.judge.gradient_faults import LEFT_OVER, Explanation, FailedStep, low_precisions
-from meshmark.pluralize import pluralize
+from meshmark.text import pluralize
 
 _MOMENTA = (0.9, 0.5, 0.2, 0.05, 0.01, 0.001, 1.0, 0.0)
 """What frameworks call so differs: 0.9 of one is 0.1 of another."""

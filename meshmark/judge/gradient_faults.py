@@ -20,9 +20,9 @@ from meshmark.judge.faults import MOST_NAMES, Fault, named_factor
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import exact_gradients
 from meshmark.judge.twin import Twin
-from meshmark.pluralize import pluralize
 from meshmark.reference.data import Batch, make_batch
 from meshmark.spec.case import Case
+from meshmark.text import pluralize
 
 LEFT_OVER = 0.05
 """Part of a deviation that may stay unexplained."""

@@ -16,7 +16,7 @@ from meshmark.judge.gradient_faults import Explanation, FailedStep, low_precisio
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import ExactOptimizer
 from meshmark.judge.update_hypotheses import update_hypotheses
-from meshmark.pluralize import pluralize
+from meshmark.text import pluralize
 
 LEFT_OVER = 0.1
 

@@ -2,5 +2,5 @@
 A watch around one step reads the allocator, the saved tensors and the collectives that were really issued;
 nothing is asked of the framework but which tensors are parameters, gradients and states.
 
-May import: adapter.
+May import: spec, adapter.
 """

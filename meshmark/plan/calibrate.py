@@ -56,7 +56,7 @@ class Microbenchmarks:
 def calibrate_here(output: Path | None, seconds: float, ranks: int | None = None) -> int:
     """Start the ranks, measure, print, and write the machine when `output` is given."""
     import torch
-    from torch.multiprocessing.spawn import spawn
+    from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 
     if not 0 < seconds <= 3600:
         raise InputError(f"{seconds:g} seconds to calibrate in; expected more than 0 and at most an hour's 3600")
@@ -68,7 +68,13 @@ def calibrate_here(output: Path | None, seconds: float, ranks: int | None = None
         raise InputError(f"{count} ranks to calibrate with, expected 1 to {most}: one a {'GPU' if cuda else 'core'}")
     with tempfile.TemporaryDirectory() as folder:
         where = f"file://{folder}/rendezvous"
-        spawn(_rank, (count, where, output, seconds), nprocs=count)  # type: ignore[no-untyped-call]
+        try:
+            spawn(_rank, (count, where, output, seconds), nprocs=count)  # type: ignore[no-untyped-call]
+        except ProcessRaisedException as error:
+            last = str(error).strip().splitlines()[-1]
+            if not last.startswith((mistake := f"{InputError.__module__}.{InputError.__name__}") + ": "):
+                raise
+            raise InputError(last.removeprefix(f"{mistake}: ")) from None  # a rank's mistake of the user's
     return 0
 
 

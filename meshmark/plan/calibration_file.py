@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshmark.errors import InputError
+from meshmark.errors import InputError, refuse_device
 from meshmark.plan.rates import Rates, rates_from
 from meshmark.serial import decode
 from meshmark.spec.hardware import Gpu
@@ -33,6 +33,7 @@ def write_calibrated(path: Path, value: Calibrated) -> None:
 
 def read_calibrated(path: Path) -> Calibrated:
     """A file that `meshmark calibrate` wrote. Raises `InputError` when it is not one."""
+    refuse_device(path)
     try:
         fields = json.loads(path.read_text())
         there: Gpu = decode(Gpu, fields["gpu"])
@@ -47,6 +48,7 @@ def calibrated_at(name: str | None) -> Calibrated | None:
     """The machine in the file of this name; None where it names no file of one (but a GPU, or rates)."""
     if name is None or not name.endswith(".json"):
         return None
+    refuse_device(name)
     try:
         holds = "gpu" in json.loads(Path(name).read_text())
     except (OSError, ValueError, TypeError, RecursionError) as error:

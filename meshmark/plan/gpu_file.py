@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshmark.errors import InputError
+from meshmark.errors import InputError, refuse_device
 from meshmark.plan.rates import Rates
 from meshmark.spec.hardware import GIB, GIGA, TERA, Gpu, Host
 
@@ -77,6 +77,7 @@ def _lines(value: Gpu | Host, units: Mapping[str, tuple[str, float]]) -> list[st
 
 def read_gpu(path: Path) -> WrittenGpu:
     """The GPU of such a file. Raises `InputError`, with the key, for what is missing, unknown or cannot be."""
+    refuse_device(path)
     try:
         said = tomllib.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:

@@ -13,7 +13,7 @@ from meshmark.plan.frameworks import DEFAULT_FRAMEWORK
 from meshmark.plan.layout_table import remarks
 from meshmark.plan.predict_file import Setting, predict_file, told_rates
 from meshmark.plan.rows import read_rows
-from meshmark.pluralize import pluralize
+from meshmark.text import pluralize
 
 
 def add_predict(parser: argparse.ArgumentParser) -> None:

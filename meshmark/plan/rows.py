@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from meshmark.errors import InputError
+from meshmark.errors import InputError, refuse_device
 
 Row = dict[str, str]
 
 
 def read_rows(path: Path) -> list[Row]:
     """All rows of a CSV file. Raises `InputError` when it is missing, is none, or has no rows."""
+    refuse_device(path)
     try:
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file, restval="")

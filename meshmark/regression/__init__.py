@@ -3,5 +3,5 @@ Two results folders, a folder and an accepted baseline, two environments in alte
 series of runs: verdicts are set side by side, bytes and collectives are exact, and times are tested with launches as
 samples, corrected for the number of tests, so that the chance of a false alarm is known.
 
-May import: spec, measure, run, conformance, report.
+May import: spec, measure, records, run, conformance, report.
 """

@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshmark.errors import ResultsError
-from meshmark.pluralize import pluralize
+from meshmark.records.record import Record
 from meshmark.regression.change import Change, ChangeOutcome, Effect, Kind
 from meshmark.regression.compare import Comparison, compare
 from meshmark.regression.runs import by_case
 from meshmark.regression.samples import CPU, STEP, WORDS, minutes, samples
 from meshmark.regression.sequential import LEAST_PAIRS, evidence, half_width
 from meshmark.regression.times import ALPHA
-from meshmark.run.record import Record
+from meshmark.text import pluralize
 
 MARGIN = 0.03
 """What is decided: times within this are the same."""

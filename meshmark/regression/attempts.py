@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from meshmark.records.session import Attempt, Ending
 from meshmark.regression.change import Change
 from meshmark.regression.compare import Comparison
 from meshmark.report.failure_text import of_changes
-from meshmark.run.session import Attempt, Ending
 
 
 def attempts_of(found: Comparison, failing: Sequence[Change], folder: str, command: str) -> list[Attempt]:

@@ -12,12 +12,12 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path, PurePath
 
 from meshmark.errors import InputError, ResultsError
+from meshmark.records.record import EquivalenceEvidence, Outcome, Record, Relaunch, Status, TimingEvidence
+from meshmark.records.record_file import Reading, RecordFile, read_records
+from meshmark.records.request import Task
+from meshmark.records.session import Ending, Session, standing
 from meshmark.regression.conditions import conditions
 from meshmark.regression.runs import left_out, of_last_code
-from meshmark.run.record import EquivalenceEvidence, Outcome, Record, Relaunch, Status, TimingEvidence
-from meshmark.run.record_file import Reading, RecordFile, read_records
-from meshmark.run.request import Task
-from meshmark.run.session import Ending, Session, standing
 from meshmark.run.throughput import throughput
 
 FOLDER = "baselines"

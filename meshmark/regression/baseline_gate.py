@@ -8,6 +8,9 @@ from pathlib import Path
 
 from meshmark.environment import Environment
 from meshmark.errors import ResultsError
+from meshmark.records.record import Record
+from meshmark.records.record_file import read_records
+from meshmark.records.request import Task
 from meshmark.regression.change import Change
 from meshmark.regression.conditions import conditions, hinders, told, without
 from meshmark.regression.exact import exact_changes
@@ -17,9 +20,6 @@ from meshmark.regression.samples import STEP, Sample, samples
 from meshmark.regression.times import ALPHA, SAME_WITHIN, change_of, scatter_of, test_of
 from meshmark.regression.times import Key as TestKey
 from meshmark.regression.verdicts import verdict_changes
-from meshmark.run.record import Record
-from meshmark.run.record_file import read_records
-from meshmark.run.request import Task
 
 
 def suite_of(metric: str) -> str:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshmark.errors import InputError, ResultsError
+from meshmark.records.record import Record
 from meshmark.regression.change import Change
 from meshmark.regression.compare import compare
 from meshmark.regression.gate import Gate
 from meshmark.regression.releases import releases_between
 from meshmark.regression.side import commit_of, git, open_side, run_suites
-from meshmark.run.record import Record
 
 
 @dataclass(frozen=True, kw_only=True)

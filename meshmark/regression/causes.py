@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from meshmark.pluralize import pluralize
 from meshmark.regression.change import Change, ChangeOutcome, Kind
 from meshmark.regression.exact import INSTANTS
 from meshmark.regression.verdicts import ENDINGS
+from meshmark.text import pluralize
 
 _MOST_NAMED = 6
 """Metrics, or cases, that a message spells out."""

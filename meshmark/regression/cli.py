@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from meshmark.errors import ResultsError
-from meshmark.pluralize import pluralize
+from meshmark.records.record import Record
+from meshmark.records.record_file import read_records
 from meshmark.regression.attempts import attempts_of
 from meshmark.regression.baseline import ABOUT, ALLOWED, FOLDER, accept
 from meshmark.regression.causes import causes
@@ -20,8 +21,7 @@ from meshmark.regression.page import lines, page
 from meshmark.regression.runs import left_out, of_last_code, without_shared
 from meshmark.report.github import tell_github, warn_github
 from meshmark.report.markdown import one_line
-from meshmark.run.record import Record
-from meshmark.run.record_file import read_records
+from meshmark.text import pluralize
 
 FAILED = 1
 """Exit code where `--fail-on` found something."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshmark.errors import ResultsError
+from meshmark.records.record import Record, Status
 from meshmark.regression.change import Change, ChangeOutcome, Kind
 from meshmark.regression.conditions import differences, expect_alike
 from meshmark.regression.exact import exact_changes
@@ -14,7 +15,6 @@ from meshmark.regression.samples import BUILD, LAUNCH, STEP, samples
 from meshmark.regression.times import SAME_WITHIN, Pair, time_changes
 from meshmark.regression.times import Key as TestKey
 from meshmark.regression.verdicts import clause_changes, verdict_changes
-from meshmark.run.record import Record, Status
 
 
 @dataclass(frozen=True, kw_only=True)

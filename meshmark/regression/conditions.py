@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from meshmark.environment import Environment
 from meshmark.errors import ResultsError
-from meshmark.run.record import Record
+from meshmark.records.record import Record
 
 READERS = ("pytest", "pytest-benchmark", "pandas")
 """Packages that no rank computes with."""

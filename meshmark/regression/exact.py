@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator, Sequence
 
 from meshmark.measure.readings import Bytes, Collective, MemoryReading
-from meshmark.pluralize import pluralize
+from meshmark.records.record import Record, Status
 from meshmark.regression.change import Change, ChangeOutcome, Effect, Kind
 from meshmark.regression.runs import CaseRuns
-from meshmark.run.record import Record, Status
+from meshmark.text import pluralize
 
 CATEGORIES = tuple(each.name for each in dataclasses.fields(Bytes))
 INSTANTS = {

@@ -6,12 +6,12 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 
-from meshmark.pluralize import pluralize
 from meshmark.regression.causes import causes
 from meshmark.regression.change import Change, ChangeOutcome, Kind
 from meshmark.regression.compare import Comparison
 from meshmark.regression.times import ALPHA
 from meshmark.report.markdown import inline, one_line, table
+from meshmark.text import pluralize
 
 _ORDER = (ChangeOutcome.WORSE, ChangeOutcome.UNDECIDED, ChangeOutcome.BETTER)
 _MOST_LINES = 40

@@ -8,8 +8,8 @@ import sys
 
 from packaging.version import InvalidVersion, Version
 
-from meshmark.clip import clip
 from meshmark.errors import InputError
+from meshmark.text import clip
 
 _PINNED = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)\s*==\s*(?P<version>[^\s*,;]+)")
 _LISTED = re.compile(r"^Available versions:\s*(.*)$", re.MULTILINE)

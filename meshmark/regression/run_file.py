@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshmark.errors import ResultsError
+from meshmark.errors import ResultsError, refuse_device
+from meshmark.records.migration import migrate
+from meshmark.records.request import Task
 from meshmark.regression.conditions import READERS
-from meshmark.run.migration import migrate
-from meshmark.run.request import Task
 from meshmark.serial import decode
 from meshmark.spec.case import Case
 
@@ -47,6 +47,7 @@ def read_run(path: Path) -> Run:
     file = path / "records.jsonl" if path.is_dir() else path
     values: dict[str, dict[str, float]] = {}
     about: dict[str, Any] = {}
+    refuse_device(file)
     try:
         lines = file.read_text(errors="replace").splitlines()
     except OSError as error:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from meshmark.pluralize import pluralize
-from meshmark.run.record import Record, Status
-from meshmark.run.request import Task
+from meshmark.records.record import Record, Status
+from meshmark.records.request import Task
 from meshmark.spec.case import Case
+from meshmark.text import pluralize
 
 Key = tuple[str, str, str]
 """Case, device, corpus."""

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from meshmark.environment import Environment
 from meshmark.measure.interval import student_t
+from meshmark.records.record import Record, Status
 from meshmark.regression.runs import CaseRuns
-from meshmark.run.record import Record, Status
 
 STEP, CPU, LAUNCH, BUILD = "step", "cpu", "launch", "build"
 """Seconds of a step of the timed pass, by the clock and of all its ranks' processors; of the whole instrumented pass,

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshmark.clip import clip
 from meshmark.errors import InputError, ResultsError
-from meshmark.run.record import Record, Status
-from meshmark.run.record_file import read_records
+from meshmark.records.record import Record, Status
+from meshmark.records.record_file import read_records
+from meshmark.text import clip
 
 _USAGE_ERROR, _NOTHING_COLLECTED = 4, 5
 _SUITES = ("suites", "meshmark.suites")

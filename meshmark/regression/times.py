@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshmark.measure.laps import PRECISION
-from meshmark.pluralize import pluralize
 from meshmark.regression.change import Change, ChangeOutcome, Effect, Kind
 from meshmark.regression.samples import (
     LEAST_DEGREES,
@@ -30,6 +29,7 @@ from meshmark.regression.samples import (
     own_scatter,
     recorded_scatter,
 )
+from meshmark.text import pluralize
 
 ALPHA = 0.01
 """Chance that a comparison of equal code calls any time different."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from meshmark.records.record import Record, Status, Verdict
 from meshmark.regression.change import Change, ChangeOutcome, Kind
 from meshmark.regression.runs import CaseRuns
-from meshmark.run.record import Record, Status, Verdict
 
 ENDINGS = ("instrumented pass", "timed pass")
 """Metrics that say how a pass ended."""

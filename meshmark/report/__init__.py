@@ -2,5 +2,5 @@
 Tables and plots, and what the planner says beside what was measured. Nothing is launched: a report can be made
 anywhere, and of other machines' records.
 
-May import: spec, adapter, theory, measure, judge, run, conformance.
+May import: spec, theory, adapter, plan, judge, measure, records, run, conformance.
 """

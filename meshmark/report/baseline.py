@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from meshmark.environment import Environment
+from meshmark.records.record import Record
 from meshmark.report.results import CaseResult
 from meshmark.report.table import Cell, number
-from meshmark.run.record import Record
 from meshmark.run.throughput import throughput
 
 _MACHINE = ("machine", "CPUs", "device", "nodes")

@@ -12,10 +12,12 @@ import plotly.graph_objects as go
 
 from meshmark.errors import EvidenceError
 from meshmark.measure.readings import Collective, MemoryReading
+from meshmark.records.record import Record
 from meshmark.report.markdown import one_line
-from meshmark.report.results import CaseResult
-from meshmark.run.record import Record
+from meshmark.report.results import CaseResult, Tradeoff, frontier, tradeoffs
+from meshmark.report.table import bytes_text
 from meshmark.run.throughput import throughput
+from meshmark.spec.layout import AXES
 
 _CATEGORIES = {
     "parameters": "#0072B2",
@@ -48,6 +50,7 @@ class Chart:
 def charts(found: Sequence[CaseResult]) -> dict[str, list[Chart]]:
     """By section; without those that would be empty."""
     made = {
+        "cases": [_tradeoff(found)],
         "speed": [_rates(found), _scaling(found), _steps(found)],
         "memory": [_memory(found)],
         "traffic": [_traffic(found)],
@@ -111,23 +114,87 @@ def _rates(found: Sequence[CaseResult]) -> Chart:
     return Chart(id="rates", title="Rates", told=told, choice="Show", figures=figures, height=_tall(most))
 
 
+def _tradeoff(found: Sequence[CaseResult]) -> Chart:
+    """Speed against memory, a figure for each number of ranks."""
+    points = tradeoffs(found)
+    figures = []
+    for ranks in sorted({point.result.case.world_size for point in points}):
+        here = [point for point in points if point.result.case.world_size == ranks][:_MOST]
+        best = frontier(here)
+        unit = here[0].result.case.workload.unit
+        traces = [
+            go.Scatter(
+                x=[point.peak_bytes / 2**20 for point in best],
+                y=[point.per_second for point in best],
+                mode="lines",
+                name="not beaten in both",
+                line={"color": "#999999", "dash": "dot"},
+                hoverinfo="skip",
+            ),
+            *(_dots(name, [p for p in here if p.result.case.adapter == name]) for name in _adapters(here)),
+        ]
+        axes = {
+            "xaxis": {"title": {"text": "MiB at the peak of the fullest rank"}, "rangemode": "tozero"},
+            "yaxis": {"title": {"text": f"{unit} per second"}, "rangemode": "tozero", "automargin": True},
+        }
+        figures.append(_figure(f"{ranks} rank{'s' * (ranks > 1)}", traces, **axes))
+    told = "A dot a correct case; better is up and to the left. Speeds are of this machine and this model."
+    return Chart(
+        id="tradeoff", title="Speed against memory", told=told, choice="Show", figures=figures[::-1], height=520
+    )
+
+
+def _adapters(points: Sequence[Tradeoff]) -> list[str]:
+    return list(dict.fromkeys(point.result.case.adapter for point in points))
+
+
+def _dots(adapter: str, points: Sequence[Tradeoff]) -> go.Scatter:
+    """Return the cases of one adapter, each with what is known of it on hovering."""
+    return go.Scatter(
+        x=[point.peak_bytes / 2**20 for point in points],
+        y=[point.per_second for point in points],
+        mode="markers",
+        name=_text(adapter),
+        marker={"size": 11},
+        text=[_text(point.result.case.id) for point in points],
+        customdata=[bytes_text(point.peak_bytes) for point in points],
+        hovertemplate="%{text}<br>%{customdata} at the peak<br>%{y:,.0f} per second<extra></extra>",
+    )
+
+
 def _scaling(found: Sequence[CaseResult]) -> Chart:
-    """The best correct layout of each adapter, by number of ranks."""
-    best: dict[str, dict[int, float]] = {}
+    """Speed by number of ranks: a line joins the layouts of one kind alone."""
+    rates: dict[str, dict[int, float]] = {}
     for result, record in _timed(found):
         if result.comparable:
-            rates = best.setdefault(f"{result.case.adapter}, {result.case.workload.id}", {})
+            of_kind = rates.setdefault(_kind_of_layout(result), {})
             ranks, rate = result.case.world_size, throughput(record).per_second
-            rates[ranks] = max(rates.get(ranks, 0.0), rate)
-    lines = {name: dict(sorted(rates.items())) for name, rates in best.items() if len(rates) > 1}
+            of_kind[ranks] = max(of_kind.get(ranks, 0.0), rate)
+    lines = {name: dict(sorted(by_ranks.items())) for name, by_ranks in rates.items() if len(by_ranks) > 1}
     traces = [
-        go.Scatter(x=list(rates), y=list(rates.values()), name=_text(name), mode="lines+markers")
-        for name, rates in lines.items()
+        go.Scatter(x=list(by_ranks), y=list(by_ranks.values()), name=_text(name), mode="lines+markers")
+        for name, by_ranks in lines.items()
     ]
-    axes = {"xaxis": {"title": {"text": "ranks"}, "dtick": 1}, "yaxis": {"title": {"text": "per second"}}}
+    worlds = sorted({ranks for by_ranks in lines.values() for ranks in by_ranks})
+    axes = {
+        "xaxis": {"title": {"text": "ranks"}, "tickvals": worlds},
+        "yaxis": {"title": {"text": "per second"}, "rangemode": "tozero", "automargin": True},
+    }
     figures = [_figure("Scaling", traces, **axes)] if traces else []
-    told = "The fastest correct layout of each adapter that ran on several numbers of ranks."
+    told = "Layouts of one kind on several numbers of ranks: the same axes, ZeRO stage and schedule."
     return Chart(id="scaling", title="Scaling over world sizes", told=told, choice="", figures=figures, height=520)
+
+
+def _kind_of_layout(result: CaseResult) -> str:
+    """Return adapter, axes, ZeRO stage, schedule and workload: what stays the same as the number of ranks grows."""
+    case, layout = result.case, result.case.layout
+    axes = "x".join(axis for axis in AXES if getattr(layout, axis) > 1)
+    parts = [case.adapter, axes]
+    if layout.zero_stage:
+        parts.append(f"ZeRO-{layout.zero_stage}")
+    if layout.pp > 1:
+        parts.append(f"{layout.schedule}{f' of {layout.virtual_stages} chunks' if layout.virtual_stages > 1 else ''}")
+    return f"{' '.join(parts)}, {case.workload.id}"
 
 
 def _steps(found: Sequence[CaseResult]) -> Chart:

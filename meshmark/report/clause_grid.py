@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshmark.run.record import Record
+from meshmark.records.record import Record
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 from meshmark.errors import ResultsError
-from meshmark.pluralize import pluralize
+from meshmark.records.record_file import Reading, read_records
+from meshmark.records.session import standing
 from meshmark.report.markdown import one_line
 from meshmark.report.render import write_report
-from meshmark.run.record_file import Reading, read_records
-from meshmark.run.session import standing
+from meshmark.text import pluralize
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +51,7 @@ def _show(parsed: argparse.Namespace) -> None:
 
 
 def _schema(_: argparse.Namespace) -> None:
-    from meshmark.run.schema import schema
+    from meshmark.records.schema import schema
 
     print(json.dumps(schema(), indent=2))
 

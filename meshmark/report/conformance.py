@@ -8,19 +8,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshmark.clip import clip, told
 from meshmark.conformance.clauses import CLAUSES, Clause, judge_clause, point_back
 from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.conformance.scenario import SCENARIOS
-from meshmark.pluralize import pluralize
+from meshmark.records.record import Record, Status
+from meshmark.records.record_file import Reading
 from meshmark.report.guard import rendered, write_page
 from meshmark.report.markdown import Markup, block, inline
 from meshmark.report.markdown import table as markdown
 from meshmark.report.missing_failures import missing_failures
 from meshmark.report.results import newest
-from meshmark.run.record import Record, Status
-from meshmark.run.record_file import Reading
 from meshmark.spec.case import Case
+from meshmark.text import clip, pluralize, told
 
 _MARKS = {
     ClauseResult.PASS: "yes",

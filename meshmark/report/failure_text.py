@@ -9,10 +9,9 @@ import re
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 
-from meshmark.clip import clip
-from meshmark.pluralize import pluralize
+from meshmark.records.record import Outcome, Record, Verdict
 from meshmark.report.markdown import visible
-from meshmark.run.record import Outcome, Record, Verdict
+from meshmark.text import clip, pluralize
 
 MOST_LINES = 8
 """Of the text here; two more say how to repeat it and where the rest is."""

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from meshmark.records.record_file import read_records
 from meshmark.report.results import CaseResult, results
-from meshmark.run.record_file import read_records
 from meshmark.run.throughput import throughput
 from meshmark.spec.case import Case
 

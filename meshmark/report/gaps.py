@@ -11,7 +11,7 @@ from pathlib import Path
 from meshmark.adapter.registry import known_adapters
 from meshmark.conformance.reproducers import Clauses, Reproducer, failed_clauses, read_reproducers
 from meshmark.errors import ResultsError, UnknownNameError
-from meshmark.pluralize import pluralize
+from meshmark.text import pluralize
 
 _INTRODUCTION = """# What frameworks get wrong
 

@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from meshmark.records.session import Attempt, Ending, by_defect
 from meshmark.report.markdown import block, one_line
 from meshmark.report.missing_failures import failure_line
-from meshmark.run.session import Attempt, Ending, by_defect
 
 _MOST = 10
 """Annotations that GitHub shows of one step."""

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from meshmark.clip import clip, told
 from meshmark.errors import ResultsError
 from meshmark.report.markdown import visible
+from meshmark.text import clip, told
 
 _COMPLAINT_CHARACTERS = 500
 T = TypeVar("T")

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from meshmark.clip import clip
+from meshmark.text import clip
 
 LINE_CHARACTERS = 2000
 """Of one text within a line; all of it stands in the record."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from meshmark.pluralize import pluralize
+from meshmark.records.record import Record
+from meshmark.records.session import Attempt, Ending, Session, by_defect, standing
 from meshmark.report.markdown import block, code, inline
-from meshmark.run.record import Record
-from meshmark.run.session import Attempt, Ending, Session, by_defect, standing
+from meshmark.text import pluralize
 
 _CHARACTERS = 500
 

@@ -16,6 +16,9 @@ import jinja2
 from markupsafe import Markup
 
 from meshmark.errors import ResultsError
+from meshmark.records.record import Record
+from meshmark.records.record_file import Reading
+from meshmark.records.session import Attempt
 from meshmark.report import tables
 from meshmark.report.baseline import Baseline
 from meshmark.report.clause_grid import Clauses, clauses
@@ -27,9 +30,6 @@ from meshmark.report.render import headline
 from meshmark.report.results import CaseResult, newest, results
 from meshmark.report.sections import sections
 from meshmark.report.table import Table, filled
-from meshmark.run.record import Record
-from meshmark.run.record_file import Reading
-from meshmark.run.session import Attempt
 
 INSTALL = 'pip install "meshmark[html]"'
 
@@ -135,7 +135,7 @@ def _parts(found: Sequence[CaseResult], reading: Reading, baseline: Baseline, co
     yield Part(id="failures", title="What failed", texts=nothing, failures=failed)
     note = "A row a case. Struck out: of a wrong run, which is no result."
     answer = Table(title="Cases", note=note, rows=tables.answer(found))
-    yield Part(id="cases", title="Cases", tables=filled([answer]))
+    yield Part(id="cases", title="Cases", plots=drawn["cases"], tables=filled([answer]))
     for section in sections(found, baseline):
         text = section.note.replace("*", "").replace("`", "")
         yield Part(id=section.id, title=section.title, texts=[text], plots=drawn[section.id], tables=section.tables)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from meshmark.records.record import Record
 from meshmark.report.results import CaseResult
 from meshmark.report.table import EMPTY, Rows, bytes_cell, number
 from meshmark.report.tables import names
 from meshmark.run.memory_verdict import Held, memory_categories, memory_totals
-from meshmark.run.record import Record
 from meshmark.theory.model_theory import theory_of
 from meshmark.theory.states import ExtraMemory, ModelStates
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshmark.measure.profile import Bandwidth, Kernel, Profile
+from meshmark.records.record import Record
+from meshmark.records.request import Task
 from meshmark.report.plots import curves
 from meshmark.report.table import Rows, bytes_text, milliseconds, number
-from meshmark.run.record import Record
-from meshmark.run.request import Task
 from meshmark.spec.hardware import gpu_of_device
 
 _SHOWN = 3

@@ -9,7 +9,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from meshmark.judge.false_alarms import shown
-from meshmark.pluralize import pluralize
+from meshmark.records.record import Record
+from meshmark.records.record_file import Reading
 from meshmark.report import tables
 from meshmark.report.baseline import Baseline
 from meshmark.report.guard import rendered, write_page
@@ -20,9 +21,8 @@ from meshmark.report.profiles import TOLD, memory_curves, profile_rows
 from meshmark.report.results import CaseResult, newest, results
 from meshmark.report.sections import sections
 from meshmark.report.table import Table, bytes_text
-from meshmark.run.record import Record
-from meshmark.run.record_file import Reading
 from meshmark.run.throughput import LEAST_CLAIMED, fastest_of, throughput
+from meshmark.text import pluralize
 
 _DRAWN = 50
 """Cases that a picture can show."""

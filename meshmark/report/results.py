@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from meshmark.records.record import Record, Status
+from meshmark.records.request import Task
 from meshmark.report.table import Cell
-from meshmark.run.record import Record, Status
-from meshmark.run.request import Task
+from meshmark.run.throughput import throughput
 from meshmark.spec.case import Case
 
 
@@ -130,6 +131,37 @@ class CaseResult:
         if narrow:
             return Cell(text=text, bad=text.removeprefix(f"yes{where}, "))
         return Cell(text=text, bad=self.failed.outcome.status if self.failed else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tradeoff:
+    """A correct case with its peak on the fullest rank and its speed."""
+
+    result: CaseResult
+    peak_bytes: int
+    per_second: float
+
+
+def tradeoffs(found: Iterable[CaseResult]) -> list[Tradeoff]:
+    """Return the cases of which both memory and speed are known, and may be compared with others'."""
+    return [
+        Tradeoff(
+            result=r,
+            peak_bytes=max(reading.peak.total for reading in r.observed.memory.readings),
+            per_second=throughput(r.timed).per_second,
+        )
+        for r in found
+        if r.comparable and r.observed and r.observed.memory.readings and r.timed and r.timed.timing.rank_step_seconds
+    ]
+
+
+def frontier(points: Iterable[Tradeoff]) -> list[Tradeoff]:
+    """Return the cases that no other beats in both memory and speed, the leanest first."""
+    best: list[Tradeoff] = []
+    for point in sorted(points, key=lambda p: (p.peak_bytes, -p.per_second)):
+        if not best or point.per_second > best[-1].per_second:
+            best.append(point)
+    return best
 
 
 def _is_defect(status: Status) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from meshmark.records.record import Record
 from meshmark.report import tables
 from meshmark.report.baseline import Baseline
 from meshmark.report.communication import communication, traffic_exceptions
@@ -12,7 +13,6 @@ from meshmark.report.markdown import inline
 from meshmark.report.planned import planned_memory
 from meshmark.report.results import CaseResult
 from meshmark.report.table import Table, filled
-from meshmark.run.record import Record
 from meshmark.run.throughput import peak_flops_per_second
 
 

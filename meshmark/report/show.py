@@ -6,13 +6,13 @@ import difflib
 from collections.abc import Iterator, Sequence
 
 from meshmark.errors import InputError
-from meshmark.pluralize import pluralize
+from meshmark.records.record import Record
 from meshmark.report.markdown import one_line, visible
 from meshmark.report.table import bytes_text
 from meshmark.report.tables import interval_text
-from meshmark.run.not_judged import smallest_seen
-from meshmark.run.record import Record
 from meshmark.run.throughput import throughput
+from meshmark.run.verdict import smallest_seen
+from meshmark.text import pluralize
 
 _LOG_LINES = 30
 

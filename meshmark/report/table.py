@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from meshmark.report.markdown import one_line
 from meshmark.report.markdown import table as markdown_table
 
 KIB = 1024.0
+_FEW = 7
+"""Columns that any window has room for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,19 @@ class Table:
         """Cells by row, one for every column."""
         columns = self.columns
         return [[to_cell(row.get(name)) for name in columns] for row in self.rows]
+
+    @property
+    def narrow(self) -> tuple[str, Table]:
+        """What is the same in every row, in words, and the table without it; the table as it is where it has few
+        columns."""
+        columns, cells = self.columns, self.cells
+        if len(columns) <= _FEW or len(cells) < 2:
+            return "", self
+        same = [i for i in range(1, len(columns)) if len({str(row[i]) for row in cells}) == 1 and not cells[0][i].bad]
+        said = "; ".join(f"{columns[i]}: {cells[0][i].text}" for i in same if cells[0][i].text)
+        left = [name for i, name in enumerate(columns) if i not in same]
+        rows: Rows = [{name: row.get(name) for name in left} for row in self.rows]
+        return said, dataclasses.replace(self, rows=rows)
 
     @property
     def markdown(self) -> str:

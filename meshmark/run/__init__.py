@@ -1,7 +1,7 @@
-"""From a case to its record and its verdicts: requests, passes, ranks, launches, nodes.
-The runner turns a case into requests, the launcher forks a process a rank from a server that has the
-frameworks imported, the worker does a pass there and leaves a report, and the gathered reports become a record: one
-self-describing line of a file. A crash or a hang is an outcome in it.
+"""From a case to its record and its verdicts.
 
-May import: spec, reference, algorithms, theory, adapter, measure, judge.
+The runner turns a case into requests and has them launched. It gathers the reports of the ranks into a record and
+judges it against the truth, the plan and, in time, against the run that was judged.
+
+May import: spec, theory, adapter, judge, measure, records, passes, launch.
 """

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import fnmatch
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from meshmark.adapter.contract import Adapter
+from meshmark.adapter.registry import known_adapters
 from meshmark.environment import describe
 from meshmark.judge.observed_path import ObservedPath
+from meshmark.launch.launch import LaunchResult
 from meshmark.measure.gpu_power import spoilt
-from meshmark.run.communication import judge_communication
-from meshmark.run.declared import declare
-from meshmark.run.launch import LaunchResult
-from meshmark.run.memory_verdict import judge_memory
-from meshmark.run.not_judged import not_judged
-from meshmark.run.rank_report import RankReport
-from meshmark.run.reach import measured_traffic, planned_traffic, reach
-from meshmark.run.record import (
+from meshmark.records.rank_report import RankReport
+from meshmark.records.reach import measured_traffic, planned_traffic, reach
+from meshmark.records.record import (
     ConformanceEvidence,
     EquivalenceEvidence,
     LaunchSeconds,
@@ -28,11 +28,121 @@ from meshmark.run.record import (
     TrafficEvidence,
     TrainingCurves,
 )
-from meshmark.run.request import Request, Task
-from meshmark.run.sources import sources_of
-from meshmark.run.throughput_verdict import judge_throughput
+from meshmark.records.request import Request, Task
+from meshmark.records.sources import sources_of
+from meshmark.run.memory_verdict import judge_memory
 from meshmark.run.timed_launches import relaunch_of
-from meshmark.run.verdict import judge_equivalence
+from meshmark.run.traffic_verdict import judge_communication
+from meshmark.run.verdict import judge_equivalence, judge_throughput, not_judged
+from meshmark.spec.case import Case
+from meshmark.spec.known_gap import KnownGap
+from meshmark.text import told
+from meshmark.theory.flow import Flow, OneTimeTraffic, TrafficException, departed
+from meshmark.theory.states import ExtraMemory, ModelStates, model_states
+from meshmark.theory.traffic import step_traffic
+
+# --- What theory and the adapter declare of a case before it runs: what each rank is to hold and to send.
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """By rank."""
+
+    states: list[ModelStates | None]
+    extra_memory: list[list[ExtraMemory]]
+    traffic: list[list[Flow] | None]
+    """By theory alone."""
+    traffic_exceptions: list[list[TrafficException]]
+    one_time_traffic: list[list[OneTimeTraffic]]
+    failed: dict[str, str] = field(default_factory=dict)
+    """By suite that cannot be judged by it: the method that failed, and how."""
+
+
+def declare(adapter: type[Adapter], case: Case, ranks: Sequence[int]) -> Declared:
+    """An adapter's method that fails takes the verdict that rests on it, and no other."""
+    failed: dict[str, str] = {}
+
+    def ask(suite: str, method: str, answer: Callable[[int], T]) -> list[T]:
+        try:
+            return [answer(rank) for rank in ranks]
+        except (Exception, SystemExit) as error:  # whatever an adapter does wrong
+            failed.setdefault(suite, f"Adapter.{method} raised {told(error)}")
+            return []
+
+    planned = adapter.plans_traffic(case)
+    return Declared(
+        states=ask("memory", "recipe", lambda rank: model_states(case, rank, adapter.recipe(case))),
+        extra_memory=ask("memory", "extra_memory", lambda rank: _extra_memory(adapter.extra_memory(case, rank))),
+        traffic=[step_traffic(case, rank) if planned else None for rank in ranks],
+        traffic_exceptions=ask(
+            "communication",
+            "traffic_exceptions",
+            lambda rank: _exceptions(case, rank, adapter.traffic_exceptions(case, rank) if planned else ()),
+        ),
+        one_time_traffic=ask(
+            "communication",
+            "one_time_traffic",
+            lambda rank: _one_time_traffic(adapter.one_time_traffic(case, rank)),
+        ),
+        failed=failed,
+    )
+
+
+def _extra_memory(declared: Sequence[object]) -> list[ExtraMemory]:
+    for each in declared:
+        if not isinstance(each, ExtraMemory):
+            raise TypeError(f"got {each!r} among the extra memory, expected an ExtraMemory")
+    return [each for each in declared if isinstance(each, ExtraMemory)]
+
+
+def _one_time_traffic(declared: Sequence[object]) -> list[OneTimeTraffic]:
+    for each in declared:
+        if not isinstance(each, OneTimeTraffic):
+            raise TypeError(f"got {each!r} among the one-time traffic, expected a OneTimeTraffic")
+    return [each for each in declared if isinstance(each, OneTimeTraffic)]
+
+
+def _exceptions(case: Case, rank: int, declared: Sequence[object]) -> list[TrafficException]:
+    """Raises `ValueError` where they replace what theory does not say."""
+    for each in declared:
+        if not isinstance(each, TrafficException):
+            raise TypeError(f"got {each!r} among the traffic exceptions, expected a TrafficException")
+    traffic_exceptions = [each for each in declared if isinstance(each, TrafficException)]
+    departed(step_traffic(case, rank) or [], traffic_exceptions)
+    return traffic_exceptions
+
+
+# --- Gaps that the user knows of, in the records of the adapters that they are about.
+
+
+def with_gaps(record: Record, gaps: Sequence[tuple[str, KnownGap]]) -> Record:
+    """`gaps`: pattern of an adapter's name, and gap. They come before the adapter's own."""
+    known = [gap for pattern, gap in gaps if fnmatch.fnmatchcase(record.case.adapter, pattern)]
+    if not known:
+        return record
+    evidence = dataclasses.replace(record.conformance, known_gaps=[*known, *record.conformance.known_gaps])
+    return dataclasses.replace(record, conformance=evidence)
+
+
+def unmatched_gaps(gaps: Sequence[tuple[str, KnownGap]], chosen: Collection[str]) -> list[str]:
+    """What a user who mistyped an adapter's name should know; `chosen` may be adapters that no registry has. Of one
+    that is there and is not run, nothing is told: several runs share a file."""
+    patterns = dict.fromkeys(pattern for pattern, _ in gaps)
+    none = [pattern for pattern in patterns if not fnmatch.filter({*known_adapters(), *chosen}, pattern)]
+    return [f"--known-gaps: {pattern!r} matches no adapter that is known here" for pattern in none]
+
+
+def with_gaps_of_now(kept: Record, adapter: type[Adapter], gaps: Sequence[tuple[str, KnownGap]]) -> Record:
+    """`kept`, of an earlier run, with those that are known in this one; itself where they are the same."""
+    own = list(adapter.known_gaps) if kept.conformance.scenario else []
+    bare = dataclasses.replace(kept, conformance=dataclasses.replace(kept.conformance, known_gaps=own))
+    found = with_gaps(bare, gaps)
+    return kept if found.conformance.known_gaps == kept.conformance.known_gaps else found
+
+
+# --- Records.
 
 _METERS_TOLERANCE = 0.01
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from meshmark.measure.interval import Interval, mean_interval
 from meshmark.measure.readings import MemoryReading
-from meshmark.run.record import MemoryEvidence, Record, Verdict
+from meshmark.records.record import MemoryEvidence, Record, Verdict
 from meshmark.spec.own_model import OwnModelConfig
 from meshmark.spec.workload import Workload
 from meshmark.theory.states import ExtraMemory, ModelStates, declared_bytes, declared_peak

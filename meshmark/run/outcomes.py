@@ -7,11 +7,11 @@ import tempfile
 import traceback
 from pathlib import Path
 
-from meshmark.clip import clip, told
 from meshmark.errors import MeshmarkError, NodeLostError, NodesDisagreeError, NoSpaceError
-from meshmark.run.disk import means_no_space
-from meshmark.run.launch import LaunchResult
-from meshmark.run.record import Outcome, PeerEnd, Status
+from meshmark.launch.folders import means_no_space
+from meshmark.launch.launch import LaunchResult
+from meshmark.records.record import Outcome, PeerEnd, Status
+from meshmark.text import clip, told
 
 _STATUS: dict[type[BaseException], Status] = {
     NoSpaceError: Status.NO_SPACE,

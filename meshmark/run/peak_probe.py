@@ -9,9 +9,9 @@ import os
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.environment import DEFAULT_THREADS
 from meshmark.errors import MeshmarkError
-from meshmark.run.launch import Launcher
-from meshmark.run.meeting import READY_SECONDS, meet
-from meshmark.run.request import Request, Task
+from meshmark.launch.launch import Launcher
+from meshmark.launch.meeting import READY_SECONDS, meet
+from meshmark.records.request import Request, Task
 
 
 class PeakProbe:

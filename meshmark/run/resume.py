@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterable
 
 from meshmark.environment import Environment
-from meshmark.run.cluster import Cluster
-from meshmark.run.meeting import from_node_0
-from meshmark.run.record import Record, Status
-from meshmark.run.request import Request, Task
-from meshmark.run.sources import sources_of
+from meshmark.launch.cluster import Cluster
+from meshmark.launch.meeting import from_node_0
+from meshmark.records.record import Record, Status
+from meshmark.records.request import Request, Task
+from meshmark.records.sources import sources_of
 from meshmark.serial import decode, encode
 
 KEPT = "kept: the results folder holds this pass, of the same code and machine"

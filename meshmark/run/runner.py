@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import load_adapter
-from meshmark.environment import Environment, describe
+from meshmark.environment import Environment, describe, refuses_to_share
 from meshmark.errors import AdapterError, ClusterError, NodeLostError, ResultsError
+from meshmark.judge.observed_path import ObservedPath
 from meshmark.judge.sample import (
     ENDURANCE_STEPS,
     ENDURANCE_TIME,
@@ -22,28 +24,66 @@ from meshmark.judge.sample import (
     assess_of,
     sample_of,
 )
+from meshmark.launch.cluster import NodeLoss, rank_room
+from meshmark.launch.launch import Launcher, LaunchResult
+from meshmark.launch.scratch import Scratch
 from meshmark.measure.laps import LEAST_LAUNCHES
-from meshmark.run.assemble import JUDGED, assemble
-from meshmark.run.gpus import refuses_to_share
-from meshmark.run.launch import Launcher, LaunchResult
-from meshmark.run.node_loss import NodeLoss, rank_room
+from meshmark.passes.noise import TIME_LIMIT_SECONDS, remove_partials
+from meshmark.passes.observe import WATCHED_STEP
+from meshmark.records.record import ConformanceEvidence, Outcome, Record, Status
+from meshmark.records.record_file import RecordFile, line_of
+from meshmark.records.request import Request, Task
+from meshmark.records.sources import sources_of
+from meshmark.run.assemble import JUDGED, assemble, with_gaps, with_gaps_of_now
 from meshmark.run.outcomes import outcome_of_error, outcome_of_launch
-from meshmark.run.passes.noise import TIME_LIMIT_SECONDS, remove_partials
-from meshmark.run.passes.observe import WATCHED_STEP
 from meshmark.run.peak_probe import PeakProbe
-from meshmark.run.power import launch_watched
-from meshmark.run.record import ConformanceEvidence, Outcome, Record, Status
-from meshmark.run.record_file import RecordFile, line_of
-from meshmark.run.request import Request, Task
 from meshmark.run.resume import KEPT, Held
-from meshmark.run.retracing import find_path
-from meshmark.run.scratch import Scratch
-from meshmark.run.sources import sources_of
-from meshmark.run.timed_launches import time_again
+from meshmark.run.timed_launches import launch_watched, time_again
 from meshmark.run.tolerance_models import ToleranceModels
-from meshmark.run.user_gaps import with_gaps, with_gaps_of_now
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
+
+# --- The verified path of a case, which the untouched pass is held against.
+
+
+def find_path(
+    observed: Record | None, timed: Sequence[LaunchResult], retrace: Callable[[], LaunchResult]
+) -> ObservedPath | None:
+    """What `retrace` makes, which runs the instrumented pass's steps once more and goes on to the last that was timed;
+    its first steps are those of the session's instrumented pass, where there is one. Where any of the `timed` launches
+    computed other bits it is run again, to see whether this engine's bits tell anything. None where no such pass came
+    to its end.
+
+    A pass that tried a step again, which loss scaling had left out, has trained on other batches since: it tells
+    nothing of bits.
+    """
+    if observed and observed.outcome.status is not Status.OK:
+        return None
+    again = _path_of(retrace())
+    path = again if observed is None or observed.training.left_out else _judged_first(observed, again)
+    if path is None or not any(path.differences(each.losses, each.reports[0].timed_digests) for each in timed):
+        return path
+    return replace(path, repeats=path == again == _path_of(retrace()))
+
+
+def _judged_first(observed: Record, again: ObservedPath | None) -> ObservedPath:
+    """The steps of the instrumented pass, and on from there what `again` did."""
+    losses, digests = observed.training.losses, observed.conformance.digests
+    if again is None:
+        return ObservedPath(losses=losses, digests=digests)
+    return replace(again, losses=losses + again.losses[len(losses) :], digests=digests)
+
+
+def _path_of(launched: LaunchResult) -> ObservedPath | None:
+    if launched.failures:
+        return None
+    first = launched.reports[0]
+    return ObservedPath(
+        losses=launched.losses, digests=first.digests, later=first.timed_digests, left_out=first.left_out
+    )
+
+
+# --- The runner.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,3 +371,28 @@ class Runner:
         nnodes = self.launcher.cluster.spec.num_hosts
         record = assemble(request, self.adapter(request.case), outcome, launches, nnodes=nnodes, remarks=remarks)
         return with_gaps(record, self.options.known_gaps)
+
+
+# --- The profiled pass of a case.
+
+STEPS = 3
+_LONGEST_STEM = 150
+"""Of a file's name."""
+
+
+def profile(runner: Runner, case: Case) -> Record:
+    """The profiled pass over `case`, whose trace is left beside the records."""
+    return runner.once(profiling(runner.request(Task.PROFILE, case), runner.results))
+
+
+def profiling(asked: Request, results: Path) -> Request:
+    """A few steps that nothing is compared of; the trace is left beside the records. Raises `ResultsError` where there
+    can be none."""
+    folder = (results / "traces").absolute()  # ranks may start elsewhere
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise ResultsError(f"{str(folder)!r} cannot be made: {error.strerror}; did its results move?") from error
+    digest = hashlib.sha256(repr(asked.case).encode()).hexdigest()[:8]
+    trace = folder / f"{asked.case.id[:_LONGEST_STEM]}-{digest}.json.gz"
+    return dataclasses.replace(asked, steps=STEPS, assess=False, traces=str(trace))

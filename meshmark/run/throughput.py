@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshmark.measure.laps import is_settled
-from meshmark.run.record import Record, TimingEvidence
+from meshmark.records.record import Record, TimingEvidence
 from meshmark.spec.hardware import gpu_of_device
 from meshmark.spec.precision import Dtype
 from meshmark.spec.tuning import Matmul

@@ -1,18 +1,23 @@
-"""The untouched pass once more, and again: what a launch's processes met moves all its steps alike."""
+"""Timed launches, repeated until the rate is known.
+
+What the processes of one launch meet moves all of its steps alike.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 
-from meshmark.measure.gpu_power import GpuPower, together
+from meshmark.launch.launch import Launcher, LaunchResult
+from meshmark.measure.gpu_power import GpuPower, GpuWatch, nvml, power_of, together
 from meshmark.measure.interval import mean_interval
 from meshmark.measure.laps import LEAST_LAUNCHES, is_settled, laps_of
-from meshmark.run.launch import Launcher, LaunchResult
-from meshmark.run.power import launch_watched
-from meshmark.run.rank_report import RankReport
-from meshmark.run.record import Relaunch
-from meshmark.run.request import Request
+from meshmark.records.rank_report import RankReport
+from meshmark.records.record import Relaunch
+from meshmark.records.request import Request, Task
+
+# --- Repeated timed launches. What the processes of one launch meet moves all of its steps alike.
 
 MOST_LAUNCHES = 2 * LEAST_LAUNCHES
 """Another tells less than it costs."""
@@ -61,3 +66,23 @@ def relaunch_of(launched: LaunchResult) -> Relaunch:
         losses=launched.losses,
         digests=launched.reports[0].timed_digests,
     )
+
+
+# --- GPUs during a timed launch.
+
+
+def launch_watched(launcher: Launcher, request: Request) -> tuple[LaunchResult, list[GpuPower]]:
+    """Launch `request`, and watch its GPUs if they are timed; of anything else nothing is asked."""
+    timed = request.task is Task.TIME and request.device == "cuda"
+    with nvml() if timed else contextlib.nullcontext() as ask, GpuWatch(ask) as watched:
+        launched = launcher.launch(request, request.case.world_size)
+    return launched, power_of_ranks(watched, launched.reports)
+
+
+def power_of_ranks(watched: GpuWatch, reports: Sequence[RankReport]) -> list[GpuPower]:
+    """From the first rank's start to the last one's end, warm-up and building left out."""
+    spans = [report.timed_span for report in reports if report.timed_span]
+    if not spans:
+        return []
+    span = min(start for start, _ in spans), max(stop for _, stop in spans)
+    return power_of(watched.samples, [report.kernels.get("GPU", "") for report in reports], span)

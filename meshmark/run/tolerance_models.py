@@ -1,16 +1,19 @@
-"""What requests are judged by: the noise of their workload and precision, the same on every node."""
+"""Measure what requests are judged by: the noise of their workload and precision, once, the same on every node."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
-from meshmark.errors import ClusterError, MeshmarkError
+from meshmark.adapter.registry import builtin_adapters
+from meshmark.errors import ClusterError, MeshmarkError, NoSpaceError
+from meshmark.judge.sample import LARGEST_FULL
 from meshmark.judge.tolerance_model import Comparisons, ToleranceModel, fit
-from meshmark.run.launch import Launcher
-from meshmark.run.meeting import from_node_0, meet
-from meshmark.run.noise_launch import launch_noise
-from meshmark.run.passes.noise import (
+from meshmark.launch.launch import Launcher
+from meshmark.launch.meeting import from_node_0, meet
+from meshmark.passes.noise import (
+    NUM_RANKS,
     TIME_LIMIT_SECONDS,
     noise_folder,
     noise_key,
@@ -18,8 +21,40 @@ from meshmark.run.passes.noise import (
     variance_ratio,
     write_noise,
 )
-from meshmark.run.request import Request
+from meshmark.records.record import Status
+from meshmark.records.request import Request, Task
 from meshmark.serial import decode, encode
+
+# --- The launch that measures a noise floor.
+
+
+def launch_noise(launcher: Launcher, request: Request, num_gpus: int) -> list[Comparisons]:
+    """The noise runs that `request` is judged by: of PyTorch's eager kernels, whatever the case's tuning, lest a kernel
+    that is wrong be excused by itself. `num_gpus`: on this node. Raises `MeshmarkError` when their processes fail."""
+    measured = dataclasses.replace(
+        request,
+        case=dataclasses.replace(request.case, tuning=request.case.tuning.arithmetic),
+        task=Task.NOISE,
+        adapter=builtin_adapters()["single"],
+        backend="gloo",  # they share a GPU, which NCCL refuses; nothing is sent
+        time_limit_seconds=max(TIME_LIMIT_SECONDS, request.time_limit_seconds),
+    )
+    launched = launcher.launch(measured, num_processes(request, num_gpus), alone=True)
+    if launched.failures:
+        failure = launched.failures[0]
+        kind = NoSpaceError if failure.kind == Status.NO_SPACE else MeshmarkError
+        raise kind(f"noise of {request.case.id} could not be measured: {failure.message}\n{failure.log_tail}")
+    return [run for report in launched.reports for run in report.noise_runs]
+
+
+def num_processes(request: Request, num_gpus: int) -> int:
+    """Processes that share the noise runs of `request`. Of a large model no two are on one GPU: each holds its model,
+    its optimizer's states and a float64 truth."""
+    large = request.case.workload.model.num_parameters > LARGEST_FULL
+    return max(min(NUM_RANKS, num_gpus), 1) if large and request.device == "cuda" else NUM_RANKS
+
+
+# --- Tolerance models of a session, the same on every node.
 
 
 class ToleranceModels:

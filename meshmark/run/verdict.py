@@ -1,13 +1,15 @@
-"""Judges what was recorded: against the truth and its noise, and against the plan.
+"""Judge what was recorded: against the truth and its noise, against the plan, and in time.
 
-Pure functions from a record to a verdict: a record on disk can be judged again.
+All are pure functions from a record to a verdict, so that a record on disk can be judged again.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from meshmark.adapter.contract import Adapter
 from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind
 from meshmark.judge.false_alarms import shown
 from meshmark.judge.tolerance_model import (
@@ -20,7 +22,10 @@ from meshmark.judge.tolerance_model import (
     gradient_norms,
     zeros,
 )
-from meshmark.run.record import Record, Verdict
+from meshmark.records.record import Record, Verdict
+from meshmark.theory.traffic import METERED_STEP
+
+# --- Equivalence.
 
 BLIND = 0.3
 """Detection limit above which a run that looks right has shown nothing: a rank of two whose part is missing, the
@@ -154,3 +159,165 @@ def _limits(tolerance_model: ToleranceModel, deviations: Deviations, kind: Quant
             scaling = min(scaling, seen)
         limits[quantity.subject] = Limit(scaling=scaling, any_direction=any_direction)
     return limits
+
+
+# --- Time: the timed steps must be those whose gradients and updates were judged.
+
+_MEND = "`step` must do what `backward` and `update` do, however little of it is read"
+
+
+def judge_throughput(record: Record) -> Verdict | None:
+    """The losses of all steps, and the parameters after the last, are in every launch bit for bit those of the verified
+    path: the steps that were judged, and as many more by the same `backward` and `update`; and ranks that hold the same
+    hold the same after the last timed step. None where nothing was told of either.
+
+    Where bits differ, another such pass has told whether this engine ever computes the same bits twice. If it does, the
+    timed path is another one. If it does not (atomic additions, threads), bits say nothing, and the losses of the steps
+    that were judged must agree as two correct runs do: each within the tolerance model's tolerance of the truth, and so
+    within twice that of one another. Under a parameter server, which replica comes first is chance: from the first
+    fetch on, two correct runs agree in nothing, and the losses before it are those that are compared.
+    """
+    timing, drifts = record.timing, record.equivalence.drifts
+    path, losses = timing.observed, record.training.losses
+    if drifts:
+        first = drifts[0]
+        return _verdict(f"replicas differ after timed steps: {first.quantity} on ranks {first.ranks}; {_MEND}", record)
+    if path is None or not timing.digests:
+        return None
+    launches = [(losses, timing.digests), *((one.losses, one.digests) for one in timing.relaunches)]
+    differences = [
+        f"{told} in launch {number} of {len(launches)}" if len(launches) > 1 else told
+        for number, told_of_launch in enumerate((path.differences(*launch) for launch in launches), 1)
+        for told in told_of_launch
+    ]
+    if not differences:
+        compared = min(len(losses), len(path.losses))
+        marks = " and ".join(str(done) for done in _compared(record))
+        each = f", in each of {len(launches)} launches" if len(launches) > 1 else ""
+        summary = f"bit for bit what was judged: {compared} losses, parameters after {marks} steps{each}"
+        return _verdict(summary, record, passed=True)
+    until_chance = record.case.workload.algorithm.steps_until_chance
+    if path.repeats is not False and until_chance is None:
+        return _verdict(f"not what was judged: {differences[0]}; {_MEND}", record)
+    tolerance_model = record.equivalence.tolerance_model
+    num_steps = min(len(losses), path.num_judged, len(losses) if until_chance is None else until_chance)
+    of_loss = [quantity for quantity in tolerance_model.noise if quantity.kind is QuantityKind.LOSS]  # of every replica
+    tolerances = [
+        2 * max(tolerance_model.tolerance(quantity, step) for quantity in of_loss) for step in range(num_steps)
+    ]
+    excess, step = max(
+        (abs(own - other) / tolerance, i)
+        for launch, _ in launches
+        for i, (own, other, tolerance) in enumerate(zip(launch, path.losses, tolerances, strict=False))
+    )
+    what = f"losses, no two runs of which agree bit for bit, are {excess:.2f} of the tolerance apart at step {step}"
+    return _verdict(what if excess <= 1 else f"not what was judged: {what}; {_MEND}", record, passed=excess <= 1)
+
+
+def _compared(record: Record) -> list[int]:
+    """After how many steps the parameters of both paths are known."""
+    path = record.timing.observed
+    return [done for done in record.timing.digests if path and path.digest(done) is not None]
+
+
+def _verdict(summary: str, record: Record, *, passed: bool = False) -> Verdict:
+    timing = record.timing
+    last = max(timing.digests, default=0)
+    evidence: dict[str, float | int | str] = {
+        "losses_compared": min(len(record.training.losses), len(timing.observed.losses) if timing.observed else 0),
+        "parameters_compared_after": max(_compared(record), default=0),
+        "steps": last,
+        "parameters_after_last_step": timing.digests.get(last, ""),
+    }
+    return Verdict(suite="throughput", passed=passed, summary=summary, evidence=evidence)
+
+
+# --- What was not judged, so that silence is not taken for a good result.
+
+
+def not_judged(record: Record, adapter: type[Adapter]) -> list[str]:
+    """Return, in words, what the verdicts of an observed pass leave out; nothing where they leave out nothing."""
+    return [*_equivalence(record, adapter), *_memory(record), *_communication(record)]
+
+
+def _equivalence(record: Record, adapter: type[Adapter]) -> Iterator[str]:
+    if record.verdict("equivalence") is None:
+        yield "equivalence: nothing was compared with float64"
+        return
+    sample = record.equivalence.sample
+    if sample and sample.steps < record.steps:
+        yield f"equivalence: {_steps(range(sample.steps, record.steps))}, of which no float64 truth was computed"
+    if record.case.precision.is_mixed and adapter.arithmetic is None:
+        yield (
+            "equivalence: errors below the precision's own rounding, for the adapter declares no arithmetic, and there "
+            "is no twin"
+        )
+
+
+def _memory(record: Record) -> Iterator[str]:
+    evidence = record.memory
+    if record.verdict("memory") is None:
+        yield "memory: no closed form plans what ranks hold"
+    yield from _ranks(record, "memory", len(evidence.readings))
+    if evidence.readings and all(plan is None or plan.activations is None for plan in evidence.planned):
+        yield "memory: activations, which are not planned"
+    if unknown := [rank for rank, reading in enumerate(evidence.readings) if not reading.ends_known]:
+        where = ", ".join(map(str, unknown))
+        yield f"memory: activations and peak on ranks {where}, where it is not known which storages had ended"
+    if evidence.readings and not (evidence.live_bytes and len(evidence.live_bytes[0]) > METERED_STEP + 2):
+        yield f"memory: growth a step as an interval, which takes {METERED_STEP + 3} steps"
+    if evidence.readings and record.environment.device != "cpu":
+        yield "memory: activations and peak, which are planned of a CPU's kernels alone"
+    if evidence.readings and record.steps > 1:
+        yield f"memory: the peak of other steps than step {METERED_STEP}"
+
+
+def _communication(record: Record) -> Iterator[str]:
+    evidence = record.traffic
+    if record.verdict("communication") is None:
+        yield "communication: no closed form plans what ranks send"
+    yield from _ranks(record, "communication", len(evidence.readings))
+    if not evidence.readings or record.case.world_size == 1:
+        return
+    repeats = record.case.workload.algorithm.traffic_repeats
+    found: dict[str, list[int]] = {}
+    for rank in range(record.case.world_size):
+        groups = evidence.alike_steps[rank] if rank < len(evidence.alike_steps) else []
+        read = {step for group in groups for step in group.steps} | {METERED_STEP}
+        others = [step for step in range(record.steps) if step != METERED_STEP]
+        unread = [step for step in others if step not in read]
+        unlike = [step for step in others if step in read and not repeats(record.case, rank, step)]
+        for steps, why in ((unread, "of which it is not known what was sent"), (unlike, "in which others are due")):
+            if steps:
+                found.setdefault(f"{_steps(steps)}, {why}", []).append(rank)
+    for text, ranks in found.items():
+        where = "" if len(ranks) == record.case.world_size else f" (ranks {', '.join(map(str, ranks))})"
+        yield f"communication: {text}{where}"
+
+
+def _ranks(record: Record, suite: str, count: int) -> Iterator[str]:
+    if count < record.case.world_size and suite not in record.unmeasured:
+        yield f"{suite}: {record.case.world_size - count} of {record.case.world_size} ranks, which were not read"
+
+
+def _steps(steps: Collection[int]) -> str:
+    return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
+
+
+_SEEN = {
+    ("memory", "smallest_buffer_bytes"): "a buffer of {:,.0f} bytes that stays",
+    ("memory", "smallest_leak_bytes"): "a leak of {:,.0f} bytes a step",
+    ("communication", "smallest_message_bytes"): "a message of {:,.0f} bytes in any step",
+    ("communication", "smallest_setup_message_bytes"): "one of {:,.0f} in a step that sets up",
+}
+
+
+def smallest_seen(records: Sequence[Record]) -> str:
+    """Return the smallest excess that every one of these records' verdicts would have failed, in words."""
+    found: dict[tuple[str, str], float] = {}
+    for record in records:
+        for verdict in record.verdicts:
+            for key in _SEEN:
+                if key[0] == verdict.suite and key[1] in verdict.evidence:
+                    found[key] = max(found.get(key, 0.0), float(verdict.evidence[key[1]]))
+    return ", ".join(text.format(found[key]) for key, text in _SEEN.items() if key in found)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-import meshmark.run.passes.fail as failing
+import meshmark.passes.clauses as failing
 from meshmark.reference.data import Batch
 from tests.broken.engine import Broken
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from meshmark.run import store
+from meshmark.launch import store
 
 SILENT_SECONDS = 6.0
 store.SILENT_SECONDS = store._CALL_SECONDS = SILENT_SECONDS  # before anything imports them from there
 
-from meshmark.run import cluster  # noqa: E402
+from meshmark.launch import cluster  # noqa: E402
 
 cluster._BEAT_SECONDS = 1.0

@@ -1,0 +1,4 @@
+"""The command line: `meshmark doctor`, `cases`, `run`, `report`, `submit` and more.
+
+May import: spec, reference, adapter, plan, measure, check, records, passes, launch, report, regression.
+"""

@@ -1,0 +1,277 @@
+"""The command line: `meshmark doctor`, `cases`, `report`; those of the planner and of regressions bring their own."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+
+from meshmark.errors import MeshmarkError
+from meshmark.text import pluralize
+
+EPILOG = """examples:
+  meshmark doctor                       what can run here, and what would be skipped
+  srun -N8 meshmark doctor --cluster    what differs between nodes, and which link is slow
+  pytest --pyargs meshmark.suites       run every adapter on two CPU ranks, append to results/records.jsonl
+  pytest --pyargs meshmark.suites --adapters ddp,fsdp2 --world 2,4 -k equivalence
+  meshmark report results -o report.md  render what was recorded
+  meshmark compare before after         what became better or worse; --fail-on wrong,slower:3% sets the exit code
+  meshmark plan --model llama-8b --gpus 64 --gpu h100
+"""
+
+
+AddArguments = Callable[[argparse.ArgumentParser], None]
+
+
+class _Command(argparse.ArgumentParser):
+    """Learns its arguments when it is the one that was asked for: what they are made of takes long to import."""
+
+    add_arguments: AddArguments | None = None
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        if add := self.add_arguments:
+            self.add_arguments = None
+            add(self)
+        return super().parse_known_args(args, namespace or argparse.Namespace())
+
+
+class _Help(argparse.HelpFormatter):
+    """Keeps names such as gpt-tiny on one line, where a search finds them."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code: 0, 1 where a gate failed, or 2 for a mistake of the user's."""
+    if sys.stdout is None:  # closed by whoever started this
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    parsed = _parser().parse_args(arguments)
+    try:
+        code = parsed.run(parsed) or 0
+        sys.stdout.flush()  # here, where a failure can still be reported
+        return code
+    except MeshmarkError as error:
+        from meshmark.report.markdown import visible
+
+        told = "\n".join(visible(line) for line in str(error).splitlines())  # records and file names may say anything
+        print(f"meshmark: {told}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # whoever read along, as `head` does, has enough
+        _silence_stdout()
+        return 0
+    except OSError as error:
+        if error.filename is not None or error.errno not in _UNWRITABLE:
+            raise
+        _silence_stdout()
+        print(f"meshmark: what it found cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
+
+
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EBADF, errno.EIO)
+"""Of a standard output that is full or closed."""
+
+
+def _silence_stdout() -> None:
+    """Python would try to write once more at its end, and fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="meshmark",
+        description="Benchmark and conformance suite for distributed training.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_Command)
+    for name, (told, add) in _COMMANDS.items():
+        command = commands.add_parser(name, help=told, allow_abbrev=name != "cases", formatter_class=_Help)
+        command.add_arguments = add
+    return parser
+
+
+def _add_doctor(doctor: argparse.ArgumentParser) -> None:
+    from meshmark.cli.cluster_doctor import add_cluster, examine
+
+    add_cluster(doctor)
+    doctor.set_defaults(run=lambda parsed: examine(parsed) if parsed.cluster else _doctor())
+
+
+def _add_cases(cases: argparse.ArgumentParser) -> None:
+    from meshmark.cli.options import DEFAULT_WORKLOAD
+    from meshmark.spec.layout_id import glossary
+    from meshmark.spec.precision import Precision
+    from meshmark.spec.workload import WORKLOADS
+
+    cases.epilog = glossary()
+
+    cases.add_argument(
+        "--adapters",
+        metavar="A,B",
+        help="names or shell patterns (default: the core; '*': all; '*,!NAME': all but one)",
+    )
+    cases.add_argument(
+        "--adapter", action="append", default=[], metavar="FILE.py:CLASS", help="an adapter from outside the repo"
+    )
+    cases.add_argument("--world", metavar="N,M", help="world sizes (default: 2)")
+    cases.add_argument("--layouts", metavar="ID,ID", help="these, such as dp2.tp2.mb4; auto: a covering set")
+    cases.add_argument("--model", metavar="KEY=N,...", help="the workload's model in another size, or a FILE.json")
+    cases.add_argument(
+        "--precision", default="fp32", metavar="P,Q", help=f"of {', '.join(Precision.PRESETS)} (default: fp32)"
+    )
+    cases.add_argument("--workload", default=DEFAULT_WORKLOAD, metavar="NAME", help=f"of {', '.join(WORKLOADS)}")
+    cases.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    cases.set_defaults(run=_cases)
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    from meshmark.check.cli import add_check
+
+    add_check(parser)
+
+
+def _of_report(name: str) -> AddArguments:
+    def add(parser: argparse.ArgumentParser) -> None:
+        from meshmark.regression.baseline import find_baseline
+        from meshmark.report import cli
+
+        parser.set_defaults(find_baseline=find_baseline)
+        {"report": cli.add_report, "show": cli.add_show, "schema": cli.add_schema}[name](parser)
+
+    return add
+
+
+def _add_gaps(parser: argparse.ArgumentParser) -> None:
+    from meshmark.report.gaps import add_gaps
+
+    add_gaps(parser)
+
+
+def _add_which(parser: argparse.ArgumentParser) -> None:
+    from meshmark.report.which import add_which
+
+    add_which(parser)
+
+
+def _of_planner(name: str) -> AddArguments:
+    def add(parser: argparse.ArgumentParser) -> None:
+        from meshmark.cli import plan_run
+        from meshmark.plan import cli, predict_cli
+
+        {"plan": plan_run.add_plan, "predict": predict_cli.add_predict, "calibrate": cli.add_calibrate}[name](parser)
+
+    return add
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    from meshmark.cli.suite_file import add_run
+
+    add_run(parser)
+
+
+def _add_submit(parser: argparse.ArgumentParser) -> None:
+    from meshmark.cli.submit import add_submit
+
+    add_submit(parser)
+
+
+def _of_regression(name: str) -> AddArguments:
+    def add(parser: argparse.ArgumentParser) -> None:
+        from meshmark.regression import ab_cli, cli, history_cli
+
+        {
+            "compare": cli.add_compare,
+            "baseline": cli.add_baseline,
+            "ab": ab_cli.add_ab,
+            "bisect": ab_cli.add_bisect,
+            "history": history_cli.add_history,
+        }[name](parser)
+
+    return add
+
+
+_COMMANDS: dict[str, tuple[str, AddArguments]] = {
+    "doctor": ("frameworks, devices, and what would be skipped and why", _add_doctor),
+    "check": ("your own training script: does it train correctly, and what does it optimise?", _add_check),
+    "cases": ("the matrix that `pytest --pyargs meshmark.suites` would run", _add_cases),
+    "run": ("the runs and gates of a suite file, for CI", _add_run),
+    "submit": ("the matrix as a job array of SLURM, gathered into one folder", _add_submit),
+    "plan": ("the best layout for a model on a cluster", _of_planner("plan")),
+    "predict": ("predict every layout of a CSV file", _of_planner("predict")),
+    "calibrate": ("measure this machine and what of it is reached", _of_planner("calibrate")),
+    "report": ("a page of recorded results, markdown or HTML", _of_report("report")),
+    "show": ("all that is recorded of one case", _of_report("show")),
+    "schema": ("the JSON schema of a record, and what may change of it", _of_report("schema")),
+    "gaps": ("what frameworks get wrong, each with a script that shows it", _add_gaps),
+    "which": ("which framework and layout for what, from recorded results", _add_which),
+    "compare": ("what became better or worse between two results", _of_regression("compare")),
+    "baseline": ("accept results as what `pytest suites --baseline` gates by", _of_regression("baseline")),
+    "ab": ("two commits, environments or packages in alternation on this machine", _of_regression("ab")),
+    "bisect": ("the first bad commit, or release, between a good and a bad one", _of_regression("bisect")),
+    "history": ("where a series of runs changed, with date and commit", _of_regression("history")),
+}
+
+
+def _doctor() -> None:
+    import torch
+
+    from meshmark.adapter.registry import known_adapters, load_adapter
+    from meshmark.environment import describe, num_gpus, versions
+    from meshmark.errors import AdapterError
+    from meshmark.spec.layout import Schedule
+
+    gpus = num_gpus()
+    device = "cuda" if gpus else "cpu"
+    environment = describe(device, "nccl" if gpus else "gloo", 1)
+    print(f"machine     {environment.machine}, {environment.num_cpus} CPUs, {environment.memory_bytes / 2**30:.0f} GiB")
+    print(f"devices     cpu{f', cuda x {gpus}' if gpus else ' (no CUDA device)'}")
+    backends = [name for name in ("gloo", "nccl") if getattr(torch.distributed, f"is_{name}_available")()]
+    print(f"backends    {', '.join(backends)}")
+    print("versions    " + ", ".join(f"{name} {version}" for name, version in versions().items()))
+    print("adapters")
+    width = max(map(len, known_adapters()))
+    for name, target in known_adapters().items():
+        try:
+            adapter = load_adapter(target)
+        except AdapterError as error:
+            print(f"  {name:<{width}} broken: {error}")
+            continue
+        missing = [reason for requirement in adapter.requires if (reason := requirement.missing)]
+        can = adapter.capabilities
+        axes = "+".join(sorted(can.degrees)) or "one process"
+        stages = f", ZeRO {'/'.join(map(str, sorted(can.zero_stages)))}" if can.zero_stages != {0} else ""
+        orders = f", {'/'.join(s for s in Schedule if s in can.schedules)}" if "pp" in can.degrees else ""
+        elsewhere = "" if device in can.devices else f" (not on {device})"
+        state = f"skipped: {missing[0]}" if missing else f"ready{elsewhere}"
+        print(f"  {name:<{width}} {axes}{stages}{orders}; {', '.join(sorted(map(str, can.precisions)))}; {state}")
+
+
+def _cases(parsed: argparse.Namespace) -> None:
+    from meshmark.adapter.matrix import counts, matrix
+    from meshmark.adapter.registry import load_adapter
+    from meshmark.cli.options import chosen_adapters, chosen_layouts, chosen_workloads, split_values
+    from meshmark.spec.case import Case, expect_fit
+    from meshmark.spec.precision import precision
+
+    targets = chosen_adapters(parsed.adapters, parsed.adapter)
+    adapters = {name: load_adapter(target) for name, target in targets.items()}
+    worlds, layouts = chosen_layouts(parsed.world, parsed.layouts)
+    workloads = chosen_workloads(parsed.workload, parsed.model, None)
+    precisions = [precision(text) for text in split_values("--precision", parsed.precision)]
+    cells = matrix(adapters, worlds, workloads, precisions, layouts)
+    expect_fit(cells)
+    backend = "nccl" if parsed.device == "cuda" else "gloo"
+    for cell in cells:
+        if isinstance(cell, Case):
+            reason = adapters[cell.adapter].refusal(cell, parsed.device, backend)
+        else:
+            reason = cell.reason
+        print(f"{cell.id:<60} {f'skipped: {reason}' if reason else ''}".rstrip())
+    print(counts(adapters, worlds, cells))
+    print(pluralize(len(cells), "case"))

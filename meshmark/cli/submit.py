@@ -1,0 +1,183 @@
+"""`meshmark submit`: the matrix as a job array of SLURM, whose tasks each run a part of it; and their records in one
+folder."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshmark.errors import InputError, MeshmarkError, ResultsError
+from meshmark.records.record import Record, Status
+from meshmark.records.record_file import Reading, merge, read_records
+from meshmark.text import pluralize
+
+_POLL_SECONDS = 2.0
+_ENDED_WELL = (0, 1, 5)
+"""pytest's exit codes of a run that came to its end: all passed, some failed, no test was in this part."""
+_OWN = ("--results", "--resume", "--shard", "--nnodes", "--node-rank", "--rdzv")
+_SCRIPT = """\
+#!/bin/bash
+#SBATCH --job-name={name}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node={tasks_per_node}
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output={folder}/task-%a/output
+export MESHMARK_NOISE={folder}/noise
+exec srun {python} -m pytest --pyargs meshmark.suites {pytest} \\
+    --shard $SLURM_ARRAY_TASK_ID/{tasks} --resume --results {folder}/task-$SLURM_ARRAY_TASK_ID
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """A job array, and where it leaves its records."""
+
+    folder: Path
+    """Absolute; every node sees it."""
+    tasks: int
+    nodes: int
+    """Of each task."""
+    tasks_per_node: int
+    options: tuple[str, ...]
+    """Of sbatch."""
+    pytest: tuple[str, ...]
+
+    @property
+    def script(self) -> str:
+        return _SCRIPT.format(
+            name=re.sub(r"\W", "-", f"meshmark-{self.folder.name}"),
+            nodes=self.nodes,
+            tasks_per_node=self.tasks_per_node,
+            folder=shlex.quote(str(self.folder)),
+            python=shlex.quote(sys.executable),
+            pytest=shlex.join(self.pytest),
+            tasks=self.tasks,
+        )
+
+    def command(self, tasks: Sequence[int]) -> list[str]:
+        chosen = ",".join(map(str, tasks))
+        return ["sbatch", "--parsable", f"--array={chosen}", *self.options, str(self.folder / "submit.sbatch")]
+
+    def task_folder(self, task: int) -> Path:
+        return self.folder / f"task-{task}"
+
+    def reading(self, task: int) -> Reading:
+        """What it has left so far, if anything."""
+        try:
+            return read_records(self.task_folder(task))
+        except ResultsError:
+            return Reading(records=[], complaints=[])
+
+    def ended(self, task: int) -> int | None:
+        """pytest's exit code; None where it was cut off."""
+        sessions = self.reading(task).sessions
+        return sessions[-1].exit_code if sessions else None
+
+    def told(self, task: int) -> str:
+        """The end of what it printed."""
+        output = self.task_folder(task) / "output"
+        return output.read_text(errors="replace")[-800:] if output.is_file() else "it printed nothing"
+
+
+def add_submit(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `submit`."""
+    parser.add_argument("--tasks", type=int, default=1, metavar="N", help="of the array, each a part (default: 1)")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="of each task (default: 1)")
+    parser.add_argument("--ntasks-per-node", type=int, default=1, metavar="N", help="1 (default), or one a GPU")
+    parser.add_argument("--results", type=Path, default=Path("results"), metavar="DIR", help="which all nodes see")
+    parser.add_argument(
+        "--sbatch", default="", metavar="OPTIONS", help="of sbatch, such as --sbatch='--time=2:00:00 -p gpu'"
+    )
+    parser.add_argument("--retries", type=int, default=2, metavar="N", help="of tasks that were cut off (default: 2)")
+    parser.add_argument("--dry-run", action="store_true", help="print the script and the command")
+    parser.add_argument("pytest", nargs=argparse.REMAINDER, metavar="-- OPTIONS", help="of pytest, for every task")
+    parser.set_defaults(run=submit)
+
+
+def submit(arguments: argparse.Namespace) -> int:
+    """Submit, follow to the end, gather; 0 when all passed."""
+    asked = _submission(arguments)
+    if arguments.dry_run:
+        print(asked.script + "\n" + shlex.join(asked.command(range(1, asked.tasks + 1))))
+        return 0
+    for task in range(1, asked.tasks + 1):
+        asked.task_folder(task).mkdir(parents=True, exist_ok=True)
+    (asked.folder / "submit.sbatch").write_text(asked.script)
+    left = list(range(1, asked.tasks + 1))
+    for attempt in range(1 + arguments.retries):
+        _follow(asked, left, _sbatch(asked.command(left)))
+        left = [task for task in left if asked.ended(task) not in _ENDED_WELL]
+        if not left or attempt == arguments.retries:
+            break
+        print(f"submitted again, to go on: tasks {', '.join(map(str, left))}", flush=True)
+    return _gather(asked, left)
+
+
+def _submission(arguments: argparse.Namespace) -> Submission:
+    words = [word for word in arguments.pytest if word != "--"]
+    for word in words:
+        if word.partition("=")[0] in _OWN:
+            raise InputError(f"{word} is what `meshmark submit` itself gives each task; leave it out behind --")
+    for name in ("tasks", "nodes", "ntasks_per_node"):
+        if getattr(arguments, name) < 1:
+            raise InputError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: expected at least 1")
+    return Submission(
+        folder=arguments.results.absolute(),
+        tasks=arguments.tasks,
+        nodes=arguments.nodes,
+        tasks_per_node=arguments.ntasks_per_node,
+        options=tuple(shlex.split(arguments.sbatch)),
+        pytest=tuple(words),
+    )
+
+
+def _sbatch(command: Sequence[str]) -> str:
+    """The job's number."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().partition(";")[0]
+    except FileNotFoundError as error:
+        raise MeshmarkError("sbatch is not here: submit from a node of the cluster, or see --dry-run") from error
+    except subprocess.CalledProcessError as error:
+        raise MeshmarkError(f"{shlex.join(command)}: {error.stderr.strip()}") from error
+
+
+def _follow(asked: Submission, tasks: Sequence[int], job: str) -> None:
+    """Until the job has left the queue, and tell every record as it comes."""
+    seen = {task: len(asked.reading(task).records) for task in tasks}
+    print(f"job {job}: {pluralize(len(tasks), 'task')}", flush=True)
+    queued = True
+    while queued:
+        time.sleep(_POLL_SECONDS)
+        listed = subprocess.run(["squeue", "--noheader", f"--jobs={job}"], capture_output=True, text=True)
+        queued = bool(listed.stdout.strip())  # one that has long left is an error, and says nothing on stdout
+        for task in tasks:
+            for record in asked.reading(task).records[seen[task] :]:
+                seen[task] += 1
+                _tell(task, record)
+
+
+def _tell(task: int, record: Record) -> None:
+    if record.outcome.status is not Status.SKIPPED:
+        what, seconds = record.conformance.scenario or record.task, record.launch.seconds
+        print(f"[task {task}] {what} {record.case.id} {record.outcome.status} in {seconds:.1f} s", flush=True)
+
+
+def _gather(asked: Submission, left: Sequence[int]) -> int:
+    for task in left:
+        print(f"task {task} did not come to its end:\n{asked.told(task)}", file=sys.stderr)
+    folders = [asked.task_folder(task) for task in range(1, asked.tasks + 1)]
+    merged = merge([folder for folder in folders if (folder / "records.jsonl").is_file()], asked.folder)
+    for complaint in merged.complaints:
+        print(f"meshmark: {complaint}", file=sys.stderr)
+    of = f"{pluralize(len(merged.records), 'record')} of {pluralize(asked.tasks, 'task')}"
+    print(f"{asked.folder}: {of}; `meshmark report {asked.folder}`")
+    failed = any(asked.ended(task) == 1 for task in range(1, asked.tasks + 1))
+    return 2 if left else int(failed)

@@ -1,0 +1,263 @@
+"""`meshmark run suite.toml`: runs of the suites and their gates, written down once, for CI."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+from meshmark.errors import InputError, ResultsError, UnknownNameError, refuse_device
+from meshmark.records.record import SCHEMA
+from meshmark.records.record_file import Reading, RecordFile, read_records
+from meshmark.records.session import Attempt, Ending, Session, standing
+from meshmark.regression.attempts import attempts_of
+from meshmark.regression.baseline_gate import suite_of
+from meshmark.regression.change import Change, Kind
+from meshmark.regression.cli import FAILED, compare_folders, tell
+from meshmark.regression.gate import DEFAULT_GATE, parse_gate
+from meshmark.report.github import tell_github
+
+# --- The gate of a suite file.
+
+
+def hold(gate: Sequence[str]) -> int:
+    """`meshmark compare` by these arguments; what it found stands beside the records from then on, in the place of what
+    an earlier one did, so that pages show it."""
+    _, baseline, results, _, limits = gate
+    _expect_baseline(Path(baseline), results)
+    command = shlex.join(["meshmark", *gate])
+    print(command, flush=True)
+    asked = parse_gate(limits)
+    found = compare_folders(Path(baseline), Path(results), asked)
+    failing = tell(found, asked)
+    read = read_records(Path(results), latest=True)
+    missing_failures = _missing_failures(failing, read)
+    elsewhere = {change.case for change in failing} - {
+        change.case for change in missing_failures
+    }  # whose own tests say it
+    told = {f"gate[{case}]" for case in elsewhere}
+    attempts = [
+        attempt for attempt in attempts_of(found, missing_failures, baseline, command) if attempt.test not in told
+    ]
+    session = Session(
+        schema=SCHEMA,
+        session=f"gate {baseline}",
+        command=command,
+        device=read.records[-1].environment.device,
+        exit_code=FAILED if failing else 0,
+        attempts=[attempt for attempt in attempts if not attempt.conforming],  # clauses fail by tests of their own
+    )
+    with contextlib.closing(RecordFile(Path(results))) as file:
+        file.append(session)
+    tell_github(attempts, print, annotated=attempts_of(found, _unannotated(missing_failures, read), baseline, command))
+    return FAILED if failing else 0
+
+
+def _missing_failures(failing: Sequence[Change], read: Reading) -> list[Change]:
+    """Without verdicts that became wrong, where a test of the case has failed and says so."""
+    failed = {attempt.case for attempt in _failed(read)}
+    return [change for change in failing if change.kind is not Kind.WRONG or change.case not in failed]
+
+
+def _unannotated(missing_failures: Sequence[Change], read: Reading) -> list[Change]:
+    """Without bytes that grew, where the suite that judges them has failed: that test is an annotation already."""
+    failed = {(attempt.case, PurePath(attempt.test.partition("::")[0]).stem) for attempt in _failed(read)}
+    return [
+        change
+        for change in missing_failures
+        if change.kind is not Kind.BIGGER or (change.case, f"test_{suite_of(change.metric)}") not in failed
+    ]
+
+
+def _failed(read: Reading) -> list[Attempt]:
+    """Tests, and no findings of a gate's."""
+    found = standing(read.sessions, conforming=False)
+    return [a for a, by in found if a.ending is Ending.FAILED and not by.session.startswith("gate ")]
+
+
+def _expect_baseline(baseline: Path, results: str) -> None:
+    """Raises `ResultsError` where there is none yet; what was measured can become it."""
+    if not baseline.exists():
+        raise ResultsError(
+            f"no baseline {str(baseline)!r} to hold these results against: `meshmark baseline accept {results} --name "
+            f"{baseline.name}` makes them the baseline, if they are as they should be"
+        )
+
+
+# --- The suite file.
+
+CASES = (
+    *("adapters", "adapter", "world", "layouts", "precision", "workload", "model", "global-batch", "corpus"),
+    *("tuning", "conformance", "allow-skipped", "steps", "time-limit", "timing-budget", "max-time"),
+)
+"""Keys of a run that are options of `pytest suites`."""
+OPTIONS = (
+    "device",
+    "backend",
+    "launcher",
+    "results",
+    "resume",
+    "nnodes",
+    "node-rank",
+    "rdzv",
+    "steps",
+    "time-limit",
+    "timing-budget",
+    "known-gaps",
+)
+"""Of all runs."""
+GATES = ("baseline", "fail-on")
+_FLAGS = ("conformance", "allow-skipped", "resume")
+"""Options without a value."""
+_REPEATED = ("adapter", "tuning")
+"""Options that may stand several times, where the others take commas."""
+_OWN = ("suites", "select")
+_SUITES = ("equivalence", "memory", "communication", "throughput", "conformance")
+_WORST = (3, 4, 2, 1, 5)
+"""pytest's exit codes, the worst first: an internal error, a wrong usage, an interruption, failures, no test."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteFile:
+    """What such a file asks for."""
+
+    runs: tuple[tuple[str, ...], ...]
+    """Arguments of pytest, one run a table [[cases]]."""
+    gate: tuple[str, ...]
+    """Arguments of `meshmark compare`, for what the runs left; empty without [gates]."""
+
+
+def read_suite(path: Path) -> SuiteFile:
+    """Raises `InputError`, with the table and the key, for what cannot be read or is not known."""
+    refuse_device(path)
+    try:
+        said = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"cannot read {path}: {error}; docs/ci.md shows a suite file") from error
+    _expect(f"{path}", said, ("cases", "options", "gates"))
+    cases = said.get("cases")
+    if not isinstance(cases, list) or not cases or not all(isinstance(one, dict) for one in cases):
+        raise InputError(f"{path}: expected a table [[cases]] for every run of the suites, such as world = [2]")
+    options = _table(path, said, "options")
+    common = options.pop("select", None)
+    every = _arguments(f"{path}: [options]", options, (*OPTIONS, "select"))
+    return SuiteFile(
+        runs=tuple(_run(f"{path}: [[cases]] number {i}", one, every, common) for i, one in enumerate(cases, 1)),
+        gate=_gate(f"{path}: [gates]", _table(path, said, "gates"), _results(f"{path}: [options]", options)),
+    )
+
+
+def _results(where: str, options: Mapping[str, object]) -> str:
+    return _one(where, "results", options.get("results", "results"))
+
+
+def _gate(where: str, said: Mapping[str, object], results: str) -> tuple[str, ...]:
+    _expect(where, said, GATES)
+    if not said:
+        return ()
+    if "baseline" not in said:
+        raise InputError(f"{where}: baseline is missing: a results folder, or the name of one in baselines/")
+    named = _one(where, "baseline", said["baseline"])
+    folder = Path(named) if Path(named).exists() else Path("baselines") / named
+    limits = ",".join(_texts(where, "fail-on", said.get("fail-on", DEFAULT_GATE)))
+    parse_gate(limits)
+    return ("compare", str(folder), results, "--fail-on", limits)
+
+
+def _table(path: Path, said: Mapping[str, object], name: str) -> dict[str, object]:
+    table = said.get(name, {})
+    if not isinstance(table, dict):
+        raise InputError(f"{path}: {name} is {str(table)[:40]!r}, expected a table [{name}]")
+    return table
+
+
+def _run(where: str, said: dict[str, object], every: Sequence[str], common: object) -> tuple[str, ...]:
+    """Arguments of one run. `common` is the `select` of all runs: a test must match it as well."""
+    own = {key: said[key] for key in _OWN if key in said}
+    arguments = _arguments(where, {key: value for key, value in said.items() if key not in _OWN}, (*CASES, *_OWN))
+    suites = _texts(where, "suites", own.get("suites", []))
+    for name in suites:
+        if name not in _SUITES:
+            raise UnknownNameError(f"suite in {where}", name, _SUITES)
+    named = [f"meshmark.suites.test_{name}" for name in suites] or ["meshmark.suites"]
+    wanted = [" or ".join(_texts(where, "select", one)) for one in (common, own.get("select")) if one is not None]
+    chosen = [f"-k={wanted[0] if len(wanted) == 1 else ' and '.join(f'({one})' for one in wanted)}"] if wanted else []
+    return ("--pyargs", *named, *every, *arguments, *chosen)
+
+
+def _arguments(where: str, said: Mapping[str, object], known: Sequence[str]) -> list[str]:
+    _expect(where, said, known)
+    found = []
+    for key, value in said.items():
+        if key in _FLAGS:
+            if not isinstance(value, bool):
+                raise InputError(f"{where}: {key} is {str(value)[:40]!r}, expected true or false")
+            found += [f"--{key}"] if value else []
+        elif key in _REPEATED:
+            found += [f"--{key}={each}" for each in _texts(where, key, value)]
+        else:
+            found.append(f"--{key}={','.join(_texts(where, key, value))}")
+    return found
+
+
+def _one(where: str, key: str, value: object) -> str:
+    texts = _texts(where, key, value)
+    if len(texts) != 1 or not texts[0].strip():
+        raise InputError(f"{where}: {key} is {str(value)[:40]!r}, expected one text")
+    return texts[0]
+
+
+def _texts(where: str, key: str, value: object) -> list[str]:
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(one, str | int | float) and not isinstance(one, bool) for one in values):
+        raise InputError(f"{where}: {key} is {str(value)[:40]!r}, expected a text, a number or a list of them")
+    texts = [str(one) for one in values]
+    for text in texts:
+        if "\0" in text:
+            raise InputError(f"{where}: {key} is {text[:40]!r}, expected no NUL in it: no command takes one")
+    return texts
+
+
+def _expect(where: str, said: Mapping[str, object], known: Sequence[str]) -> None:
+    for key in said:
+        if key not in known:
+            raise UnknownNameError(f"key in {where}", key, known)
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `run`."""
+    parser.add_argument("suite", type=Path, metavar="SUITE.toml", help="runs of the suites, options and gates")
+    parser.add_argument("pytest", nargs=argparse.REMAINDER, metavar="OPTIONS", help="for pytest, behind the file's own")
+    parser.set_defaults(run=run_suite)
+
+
+def run_suite(arguments: argparse.Namespace) -> int:
+    """Run the file that `meshmark run` names."""
+    return run_file(arguments.suite, arguments.pytest)
+
+
+def run_file(path: Path, words: Sequence[str] = ()) -> int:
+    """Run every run of a suite file, one after the other, then its gate; return the worst of their exit codes.
+
+    Args:
+        path: The suite file.
+        words: More arguments for pytest, behind the file's own.
+    """
+    suite = read_suite(path)
+    ended = [run_pytest([*run, *words]) for run in suite.runs]
+    if suite.gate:
+        ended.append(hold(suite.gate))
+    return min(ended, key=lambda code: (code == 0, _WORST.index(code) if code in _WORST else -1))
+
+
+def run_pytest(words: Sequence[str]) -> int:
+    """Runs pytest in a process of its own, as typed; prints what could be typed."""
+    command = [sys.executable, "-m", "pytest", *words]
+    print(shlex.join(["pytest", *words]), flush=True)
+    return subprocess.run(command).returncode

@@ -1,0 +1,188 @@
+"""Private folders of launches and caches, and room on disks."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import functools
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from meshmark.errors import InputError, NoSpaceError
+from meshmark.text import text_of
+
+# --- Room on a disk. A full disk is no fault of what runs on it.
+
+NEEDED_BYTES = 16 * 2**20
+"""Of a launch: logs, marks and reports are a few megabytes."""
+_FULL_BYTES = 2**16
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def expect_space(folder: Path) -> None:
+    """Raise `NoSpaceError` where a launch would not find room."""
+    free = _free_bytes(folder)
+    if free < NEEDED_BYTES:
+        raise NoSpaceError(
+            f"{str(folder)!r} has room for {free:,} bytes, and a launch needs {NEEDED_BYTES:,}: make room there, or "
+            "name another folder in TMPDIR"
+        )
+
+
+def is_full(folder: Path) -> bool:
+    """Whether next to nothing can be written in `folder`."""
+    return _free_bytes(folder) < _FULL_BYTES
+
+
+def means_no_space(error: BaseException, folders: Iterable[Path]) -> bool:
+    """Whether a full disk, or a quota that is spent, is why it was raised. What an error only says, as C++'s do, counts
+    where one of `folders`, in which it may have written, is as good as full: anybody can say it."""
+    causes = list(_causes(error))
+    if any(isinstance(cause, OSError) and cause.errno in _FULL for cause in causes):
+        return True
+    said = any(os.strerror(errno.ENOSPC) in text_of(cause) for cause in causes)
+    return said and any(folder.exists() and _free_bytes(folder) < NEEDED_BYTES for folder in folders)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _free_bytes(folder: Path) -> int:
+    """0 also where no file can be added."""
+    found = os.statvfs(folder)
+    return 0 if found.f_files and not found.f_favail else found.f_bavail * found.f_frsize
+
+
+# --- The private folder of one launch. It is removed with the launch or, where the launcher was killed, with its
+# servers.
+
+FOLDERS = "MESHMARK_FOLDERS"
+"""Variable of servers: the path that every folder of their launcher starts with."""
+
+
+@contextlib.contextmanager
+def private_folder() -> Iterator[Path]:
+    """Of mode 0700, and gone afterwards. Raises `NoSpaceError` where there is no room for a launch."""
+    expect_space(Path(tempfile.gettempdir()))
+    folder = Path(tempfile.mkdtemp(prefix=folder_prefix()))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_folders(start: str) -> None:
+    """Remove this user's folders whose path begins with `start`: those of a launcher that is gone."""
+    for folder in Path(start).parent.glob(f"{Path(start).name}*"):
+        with contextlib.suppress(OSError):
+            if folder.lstat().st_uid == os.geteuid():
+                shutil.rmtree(folder, ignore_errors=True)  # which follows no link
+
+
+def folder_prefix() -> str:
+    """What the names of this process's folders begin with."""
+    return f"meshmark-{os.getpid()}-{_token()}-"
+
+
+@functools.cache
+def _token() -> str:
+    """A process's number is not enough: containers that share a temporary folder count from 1 each."""
+    return secrets.token_hex(8)
+
+
+# --- Caches of frameworks. PyTorch compiles into $TMPDIR/torchinductor_USER and loads what it finds there. In a
+# folder that all users share, whoever makes that name first has his code run by everyone else. Ranks therefore get
+# folders inside one of mode 0700.
+
+VARIABLES = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCH_EXTENSIONS_DIR": "extensions",
+    "MPLCONFIGDIR": "matplotlib",
+}
+"""Subfolder that each variable names, unless the user has set it."""
+_TMPDIR = "tmp"
+"""Subfolder for what is written under TMPDIR while modules are imported; a launch's ranks use the launch's folder."""
+
+
+def cache_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that send caches and temporary files to private folders; the folders exist afterwards.
+
+    A folder that `environment` names stays. Raises `InputError` as `users_caches` does.
+    """
+    found = users_caches(environment)
+    base = private_base(Path(tempfile.gettempdir()))
+    ours = {name: base / part for name, part in VARIABLES.items() if name not in found} | {"TMPDIR": base / _TMPDIR}
+    for folder in ours.values():
+        folder.mkdir(mode=0o700, exist_ok=True)
+    return found | {name: str(folder) for name, folder in ours.items()}
+
+
+def users_caches(environment: Mapping[str, str]) -> dict[str, str]:
+    """Folders of caches that `environment` names; they exist afterwards.
+
+    Raises `InputError` if one belongs to another user, or if others can write to it; and if the folder for temporary
+    files has a name that PyTorch cannot open.
+    """
+    _expect_text(tempfile.gettempdir())
+    found = {name: environment[name] for name in VARIABLES if environment.get(name)}
+    for name, folder in found.items():
+        _expect_private(name, Path(folder))
+    return found
+
+
+def private_base(temporary: Path) -> Path:
+    """This user's folder of caches in `temporary`, kept from run to run so that nothing is compiled twice.
+
+    Where another user has taken its name, or could have written to it, this process gets a fresh one of its own, which
+    goes when the process ends.
+    """
+    base = temporary / f"meshmark_caches_{os.geteuid()}"
+    with contextlib.suppress(FileExistsError):
+        base.mkdir(mode=0o700)
+    about = base.lstat()
+    if stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and not about.st_mode & 0o077:
+        return base
+    return _own_base(temporary)
+
+
+@functools.cache
+def _own_base(temporary: Path) -> Path:
+    base = Path(tempfile.mkdtemp(prefix=f"{folder_prefix()}caches-", dir=temporary))
+    atexit.register(shutil.rmtree, base, ignore_errors=True)
+    return base
+
+
+def _expect_text(temporary: str) -> None:
+    """PyTorch's stores and shared memory take paths as UTF-8."""
+    try:
+        temporary.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"the folder for temporary files is {os.fsencode(temporary)!r}, which is not UTF-8: PyTorch cannot open "
+            "files there; name another one in TMPDIR"
+        ) from error
+
+
+def _expect_private(variable: str, folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        link, about = folder.lstat(), folder.stat()
+    except OSError as error:
+        raise InputError(f"{variable}={str(folder)!r}: {error.strerror}; name another folder, or unset it") from error
+    owners = {link.st_uid, about.st_uid} - {os.geteuid(), 0}
+    if owners or about.st_mode & 0o022:
+        whose = f"is user {owners.pop()}'s" if owners else f"has mode {stat.S_IMODE(about.st_mode):04o}"
+        raise InputError(
+            f"{variable}={str(folder)!r} {whose}: others can put code there that runs as you; expected a folder of "
+            "yours that nobody else can write to: `chmod go-w` it if it is yours, or unset the variable"
+        )

@@ -1,0 +1,92 @@
+"""The state of processes, and the end of those that outlive their parents."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+
+# --- The state of a process, read from /proc because its parent may not look.
+
+STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "inside the kernel"}
+"""Of a process that answers no signal, in words."""
+_EXIT_CODE = 49
+"""Place in /proc/PID/stat, from the state on."""
+
+
+def process_state(pid: int) -> str:
+    """The kernel's letter; empty when there is no such process, and Z when all that is left of it is its exit code."""
+    return fields[0] if (fields := _fields(pid)) else ""
+
+
+def unseen_exit_code(pid: int) -> int | None:
+    """Of a process that has ended, whose parent has not taken notice yet: it may be stopped itself. Negative: the
+    signal that killed it."""
+    fields = _fields(pid)
+    return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE])) if fields and fields[0] == "Z" else None
+
+
+def has_variable(pid: int, name: str, value: str) -> bool:
+    """Whether a living process, or what it was forked from, was started with this in its environment."""
+    try:
+        return f"{name}={value}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def _fields(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+# --- Orphans: processes that outlive those who started them are adopted and ended.
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_END_SECONDS = 2.0
+
+
+def adopt_orphans() -> None:
+    """Make this process, a server, the parent of all its descendants' orphans, which it is to end before it ends: when
+    the launcher is gone. Until then it heeds no signal that is meant for the launcher."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, signal.SIG_IGN)
+
+
+def die_with_parent(parent: int | None) -> None:
+    """Have the kernel end this process when `parent` ends, or now if it has already. None calls it off."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if parent else 0)
+    if parent and os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_children(parent: int) -> None:
+    """Kill all children of `parent`, and what it adopts meanwhile."""
+    deadline = time.monotonic() + _END_SECONDS
+    while (children := _children(parent)) and time.monotonic() < deadline:
+        for child in children:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(child, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _children(parent: int) -> list[int]:
+    """Living processes whose parent is `parent`."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):  # it has just ended
+                state, its_parent, *_ = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+                if int(its_parent) == parent and state != "Z":
+                    found.append(int(folder.name))
+    return found
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")

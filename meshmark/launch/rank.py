@@ -1,0 +1,247 @@
+"""One rank: its process, and what it does from a request to a report.
+
+`torchrun ... -m meshmark.launch.rank REQUEST.json` is the entry under torchrun; forked ranks call `run_rank`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import faulthandler
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
+
+from meshmark import rank_progress
+from meshmark.adapter.engine import RankContext
+from meshmark.adapter.registry import load_adapter
+from meshmark.environment import DEFAULT_THREADS
+from meshmark.errors import ClusterError
+from meshmark.launch.folders import means_no_space
+from meshmark.launch.processes import die_with_parent
+from meshmark.launch.ranks import RankInfo, answer_when_asked
+from meshmark.launch.store import RunStore, run_secret
+from meshmark.passes import kernels
+from meshmark.passes.clauses import endure, fail, overflow, repeat_with_dropout
+from meshmark.passes.kernels import pinned
+from meshmark.passes.links import measure_links
+from meshmark.passes.noise import measure_noise
+from meshmark.passes.observe import observe, retrace
+from meshmark.passes.resume import lose_a_rank, resume, save_halfway
+from meshmark.passes.timing import measure_peak, profile, time_steps
+from meshmark.records.rank_report import RankFailure, RankReport
+from meshmark.records.record import Status
+from meshmark.records.request import Request, Task
+from meshmark.serial import decode, encode
+from meshmark.text import clip, text_of, told
+
+# --- Performing a request: join the other ranks, build the engine, run the pass.
+
+_TASKS = {
+    Task.OBSERVE: observe,
+    Task.TIME: time_steps,
+    Task.PROFILE: profile,
+    Task.PEAK: measure_peak,
+    Task.LINKS: measure_links,
+    Task.RETRACE: retrace,
+    Task.NOISE: measure_noise,
+    Task.SAVE: save_halfway,
+    Task.LOSE: lose_a_rank,
+    Task.RESUME: resume,
+    Task.ENDURE: endure,
+    Task.DROPOUT: repeat_with_dropout,
+    Task.OVERFLOW: overflow,
+    Task.FAIL: fail,
+}
+
+
+def perform(request: Request, info: RankInfo) -> RankReport | RankFailure:
+    """Do `request` as the rank that `info` says, in a process that has no process group yet. After a failure the
+    process is to end without a clean-up, for the communication layer's would wait for peers that are gone."""
+    started = time.time()
+    try:
+        timeout = datetime.timedelta(seconds=request.time_limit_seconds + 60)  # the launcher's limit comes first
+        store = _store(info, timeout)  # held here: PyTorch keeps no Python store alive
+        context = _join(request, info, store, timeout)
+        if request.backend == "nccl":  # gloo's recorder cannot be read while a collective waits
+            answer_when_asked(info)
+        rank_progress.begin(rank_progress.Phase.BUILD)
+        with pinned(request.case.tuning):
+            report = _TASKS[request.task](request, load_adapter(request.adapter)(), context, started)
+            report = dataclasses.replace(report, kernels=kernels.told() | report.kernels)
+        torch.distributed.destroy_process_group()
+    except BaseException as error:  # whatever it was, it is this rank's outcome
+        return RankFailure(
+            rank=info.rank,
+            kind=_kind(
+                error, [info.folder, *([Path(request.checkpoint)] if request.checkpoint else []), _SHARED_MEMORY]
+            ),
+            message=told(error),
+            time=time.time(),
+            traceback=clip(traceback.format_exc()),
+        )
+    return report
+
+
+def _store(info: RankInfo, timeout: datetime.timedelta) -> Store:
+    """Where the ranks of this launch meet: a file that this user alone can open, or the store of the nodes."""
+    if not info.port:
+        return FileStore(str(info.folder / "store"), info.world_size)
+    return RunStore(info.host, info.port, run_secret(), timeout)
+
+
+def _join(request: Request, info: RankInfo, store: Store, timeout: datetime.timedelta) -> RankContext:
+    """Bring up the default process group over `store`."""
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", DEFAULT_THREADS)))
+    os.environ["TORCH_FR_BUFFER_SIZE"] = str(_recorded(request))
+    if request.task is Task.PROFILE:
+        os.environ["TORCH_NCCL_ENABLE_TIMING"] = "1"  # it takes events around every collective
+    torch.manual_seed(request.case.workload.seed + info.rank)
+    if request.device == "cuda":
+        torch.cuda.set_device(info.local_rank % torch.cuda.device_count())
+    device = (
+        torch.device(request.device, torch.cuda.current_device()) if request.device == "cuda" else torch.device("cpu")
+    )
+    torch.distributed.init_process_group(
+        request.backend,
+        store=PrefixStore(info.prefix, store),
+        rank=info.rank,
+        world_size=info.world_size,
+        timeout=timeout,
+    )
+    return RankContext(
+        rank=info.rank, world_size=info.world_size, device=device, backend=request.backend, scratch=info.folder
+    )
+
+
+def _recorded(request: Request) -> int:
+    """Entries of the flight recorder: all of a metered pass's or profiled step's, on any backend. Elsewhere it would
+    only take time, and memory with every collective; but NCCL's is cheap, and all the evidence that there is of a hang.
+    """
+    if request.task is Task.PROFILE:
+        return 20_000
+    if request.task is Task.OBSERVE and request.metered:
+        return max(20_000, 4_000 * request.steps)
+    return 2_000 if request.backend == "nccl" else 0
+
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def _kind(error: BaseException, folders: Iterable[Path] = ()) -> Status:
+    """`folders`: those that the rank writes to."""
+    if means_no_space(error, folders):
+        return Status.NO_SPACE
+    if isinstance(error, ClusterError):  # nodes and their store are Meshmark's
+        return Status.UNFINISHED
+    return Status.OOM if _is_out_of_memory(error) else Status.RAISED
+
+
+_OUT_OF_MEMORY = re.compile(
+    r"can't allocate memory"
+    r"|CUDA error: out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY"
+    r"|(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED"
+    r"|NCCL.*(Cuda failure \d*\s*'out of memory'|out of memory)|Failed to CUDA (c|m)alloc",
+    re.DOTALL,
+)
+"""What libraries that do not go through PyTorch's allocator say of a GPU, or a host, that is full."""
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or bool(_OUT_OF_MEMORY.search(text_of(error)))
+
+
+# --- The process of a rank: how it comes to be, and what it leaves for the launcher.
+
+STACK_SIGNAL = signal.SIGUSR1
+"""Makes a rank write every thread's Python stack, even while it hangs inside C."""
+
+
+def run_forked_rank(request: Request, info: RankInfo) -> NoReturn:
+    """A rank that a server has forked: in a session of its own, so that what it starts ends with it."""
+    os.setsid()
+    os.environ.update(
+        RANK=str(info.rank),
+        LOCAL_RANK=str(info.local_rank),
+        WORLD_SIZE=str(info.world_size),
+        LOCAL_WORLD_SIZE=str(info.local_world_size),
+        MASTER_ADDR=info.host,
+        MASTER_PORT=str(info.port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    run_rank(request, info)
+
+
+def run_rank(request: Request, info: RankInfo) -> NoReturn:
+    """Do `request` and leave a report, or leave a failure and exit with 1."""
+    _leave_traces(info)
+    outcome = perform(request, info)
+    failed = isinstance(outcome, RankFailure)
+    _write(info.file("failure" if failed else "report"), json.dumps(encode(outcome)))
+    if isinstance(outcome, RankFailure):
+        print(outcome.traceback, file=sys.stderr, end="")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1 if failed else 0)
+
+
+def _leave_traces(info: RankInfo) -> None:
+    """Own log, progress, stacks and temporary files in the launch's folder; no standard input; leave Ctrl-C to the
+    launcher."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    log = os.open(info.file("log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    os.environ["TMPDIR"], tempfile.tempdir = str(info.folder), None  # goes with the launch, and is open to nobody else
+    rank_progress.watch(info.file("progress"))
+    faulthandler.register(STACK_SIGNAL, file=open(info.file("stack"), "w"), all_threads=True)  # noqa: SIM115
+
+
+def _write(path: Path, text: str) -> None:
+    """Atomically: the launcher reads a whole file or none."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+# --- The entry under torchrun.
+
+
+def main(file: Path) -> NoReturn:
+    """Ranks meet in a file beside the request, in a folder that this user alone can open, and need no port."""
+    die_with_parent(os.getppid())
+    rank, local_rank, world_size, local_world_size = (
+        int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    )
+    info = RankInfo(
+        rank=rank,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        world_size=world_size,
+        host="127.0.0.1",
+        port=0,
+        prefix="torchrun",
+        folder=file.parent,
+    )
+    info.file("pid").write_text(str(os.getpid()))
+    mark = open(info.file("asked_to_end"), "w")  # noqa: SIM115
+    faulthandler.register(signal.SIGTERM, file=mark, chain=True)  # by the agent, when another rank has failed
+    run_rank(decode(Request, json.loads(file.read_text())), info)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,309 @@
+"""Holds the ranks of one node to their time limit, and tells how they ended, however their processes were started."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import linecache
+import os
+import re
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import meshmark
+from meshmark.launch.cluster import Cluster
+from meshmark.launch.folders import is_full
+from meshmark.launch.processes import STATES, process_state
+from meshmark.launch.rank import STACK_SIGNAL
+from meshmark.launch.ranks import RankInfo, ask
+from meshmark.rank_progress import Mark, Pace, read_mark
+from meshmark.records.rank_report import RankFailure, StackState
+from meshmark.records.record import Status
+from meshmark.records.request import Request, Task
+from meshmark.serial import decode
+from meshmark.text import LIMIT, clip, clip_tail
+
+_POLL_SECONDS = 0.1
+_STACK_SECONDS = 3.0
+_LOG_LINES = 30
+_ENDURE_SECONDS = 10.0
+"""What FAIL, which is to see whether the others end by themselves, gives them at least."""
+_CRASHES = [-number for number in (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)]
+"""Exit codes that no watchdog causes: such a rank was dying, which can take seconds, when it was to be killed."""
+
+
+class RankProcesses(Protocol):
+    """The processes of a launch's ranks on this node."""
+
+    grace_seconds: float
+    """How long the others may take to fail by themselves after the first failure."""
+
+    def start(self) -> None:
+        """Start them all."""
+
+    def wait(self, seconds: float) -> None:
+        """Until something may have happened to one, but no longer than `seconds`."""
+
+    def pid(self, info: RankInfo) -> int | None:
+        """None while it has none, or where that is not known."""
+
+    def exit_code(self, info: RankInfo) -> int | None:
+        """Negative: the signal that killed it. None while it runs."""
+
+    def spared(self, info: RankInfo) -> bool:
+        """Whether its end says nothing of it: another rank's failure was why."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether those are gone who started them, and with them every rank that had not ended."""
+
+    def end(self) -> list[int]:
+        """Kill what still runs, and whatever any of them started. Returns the ranks that outlived that."""
+
+
+class Watchdog:
+    """Watches the ranks of one launch on one node."""
+
+    def __init__(
+        self,
+        processes: RankProcesses,
+        cluster: Cluster | None,
+        request: Request,
+        ranks: Sequence[RankInfo],
+        failed_key: str,
+    ) -> None:
+        """`cluster`: where other nodes run ranks of the same launch; None when none does."""
+        self.processes, self.cluster, self.request, self.ranks = processes, cluster, request, ranks
+        self.failed_key = failed_key
+        self.killed: set[int] = set()
+        """Ranks that this watchdog ended: their death says nothing."""
+        self.unkillable: list[int] = []
+        self.died: dict[int, float] = {}
+        """When each rank was seen to have ended."""
+        self.started = self.stopped = time.monotonic()
+        self.marks: dict[int, Mark] = {}
+        """How far each rank had come when its time was up."""
+        self.states: dict[int, str] = {}
+        """And in which state its process was, in words."""
+
+    def run(self) -> list[RankFailure]:
+        """Start the ranks, wait for their end, and tell why those failed that did."""
+        late: list[int] = []
+        try:
+            self.processes.start()
+            late = self._wait()
+            if late:
+                self.marks = {p.rank: read_mark(p.file("progress"), started=self.started) for p in self.ranks}
+                self.stopped = time.monotonic()
+                self._dump_stacks()
+                self.states = {p.rank: self._state(p) for p in self.ranks}
+        finally:
+            self.killed = {info.rank for info in self._alive()}
+            self.unkillable = self.processes.end()
+        return [f for info in self.ranks if (f := self._failure(info, late))]
+
+    def _state(self, info: RankInfo) -> str:
+        pid = self.processes.pid(info)
+        return STATES.get(process_state(pid), "not stopped, but frozen or starved") if pid else "it never began"
+
+    def _alive(self) -> list[RankInfo]:
+        return [info for info in self.ranks if self.processes.exit_code(info) is None]
+
+    def _wait(self) -> list[int]:
+        """Until all have ended, or none may go on. Returns the ranks whose time is up."""
+        deadline = self.started + self.request.time_limit_seconds
+        last_moment = None
+        while self._alive():
+            self.processes.wait(_POLL_SECONDS)
+            self._note_deaths()
+            if last_moment is None and self._anyone_failed():
+                least = _ENDURE_SECONDS if self.request.task is Task.FAIL else 0.0
+                last_moment = time.monotonic() + max(self.processes.grace_seconds, least)
+            if last_moment is not None and time.monotonic() > last_moment:
+                return []
+            if time.monotonic() > deadline:
+                return [info.rank for info in self._alive()]
+        self._note_deaths()
+        self._anyone_failed()
+        return []
+
+    def _note_deaths(self) -> None:
+        for info in self.ranks:
+            if self.processes.exit_code(info) is not None:
+                self.died.setdefault(info.rank, time.time())
+
+    def _anyone_failed(self) -> bool:
+        """Whether a rank on any node has failed; if one did here, the other nodes are told."""
+        here = any(self._failed(info) for info in self.ranks)
+        if self.cluster is None:
+            return here
+        if here:
+            self.cluster.announce(self.failed_key)
+        return here or self.cluster.happened(self.failed_key)
+
+    def _failed(self, info: RankInfo) -> bool:
+        """Whether it ended with less than a report."""
+        exit_code = self.processes.exit_code(info)
+        silent = exit_code == 0 and not info.file("report").is_file() and not self.processes.spared(info)
+        return bool(exit_code) or silent
+
+    def _dump_stacks(self) -> None:
+        """Have every living rank write its stacks, and what it was communicating, and wait until they have."""
+        awaited = [info.file("collectives") for info in self._alive() if ask(info)]
+        for info in self._alive():
+            if (pid := self.processes.pid(info)) is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, STACK_SIGNAL)
+        deadline = time.monotonic() + _STACK_SECONDS
+        awaited += [info.file("stack") for info in self._alive()]
+        while time.monotonic() < deadline and not all(map(_size, awaited)):
+            time.sleep(0.05)
+        time.sleep(0.1)
+
+    def _failure(self, info: RankInfo, late: list[int]) -> RankFailure | None:
+        log_tail = tail(info.file("log"))
+        if info.rank in self.unkillable:
+            return self._unkillable(info, log_tail)
+        if info.rank in late:
+            return self._late(info, log_tail)
+        if info.file("failure").is_file():
+            left: RankFailure = decode(RankFailure, json.loads(_read(info.file("failure"))))
+            return dataclasses.replace(left, log_tail=log_tail)
+        exit_code = self.processes.exit_code(info) or 0
+        if (info.rank in self.killed and exit_code not in _CRASHES) or not self._failed(info):
+            return None
+        kind, message = _death(exit_code)
+        if self.processes.lost and not info.file("report").is_file():
+            kind = Status.UNFINISHED
+            message = "what starts ranks was killed, was stopped, or failed before they began"
+        elif is_full(info.folder):
+            kind, message = Status.NO_SPACE, f"{message}, and {str(info.folder.parent)!r} is full"
+        return RankFailure(
+            rank=info.rank, kind=kind, message=message, time=self.died.get(info.rank, time.time()), log_tail=log_tail
+        )
+
+    def _unkillable(self, info: RankInfo, log_tail: str) -> RankFailure:
+        pid = self.processes.pid(info) or 0
+        state = process_state(pid)
+        return RankFailure(
+            rank=info.rank,
+            kind=Status.UNKILLABLE,
+            message=f"process {pid} outlived SIGKILL, {STATES.get(state, 'frozen')} (state {state}): it is left "
+            "behind, with the memory and devices that it holds; `dmesg` may say why",
+            time=time.time(),
+            log_tail=log_tail,
+            stack=clip(_read(info.file("stack"))),
+        )
+
+    def _late(self, info: RankInfo, log_tail: str) -> RankFailure:
+        """Whether it was slow or stood still, after the mark that it left."""
+        limit, mark = self.request.time_limit_seconds, self.marks[info.rank]
+        pace, message = mark.pace(now=self.stopped, limit=limit), f"no end within {limit:g} s"
+        stack = _read(info.file("stack"))
+        stands = standing(stack)
+        if self.request.device != "cpu" and stands is StackState.OWN:
+            stands = StackState.OUTSIDE  # a line of ours may wait there for the framework's kernels
+        kind: str = Pace.HUNG if pace is Pace.WAITS and not stack else pace  # without a stack, it does not even wait
+        if stands is StackState.OWN and pace is not Pace.SLOW:
+            kind = Status.UNFINISHED
+            message += f": {mark.text(now=self.stopped)}; it stands in Meshmark's own code, {own_place(stack)}: "
+            message += "no fault of the adapter or its framework; please report it"
+        elif pace is Pace.SLOW:
+            message += f", but still coming on: {mark.text(now=self.stopped)}; --time-limit gives it longer"
+        else:
+            message += f", and no progress: {mark.text(now=self.stopped)}"
+            message += "" if mark.done else "; if that may take so long, --time-limit gives it longer"
+        return RankFailure(
+            rank=info.rank,
+            kind=kind,
+            message=message,
+            time=time.time() - (time.monotonic() - mark.time),
+            log_tail=log_tail,
+            stack=(clip(stack) or f"none: the process answered no signal ({self.states.get(info.rank, 'gone')})")
+            + _communicated(info),
+            standing=stands,
+        )
+
+
+def _death(exit_code: int) -> tuple[str, str]:
+    """Its kind, and in words."""
+    if exit_code < 0:
+        hint = " (the kernel's out-of-memory killer, if nobody else)" if exit_code == -signal.SIGKILL else ""
+        return Status.KILLED, f"killed by {signal.Signals(-exit_code).name}{hint}"
+    return Status.EXITED, f"ended with exit code {exit_code} before it could report"
+
+
+_WAITS = re.compile(r"/torch/(distributed|autograd|futures|_ops\.py|cuda)\b")
+"""Where a rank is that waits for others: in a collective, or in a backward pass or a stream that holds one."""
+
+
+_PACKAGE = Path(meshmark.__file__).parent
+_ENGINES = ("adapters", "adapter", "suites")
+"""Folders of the package whose code is an engine's, or runs for one."""
+_SHARED = ("reference", "algorithms", "spec", "theory")
+"""Folders whose code engines and judge both call: the caller decides."""
+_LIBRARY = re.compile(r"/(torch|numpy|scipy)/|/lib/python[0-9.]+/(?!site-packages|dist-packages)|^<")
+
+
+def standing(stack: str) -> StackState:
+    """Of a rank that left `stack`, as faulthandler writes it: by the innermost frame of the thread that was asked."""
+    if not stack:
+        return StackState.SILENT
+    frames = _frames(stack)
+    if not frames:
+        return StackState.OUTSIDE
+    file, line, _ = frames[0]
+    if _WAITS.search(file) or ".wait(" in linecache.getline(file, int(line)):
+        return StackState.INSIDE
+    return StackState.OWN if own_place(stack) else StackState.OUTSIDE
+
+
+def own_place(stack: str) -> str:
+    """Where in Meshmark's own code the thread that was asked stands; empty where an engine was at work.
+
+    Frames of libraries that Meshmark's code calls are passed over, from the innermost one outward. The first other one
+    decides.
+    """
+    for file, line, name in _frames(stack):
+        path = Path(file)
+        if not path.is_relative_to(_PACKAGE):
+            if _LIBRARY.search(file):
+                continue
+            return ""
+        folder = path.relative_to(_PACKAGE).parts[0]
+        if folder in _SHARED:
+            continue
+        return "" if folder in _ENGINES else f"{path.relative_to(_PACKAGE.parent)}:{line} in {name}"
+    return ""
+
+
+def _frames(stack: str) -> list[tuple[str, str, str]]:
+    """File, line and function, innermost first."""
+    return re.findall(r'File "(.*)", line (\d+) in (.*)', stack.rpartition("Current thread")[2])
+
+
+def tail(log: Path) -> str:
+    """The last lines, of a log that may be larger than memory."""
+    if not log.is_file():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, _size(log) - 4 * LIMIT))  # a character takes four bytes at most
+        text = file.read(4 * LIMIT).decode(errors="replace")
+    return clip_tail("\n".join(text.splitlines()[-_LOG_LINES:]))
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace") if path.is_file() else ""
+
+
+def _communicated(info: RankInfo) -> str:
+    text = _read(info.file("collectives"))
+    return f"\n\nThe last collective that ended, and those under way:\n{clip(text)}" if text else ""
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0

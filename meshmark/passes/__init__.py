@@ -1,0 +1,6 @@
+"""What a rank can be told to do with a case: observe it, time it, measure its noise, or test one clause.
+
+A pass drives an engine for some steps and returns a rank report.
+
+May import: spec, reference, theory, adapter, algorithms, judge, measure, records.
+"""

@@ -1,0 +1,236 @@
+"""Passes that single conformance clauses ask for: dropout, endurance, failure and overflow."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import gc
+import math
+import time
+
+import numpy as np
+import torch
+
+from meshmark import rank_progress
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.engine import RankContext
+from meshmark.judge.deviation import Tensors, global_norm
+from meshmark.judge.engine_tensors import host_gradients, host_parameters
+from meshmark.judge.tolerance_model import ZERO
+from meshmark.judge.trace import Trace, gather_trace, host_copies
+from meshmark.judge.truth import assess, exact_gradients, initial_values
+from meshmark.passes.observer import Observer, digests
+from meshmark.records.rank_report import RankReport
+from meshmark.records.request import Request
+from meshmark.reference.build import build_model
+from meshmark.reference.data import Batch, make_batch
+from meshmark.reference.objective import loss_share
+from meshmark.spec.workload import Workload
+
+# --- Dropout: one step again and again, without an update. Shows what dropout does to the loss of each rank.
+
+NUM_REFERENCES = 96
+"""Draws of the single process that the ranks' losses are held against."""
+
+
+def repeat_with_dropout(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
+    """`losses`: this rank's mean loss over the same rows, which all data-parallel ranks train on, again and again; on
+    rank 0 also `reference`, a single process's, and `evaluation` beside `exact`. Of the gradients, `along` (their
+    multiples of the exact ones without dropout) and `size` (their squares over those of the exact ones), each the mean
+    over tensors, beside `reference_along` and `reference_size`. The optimizer must not move."""
+    case = request.case
+    engine = adapter.build(case, context)
+    built, batch = time.time(), _same_rows(case.workload, case.layout.dp)
+    losses, trace = [], Trace(parameters=[host_parameters(engine, case.workload)])
+    rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
+    for step in range(request.steps):
+        if step == request.steps // 2:  # amid training, which must not notice
+            evaluation = torch.tensor(float(engine.evaluate(batch)), device=context.device)
+        losses.append(float(engine.backward(batch)) * case.layout.dp)
+        trace.gradients.append(host_gradients(engine, case.workload))
+        engine.update()
+        rank_progress.advance()
+    torch.distributed.all_reduce(evaluation)
+    trace.parameters.append(host_parameters(engine, case.workload))
+    engine.close()
+    trace.losses, trace.norms = losses, [None] * len(losses)
+    union, drifts, num_replicated = gather_trace(trace)
+    samples = {"losses": losses}
+    if union:
+        exact = exact_gradients(case.workload, initial_values(case.workload), batch, case.layout)
+        reference, gradients = _references(case.workload, batch.shard(0, case.layout.dp), case.layout.dp)
+        samples |= {"reference": reference, "evaluation": [float(evaluation)], "exact": [exact.loss]}
+        samples |= _summaries("", union.gradients, exact.gradients)
+        samples |= _summaries("reference_", gradients, exact.gradients)
+    return RankReport(
+        rank=context.rank,
+        build_seconds=built - started,
+        run_seconds=time.time() - built,
+        losses=losses,
+        samples=samples,
+        drifts=drifts,
+        num_replicated=num_replicated,
+    )
+
+
+def _same_rows(workload: Workload, dp: int) -> Batch:
+    """A global batch that holds the rows of the first data-parallel rank `dp` times."""
+    batch = make_batch(workload, 0).shard(0, dp)
+    again = batch.take(torch.arange(len(batch)).repeat(dp))
+    return dataclasses.replace(again, total_weight=float(again.weights.sum()))
+
+
+def _references(workload: Workload, rows: Batch, dp: int) -> tuple[list[float], list[Tensors]]:
+    """Losses of plain PyTorch with dropout on the same rows, and gradients, each summed over as many draws as there are
+    data-parallel ranks."""
+    model = build_model(workload.model)
+    model.initialize(workload.seed)
+    torch.manual_seed(workload.seed + 1)
+    losses, gradients = [], []
+    rank_progress.begin(rank_progress.Phase.TRUTH, NUM_REFERENCES // dp * dp)
+    for draw in range(1, NUM_REFERENCES // dp * dp + 1):
+        loss = loss_share(model(rows.inputs), rows, workload.loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(float(loss.detach()) * dp)
+        if draw % dp == 0:
+            gradients.append(host_copies({name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+            model.zero_grad()
+        rank_progress.advance()
+    return losses, gradients
+
+
+def _summaries(prefix: str, steps: list[Tensors], exact: Tensors) -> dict[str, list[float]]:
+    """`along` and `size` of every step's gradients; those that are zero by mathematics are left out."""
+    norm = global_norm(exact)
+    squares = {name: float(np.sum(x * x)) for name, x in exact.items()}
+    counted = [name for name, square in squares.items() if math.sqrt(square) > ZERO * norm]
+
+    def mean(numbers: list[float]) -> float:
+        return sum(numbers) / max(len(numbers), 1)
+
+    return {
+        f"{prefix}along": [
+            mean([float(np.sum(g[n] * exact[n])) / squares[n] for n in counted if n in g]) for g in steps
+        ],
+        f"{prefix}size": [mean([float(np.sum(g[n] * g[n])) / squares[n] for n in counted if n in g]) for g in steps],
+    }
+
+
+# --- Endurance: many steps, to see whether memory grows.
+
+
+def endure(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
+    """Bytes in use after every one of `request.steps` steps, as `live_bytes`."""
+    engine = adapter.build(request.case, context)
+    built, live, losses = time.time(), [], []
+    gc.freeze()  # the collector need not look again and again at what was there before
+    rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
+    for step in range(request.steps):
+        losses.append(float(engine.step(make_batch(request.case.workload, step))))
+        gc.collect()
+        live.append(float(live_bytes(context.device)))
+        rank_progress.advance()
+    engine.close()
+    return RankReport(
+        rank=context.rank,
+        build_seconds=built - started,
+        run_seconds=time.time() - built,
+        losses=losses,
+        samples={"live_bytes": live},
+    )
+
+
+def live_bytes(device: torch.device) -> int:
+    """Bytes that this process has allocated on `device`: PyTorch's on a GPU, all of the C library's on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return torch.cuda.memory_allocated(device)
+    info = _mallinfo()()
+    return int(info.uordblks + info.hblkhd)
+
+
+class _MallInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    ]
+
+
+@functools.cache
+def _mallinfo() -> ctypes._CFuncPtr:  # type: ignore[name-defined]
+    function = ctypes.CDLL(None).mallinfo2
+    function.restype = _MallInfo
+    return function
+
+
+# --- Failure: one rank raises an error while the others train on.
+
+MESSAGE = "raised on purpose, to see it end the case"
+FAILS_AT = 1
+
+
+def fail(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
+    """Train; the last rank raises `RuntimeError` in step FAILS_AT."""
+    engine = adapter.build(request.case, context)
+    built, losses = time.time(), []
+    rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
+    for step in range(request.steps):
+        if step == FAILS_AT and context.rank == context.world_size - 1:
+            raise RuntimeError(MESSAGE)
+        losses.append(float(engine.step(make_batch(request.case.workload, step))))
+        rank_progress.advance()
+    return RankReport(rank=context.rank, build_seconds=built - started, run_seconds=time.time() - built, losses=losses)
+
+
+# --- Overflow (fp16): the gradients of one rank overflow in one step, which every rank must then skip.
+
+OVERFLOWS_BEFORE = 1
+"""The step before which the overflow comes."""
+
+
+def overflow(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
+    """Train `request.steps` steps, and between two of them one whose loss is divided by zero on the last rank. `moved`:
+    how many of this rank's parameters that step changed. The others must be as if it had not been."""
+    engine = adapter.build(request.case, context)
+    built, observer = time.time(), Observer(engine, request)
+    moved = 0
+    rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
+    for step in range(request.steps):
+        if step == OVERFLOWS_BEFORE:
+            batch = make_batch(request.case.workload, request.steps)
+            last = context.rank == context.world_size - 1
+            engine.backward(dataclasses.replace(batch, total_weight=0) if last else batch)
+            engine.update()
+            before, after = observer.trace.parameters[-1], host_parameters(engine, request.case.workload)
+            moved = sum(not np.array_equal(before[name], after[name]) for name in before)
+        observer.train(step)
+    engine.close()
+    trace, drifts, num_replicated = gather_trace(observer.trace)
+    deviations = assess(trace, request.case.workload, layout=request.case.layout) if trace else {}
+    return RankReport(
+        rank=context.rank,
+        build_seconds=built - started,
+        run_seconds=time.time() - built,
+        losses=observer.trace.losses,
+        norms=observer.trace.norms,
+        deviations=deviations,
+        drifts=drifts,
+        num_replicated=num_replicated,
+        left_out=observer.left_out,
+        samples={"moved": [float(moved)]},
+        digests=digests([trace]) if trace else [],
+    )

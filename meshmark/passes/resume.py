@@ -1,0 +1,124 @@
+"""Save halfway, and go on or lose a rank; and in other processes, go on from what was saved."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import signal
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from meshmark import rank_progress
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.judge.replica_diagnosis import diagnose_replicas
+from meshmark.judge.replicas import replicas_of_ranks
+from meshmark.judge.trace import Trace, gather_replicas
+from meshmark.judge.truth import assess_replicas
+from meshmark.passes.observer import Observer, digests
+from meshmark.records.rank_report import RankReport
+from meshmark.records.request import Request
+
+TRACE = "meshmark-trace.pickle"
+
+
+def save_halfway(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
+    """Train `request.steps` steps, and leave a checkpoint after half of them, with the trace up to there."""
+    engine, observer, built = _first_half(request, adapter, context)
+    for step in range(halfway(request), request.steps):
+        observer.train(step)
+    engine.close()
+    together, replicas = request.case.workload.algorithm.replicas_agree, replicas_of_ranks(request.case)
+    traces, drifts, _ = gather_replicas(observer.trace, replicas, together)
+    return RankReport(
+        rank=context.rank,
+        build_seconds=built - started,
+        run_seconds=time.time() - built,
+        losses=observer.trace.losses,
+        drifts=drifts,
+        digests=digests(traces),
+    )
+
+
+def lose_a_rank(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
+    """The same, but that the last rank is killed when a step more is done, which is lost with it: what is on disk is
+    all that there is to go on from. No rank comes to its end."""
+    _, observer, built = _first_half(request, adapter, context)
+    observer.train(halfway(request))
+    if context.rank == context.world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for step in range(halfway(request) + 1, request.steps):
+        observer.train(step)
+    return RankReport(rank=context.rank, build_seconds=built - started, run_seconds=time.time() - built)
+
+
+def _first_half(request: Request, adapter: Adapter, context: RankContext) -> tuple[Engine, Observer, float]:
+    """An engine that has saved where it is, what it did until there, and when it was built."""
+    folder = Path(request.checkpoint)
+    engine = adapter.build(request.case, context)
+    built, observer = time.time(), Observer(engine, request)
+    rank_progress.begin(rank_progress.Phase.TRAIN, halfway(request))
+    for step in range(halfway(request)):
+        observer.train(step)
+    engine.save(folder)
+    so_far, _, _ = gather_replicas(observer.trace, replicas_of_ranks(request.case))
+    if so_far:
+        (folder / TRACE).write_bytes(pickle.dumps(so_far))
+    rank_progress.begin(rank_progress.Phase.TRAIN, request.steps - halfway(request))
+    return engine, observer, built
+
+
+def resume(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
+    """Load what the first half left and train the other half; both halves together are one run to be judged."""
+    folder, half = Path(request.checkpoint), halfway(request)
+    engine = adapter.build(request.case, context)
+    built = time.time()
+    engine.load(folder)
+    observer = Observer(engine, request)
+    rank_progress.begin(rank_progress.Phase.TRAIN, request.steps - half)
+    for step in range(half, request.steps):
+        observer.train(step)
+    engine.close()
+    together = request.case.workload.algorithm.replicas_agree
+    second, drifts, _ = gather_replicas(observer.trace, replicas_of_ranks(request.case), together)
+    dist.barrier()
+    report = RankReport(
+        rank=context.rank,
+        build_seconds=built - started,
+        run_seconds=time.time() - built,
+        losses=observer.trace.losses,
+        drifts=[dataclasses.replace(drift, step=drift.step + half) for drift in drifts],
+    )
+    if not second:
+        return report
+    first: list[Trace] = pickle.loads((folder / TRACE).read_bytes())
+    whole = [_join(*halves) for halves in zip(first, second, strict=True)]
+    deviations = assess_replicas(whole, request.case.workload, layout=request.case.layout)
+    diagnosis = (
+        diagnose_replicas(request.case, whole, deviations, report.drifts, request.tolerance_model)
+        if request.tolerance_model
+        else None
+    )
+    return dataclasses.replace(report, deviations=deviations, diagnosis=diagnosis, digests=digests(second))
+
+
+def halfway(request: Request) -> int:
+    return request.steps // 2
+
+
+def _join(first: Trace, second: Trace) -> Trace:
+    """One run of two halves; where they meet, the parameters are those that were loaded."""
+    return Trace(
+        parameters=first.parameters[:-1] + second.parameters,
+        gradients=first.gradients + second.gradients,
+        losses=first.losses + second.losses,
+        norms=first.norms + second.norms,
+        buffers=[a[:-1] + b for a, b in zip(first.buffers, second.buffers, strict=True)],
+        left_out=first.left_out + second.left_out,
+        loss_scales=first.loss_scales + second.loss_scales,
+        versions=first.versions + second.versions,
+        drifted=second.drifted,
+    )

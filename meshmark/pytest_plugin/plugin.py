@@ -1,0 +1,265 @@
+"""The pytest side: options, the session's cases and runner. Loaded by `pytest_entry` or the checkout's conftest.py."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import signal
+from collections.abc import Callable, Generator, Iterator
+
+import pytest
+
+from meshmark.adapter.matrix import AUTO, counts
+from meshmark.conformance.scenario import plain_cells
+from meshmark.conformance.scenario_runner import ScenarioRunner
+from meshmark.environment import describe
+from meshmark.errors import ClusterError, InputError, ResultsError
+from meshmark.launch.cluster import Cluster
+from meshmark.launch.launchers import LAUNCHERS
+from meshmark.pytest_plugin.entry import asks_for_suites
+from meshmark.pytest_plugin.expect import expect_ran
+from meshmark.pytest_plugin.optional_suites import OPTIONAL, with_optional_suites
+from meshmark.pytest_plugin.progress import Progress
+from meshmark.pytest_plugin.selection import (
+    SELECTION,
+    Selection,
+    add_options,
+    crowding,
+    expect_gpus,
+    expect_spread,
+    selection,
+)
+from meshmark.records.record import Record
+from meshmark.records.record_file import read_records
+from meshmark.records.sources import sources_of
+from meshmark.regression.baseline_gate import BaselineGate, expect_cases
+from meshmark.run.assemble import unmatched_gaps
+from meshmark.run.resume import Held, is_committed
+from meshmark.run.runner import Runner, profile
+from meshmark.run.throughput import values_of
+from meshmark.spec.case import CHOOSE, Case, Cell, InvalidLayout, expect_fit
+from meshmark.spec.model_config import Dataset
+
+pytest_plugins = [
+    "meshmark.pytest_plugin.session_log",
+    "meshmark.pytest_plugin.long_run",
+    "meshmark.pytest_plugin.shard",
+    "meshmark.pytest_plugin.terminal_summary",
+    "meshmark.pytest_plugin.github",
+    "meshmark.pytest_plugin.all_skipped",
+]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    add_options(parser)
+
+
+CELLS = pytest.StashKey[list[Case | InvalidLayout]]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Check the command line before anything is collected: a mistake is one usage error, not one a test file. What
+    `--conformance` and `--profile` ask for is collected also where single files are named."""
+    config = session.config
+    asked_suites = [suite for suite in OPTIONAL if config.getoption(f"--{suite}")]
+    config.args = with_optional_suites(config.args, asked_suites, config.invocation_params.dir)
+    # Under --pyargs the suites' conftest, which knows the cases, comes with their collection.
+    asked = asks_for_suites(config.args, config.option.pyargs, config.invocation_params.dir)
+    if asked or config.hook.pytest_meshmark_cases.get_hookimpls():
+        selection(config)
+        gc.freeze()  # all that has been imported stays, and pytest would look through it several times
+
+
+def _cells(config: pytest.Config) -> list[Case | InvalidLayout]:
+    if CELLS not in config.stash:
+        config.stash[CELLS] = config.hook.pytest_meshmark_cases(config=config, selection=selection(config))
+    return config.stash[CELLS]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Parametrize every test that asks for a case by the matrix that the suites define."""
+    if "case" in metafunc.fixturenames:
+        _parametrize(metafunc, "case", {cell.id: cell for cell in _cells(metafunc.config)})
+    if "conforming" in metafunc.fixturenames:
+        chosen = selection(metafunc.config)
+        plain = [
+            cell
+            for name, adapter in chosen.adapters.items()
+            for world in (chosen.worlds if adapter.capabilities.degrees else [1])
+            for cell in plain_cells(name, adapter, world, global_batch=chosen.global_batch, corpus=chosen.corpus)
+        ]
+        _parametrize(metafunc, "conforming", {f"{cell.adapter}-{cell.layout.id}": cell for cell in plain})
+
+
+def _parametrize(metafunc: pytest.Metafunc, name: str, cells: dict[str, Case | InvalidLayout]) -> None:
+    """By cells under their ids; one that cannot be is a skip with its reason."""
+    marks = {
+        id_: [pytest.mark.skip(f"{cell.reason}; {CHOOSE}")] if isinstance(cell, InvalidLayout) else []
+        for id_, cell in cells.items()
+    }
+    parameters = [pytest.param(cell, id=id_, marks=marks[id_]) for id_, cell in cells.items()]
+    metafunc.parametrize(name, parameters, scope="session")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Layouts none of which fits its workload are a mistake, before `-k` has its say; and a baseline of other cases."""
+    parameters = [
+        item.callspec.params for item in items if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    ]
+    cells = [p[name] for p in parameters for name in ("case", "conforming") if name in p]
+    try:
+        expect_fit([cell for cell in cells if isinstance(cell, Cell)])
+        worlds = {cell.world_size for cell in cells if isinstance(cell, Case)}
+        expect_spread(selection(config), worlds)
+        expect_gpus(selection(config), worlds)
+        if cells and (keeper := selection(config).baseline_gate):
+            expect_cases(keeper, {cell.id for cell in cells if isinstance(cell, Case)})
+    except InputError as error:
+        raise pytest.UsageError(str(error)) from error
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> str:
+    """How much of what there is this session tries, where layouts are chosen for it: to count takes a moment."""
+    cells, chosen = config.stash.get(CELLS, []), config.stash.get(SELECTION, None)
+    return counts(chosen.adapters, chosen.worlds, cells) if cells and chosen and chosen.layouts == AUTO else ""
+
+
+class Hooks:
+    """Where the checkout's suites plug their matrix in."""
+
+    @pytest.hookspec(firstresult=True)
+    def pytest_meshmark_cases(self, config: pytest.Config, selection: Selection) -> list[Case | InvalidLayout] | None:
+        """The cells to parametrize by."""
+
+
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    pluginmanager.add_hookspecs(Hooks)
+
+
+@pytest.fixture(scope="session")
+def runner(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Iterator[Runner]:
+    """This session's runner, which owns the cluster, the launcher and the records file."""
+    chosen = selection(pytestconfig)
+    progress = Progress(pytestconfig)
+    pytestconfig.pluginmanager.register(progress)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_ending_the_run())
+        stack.enter_context(_signals_end_like_ctrl_c())
+        cluster = stack.enter_context(Cluster(chosen.cluster, progress.say))
+        launcher = stack.enter_context(contextlib.closing(LAUNCHERS[chosen.launcher](cluster)))
+        held = _held(chosen, progress.say)
+        running = Runner(launcher, chosen.targets, chosen.options, chosen.results, progress.announce, held)
+        stack.enter_context(contextlib.closing(running))
+        stack.enter_context(contextlib.closing(progress))
+        progress.expect(request.session.items, running.refusal)
+        conforming = any("conforming" in getattr(item, "fixturenames", ()) for item in request.session.items)
+        if conforming and any(each.dataset is Dataset.OWN for each in chosen.workloads):
+            progress.say("conformance trains gpt-mini in variants of its own, not your workload")
+        for warning in [*crowding(chosen), *unmatched_gaps(chosen.options.known_gaps, chosen.adapters)]:
+            progress.say(warning)
+        yield running
+
+
+def _held(chosen: Selection, say: Callable[[str], None]) -> Held | None:
+    """What the results folder holds, where that is asked for; node 0's holds all."""
+    if not chosen.resume:
+        return None
+    file = chosen.results / "records.jsonl"
+    if chosen.cluster.node_rank or not (file.is_file() and file.stat().st_size):
+        return Held()
+    if not is_committed(describe(chosen.options.device, "", 1)):
+        say("--resume: this checkout has changes that no commit holds, so nothing is known to be of the same code")
+    elif unknown := dict.fromkeys(
+        source.target
+        for target in chosen.targets.values()
+        for work in chosen.workloads
+        for source in sources_of(target, work)
+        if not source.is_known
+    ):
+        say(f"--resume: {', '.join(unknown)} is in no commit, so nothing is known to be of the same code: run again")
+    return Held(read_records(chosen.results, latest=True).records)
+
+
+@pytest.fixture(scope="session")
+def baseline(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> BaselineGate | None:
+    """What `--baseline` holds this session's records against."""
+    keeper = selection(pytestconfig).baseline_gate
+    timed = [item for item in request.session.items if "timed" in getattr(item, "fixturenames", ())]
+    return keeper and dataclasses.replace(keeper, num_timed=max(len(timed), 1))
+
+
+@pytest.fixture(scope="session")
+def scenarios(runner: Runner) -> ScenarioRunner:
+    """The conformance suite's side of this session's runner."""
+    return ScenarioRunner(runner)
+
+
+@contextlib.contextmanager
+def _ending_the_run() -> Iterator[None]:
+    """What no later case could survive (a folder in use, a node that is gone) ends the run with one message."""
+    try:
+        yield
+    except (ClusterError, ResultsError) as error:
+        pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)
+
+
+@contextlib.contextmanager
+def _signals_end_like_ctrl_c() -> Iterator[None]:
+    """`timeout`, `scancel` and a terminal that closes interrupt the run as Ctrl-C does: fixtures are torn down, and
+    what was recorded is reported. A signal that is ignored (by `nohup`) stays so."""
+    endings = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_DFL]
+
+    def interrupt(number: int, frame: object) -> None:
+        for ending in endings:  # one interrupts; a second, such as a shell's own SIGHUP, would break the clean-up off
+            signal.signal(ending, signal.SIG_IGN)
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    for ending in endings:
+        signal.signal(ending, interrupt)
+    try:
+        yield
+    finally:
+        for ending in endings:
+            signal.signal(ending, signal.SIG_DFL)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """Tests that launch by themselves, those of the conformance suite, end the run as fixtures do."""
+    launches = isinstance(pyfuncitem.funcargs.get("scenarios"), ScenarioRunner)
+    with _ending_the_run() if launches else contextlib.nullcontext():
+        return (yield)
+
+
+@pytest.fixture
+def observed(runner: Runner, case: Case, request: pytest.FixtureRequest) -> Record:
+    """The record of the case's instrumented pass, with its verdicts; its values are the test's properties in JUnit."""
+    with _ending_the_run():
+        record = runner.observe(case)
+    _tell(record, request.node)
+    return record
+
+
+@pytest.fixture
+def timed(runner: Runner, case: Case, request: pytest.FixtureRequest) -> Record:
+    """The record of the case's untouched pass, which must have reached its end."""
+    with _ending_the_run():
+        record = runner.time(case)
+    _tell(record, request.node)
+    expect_ran(record)
+    return record
+
+
+@pytest.fixture
+def profiled(runner: Runner, case: Case) -> Record:
+    """The record of the case's profiled pass."""
+    with _ending_the_run():
+        return profile(runner, case)
+
+
+def _tell(record: Record, test: pytest.Item) -> None:
+    """As pytest's own `record_property` does, which warns of every test where JUnit's format is the usual one."""
+    test.user_properties += values_of(record).items()

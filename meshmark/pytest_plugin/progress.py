@@ -1,0 +1,234 @@
+"""Which pass runs, how many are left, time so far."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from meshmark.adapter.capabilities import Feature
+from meshmark.conformance.clauses import Clause
+from meshmark.conformance.scenario import SCENARIOS
+from meshmark.records.record import Record, Status
+from meshmark.records.request import Task
+from meshmark.spec.case import Case
+
+if TYPE_CHECKING:
+    from meshmark.pytest_plugin.live import Live
+
+Refusal = Callable[[Case, frozenset[Feature]], str | None]
+"""Why a case is not run when a pass takes these features besides; `Runner.refusal`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A pass that tests stand on."""
+
+    what: str
+    """Its scenario or task."""
+    case: Case
+    """As it is run."""
+    needs: frozenset[Feature] = frozenset()
+    misfit: str | None = None
+    after: Launch | None = None
+    """The launch without whose success there is none."""
+
+    def is_of(self, what: str, case: Case) -> bool:
+        return self.what == what and self.case == case
+
+    def happens(self, refusal: Refusal) -> bool:
+        """As far as can be known before."""
+        try:
+            allowed = not (self.misfit or refusal(self.case, self.needs))
+        except (Exception, SystemExit):  # an adapter's own: its case tells of it
+            return True
+        return allowed and (self.after is None or self.after.happens(refusal))
+
+
+class Progress:
+    """A bar and a line a case on a terminal, a line a pass elsewhere."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._reporter: Any = config.pluginmanager.getplugin("terminalreporter")
+        self._capture: Any = config.pluginmanager.getplugin("capturemanager")
+        self._quiet = config.get_verbosity() < 0
+        self._live: Live | None = None
+        self._cases = Cases(())
+        self._awaited: dict[str, set[Launch]] = {}
+        """By test that has not ended: the launches that it stands on and that are still to come."""
+        self._seconds: dict[str, list[float]] = {}
+        """Of the launches that are done, by what they were."""
+        self._started = time.monotonic()
+
+    def expect(self, items: Sequence[pytest.Item], refusal: Refusal) -> None:
+        """Count the launches that `items` stand on, each once; what is refused is none."""
+        self._awaited = {item.nodeid: {one for one in launches_of(item) if one.happens(refusal)} for item in items}
+        named = ((item.nodeid, _case_of(item), item.path.stem.removeprefix("test_")) for item in items)
+        self._cases = Cases((test, case, suite) for test, case, suite in named if case)
+        if on_terminal(self._reporter, self._capture):
+            from meshmark.pytest_plugin.live import Live  # where its library is drawn with
+
+            with self._capture.global_and_fixture_disabled():
+                self._reporter.ensure_newline()
+                self._live = Live(sys.stdout.fileno())
+            self._reporter.showfspath = False
+
+    def close(self) -> None:
+        """The terminal is pytest's again, but for the line of the last case: its test ends with the session."""
+        if self._live:
+            self._live.stop()
+
+    def pytest_unconfigure(self) -> None:
+        if self._live:
+            self._live.close()
+
+    @property
+    def _pending(self) -> set[Launch]:
+        return set().union(*self._awaited.values())
+
+    @property
+    def _done(self) -> int:
+        return sum(map(len, self._seconds.values()))
+
+    @property
+    def _left(self) -> str:
+        """As long as others of their kind took, else as all did; nothing before the first is done."""
+        pending = self._pending
+        if not self._done or not pending:
+            return ""
+        all_seconds = [second for seconds in self._seconds.values() for second in seconds]
+        left = sum(statistics.fmean(self._seconds.get(one.what, all_seconds)) for one in pending)
+        return f"about {_minutes(left)} left"
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
+        """A case's own line says it where there is a bar; pytest still counts, and tells failures at the end."""
+        if self._live is None or report.nodeid not in self._cases or hasattr(report, "wasxfail"):
+            return None
+        if report.passed and report.when != "call":
+            return None
+        return "error" if report.failed and report.when != "call" else report.outcome, "", ""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.nodeid in self._cases:
+            self._cases.add(report.nodeid, report.outcome, report.duration)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        """What a test did not launch, as when it was skipped, is only launched if another test stands on it."""
+        self._awaited.pop(nodeid, None)
+        ended = self._cases.end(nodeid) if nodeid in self._cases else None
+        if self._live and ended:
+            self._live.ended(*ended)
+
+    def say(self, text: str) -> None:
+        """Something that takes its time, or that a reader should know."""
+        if self._live:
+            self._live.line(f"meshmark: {text}")
+        elif self._reporter is not None:
+            with self._capture.global_and_fixture_disabled():
+                self._reporter.ensure_newline()
+                self._reporter.write_line(f"meshmark: {text}")
+
+    def announce(self, what: str, case: Case, record: Record | None) -> None:
+        if record is not None:
+            self._settle(what, case, record)
+        done, total = self._done, self._done + len(self._pending)
+        if self._live:
+            if record is None:
+                self._live.show(f"{what} {case.id}", done, total, self._left)
+        elif record is not None and not self._quiet and self._reporter is not None:
+            told = f"{record.outcome.status} in {record.launch.seconds:.1f} s"
+            elapsed = _minutes(time.monotonic() - self._started)
+            left = f", {self._left}" if self._left else ""
+            with self._capture.global_and_fixture_disabled():
+                self._reporter.ensure_newline()
+                self._reporter.write_line(f"[{done}/{total}] {what} {case.id} {elapsed} {told}{left}")
+        for remark in record.remarks if record and not self._quiet else []:
+            self.say(remark)
+
+    def _settle(self, what: str, case: Case, record: Record) -> None:
+        """One launch is done; those that needed it to end well are none."""
+        self._seconds.setdefault(what, []).append(record.launch.seconds)
+        failed = record.outcome.status is not Status.OK
+        for launches in self._awaited.values():
+            launches -= {
+                one
+                for one in launches
+                if one.is_of(what, case) or (failed and one.after and one.after.is_of(what, case))
+            }
+
+
+class Cases:
+    """Which tests of each case are still to end, and how the others did."""
+
+    def __init__(self, tests: Iterable[tuple[str, str, str]]) -> None:
+        """Node id, case and suite of each."""
+        self._tests = {test: (case, suite) for test, case, suite in tests}
+        self._found: dict[str, dict[str, str]] = {}
+        self._seconds: dict[str, float] = {}
+
+    def __contains__(self, test: str) -> bool:
+        return test in self._tests
+
+    def add(self, test: str, outcome: str, seconds: float) -> None:
+        """One phase of a test; a failure is not taken back."""
+        case, suite = self._tests[test]
+        found = self._found.setdefault(case, {})
+        if found.get(suite) != "failed":
+            found[suite] = outcome
+        self._seconds[case] = self._seconds.get(case, 0.0) + seconds
+
+    def end(self, test: str) -> tuple[str, dict[str, str], float] | None:
+        """Of a test that has ended: its case, when it was the last of it."""
+        case, _ = self._tests.pop(test)
+        if any(case == other for other, _ in self._tests.values()):
+            return None
+        return case, self._found.pop(case, {}), self._seconds.pop(case, 0.0)
+
+
+def on_terminal(reporter: Any, capture: Any) -> bool:  # noqa: ANN401
+    """Whether a bar can be drawn: on a terminal that nothing else writes to while tests run."""
+    if reporter is None or capture is None or not capture.is_globally_capturing():
+        return False
+    return bool(reporter.isatty()) and reporter.verbosity == 0 and os.environ.get("CI", "") in ("", "false")
+
+
+def _minutes(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes}:{rest:02d}"
+
+
+def _case_of(item: pytest.Item) -> str:
+    """Its id; of a clause that of the case which its scenarios vary."""
+    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    found = parameters.get("case") or parameters.get("conforming")
+    return found.id if isinstance(found, Case) else ""
+
+
+def launches_of(item: pytest.Item) -> Iterator[Launch]:
+    """The passes that a test stands on."""
+    fixtures = getattr(item, "fixturenames", [])
+    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    case, base, clause = (parameters.get(name) for name in ("case", "conforming", "clause"))
+    for fixture, task in (("observed", Task.OBSERVE), ("timed", Task.TIME), ("profiled", Task.PROFILE)):
+        if fixture in fixtures and isinstance(case, Case):
+            yield Launch(what=task, case=case)
+    if isinstance(base, Case) and isinstance(clause, Clause):
+        for name in clause.scenarios:
+            launch: Launch | None = _of_scenario(name, base)
+            while launch:
+                yield launch
+                launch = launch.after
+
+
+def _of_scenario(name: str, base: Case) -> Launch:
+    scenario = SCENARIOS[name]
+    case, misfit = scenario.varied(base)
+    after = _of_scenario(scenario.after, base) if scenario.after else None
+    return Launch(what=name, case=case, needs=scenario.needs, misfit=misfit, after=after)

@@ -1,0 +1,354 @@
+"""What the command line of `pytest suites` asks for: its options, and their values, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.matrix import LayoutChoice
+from meshmark.adapter.registry import load_adapter
+from meshmark.cli.options import (
+    DEFAULT_WORKLOAD,
+    chosen_adapters,
+    chosen_layouts,
+    chosen_workloads,
+    duration,
+    part,
+    split_values,
+)
+from meshmark.conformance.gap_file import read_gaps
+from meshmark.environment import DEFAULT_THREADS, describe, num_gpus, refuses_to_share
+from meshmark.errors import InputError, MeshmarkError, UnknownNameError
+from meshmark.judge.sample import ENDURANCE_STEPS, ENDURANCE_TIME, LARGEST_FULL, Assess
+from meshmark.launch.cluster import ClusterSpec, node_loss
+from meshmark.launch.folders import users_caches
+from meshmark.launch.launchers import LAUNCHERS
+from meshmark.launch.scheduler import cluster_of
+from meshmark.passes.observe import WATCHED_STEP
+from meshmark.reference.data import check_data, on_corpus
+from meshmark.regression.baseline import find_baseline
+from meshmark.regression.baseline_gate import BaselineGate, baseline_gate, expect_conditions
+from meshmark.regression.gate import DEFAULT_GATE, parse_gate
+from meshmark.run.runner import RunOptions
+from meshmark.spec.layout_id import GLOSSARY
+from meshmark.spec.model_text import KEYS
+from meshmark.spec.precision import Precision, precision
+from meshmark.spec.tuning import NONE, WORDS, Tuning
+from meshmark.spec.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """What the command line asks for, checked."""
+
+    targets: dict[str, str]
+    """Adapter name to "module:Class"."""
+    adapters: dict[str, type[Adapter]]
+    worlds: list[int]
+    """Those of `layouts`, where they are given."""
+    layouts: LayoutChoice
+    """None takes the matrix's."""
+    workloads: list[Workload]
+    global_batch: int | None
+    """Of every workload; None leaves each its own."""
+    corpus: str | None
+    """Of every workload."""
+    precisions: list[Precision]
+    tunings: list[Tuning]
+    options: RunOptions
+    results: Path
+    cluster: ClusterSpec
+    launcher: str
+    """A key of LAUNCHERS."""
+    baseline_gate: BaselineGate | None
+    """Of `--baseline`."""
+    resume: bool = False
+    """Whether what `results` holds is not run again."""
+    shard: tuple[int, int] = (1, 1)
+    """Which part of how many is run."""
+    max_seconds: float | None = None
+    """After which no further test begins."""
+
+
+SELECTION = pytest.StashKey[Selection]()
+_MOST_STEPS = 100_000
+MOST_SECONDS = 1_000_000
+"""Of a time limit."""
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Those of `pytest suites`."""
+    group = parser.getgroup("meshmark", "Meshmark: which cases to run, and where")
+    group.addoption(
+        "--adapters",
+        metavar="A,B",
+        help="adapters by name or shell pattern (default: the core; '*': all; '*,!NAME': all but one)",
+    )
+    group.addoption(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="FILE.py:CLASS",
+        help="an adapter from outside the repo, or package.module:Class; alone unless --adapters is given too",
+    )
+    group.addoption("--world", default=None, metavar="N,M", help="world sizes (default: 2); `single` always runs on 1")
+    group.addoption(
+        "--layouts",
+        default=None,
+        metavar="ID,ID",
+        help="these layouts in the place of the matrix's, by the ids that reports print, such as dp2.tp2.mb4, or auto: "
+        "of each world size, few by which every two choices that an adapter supports come together; "
+        + "; ".join(f"{part}: {meaning}" for part, meaning in GLOSSARY.items()),
+    )
+    group.addoption("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    group.addoption("--backend", default=None, help="gloo or nccl (default: nccl where every rank has its own GPU)")
+    group.addoption(
+        "--precision", default="fp32", metavar="P,Q", help=f"of {', '.join(Precision.PRESETS)} (default: fp32)"
+    )
+    group.addoption(
+        "--tuning",
+        action="append",
+        default=[],
+        metavar="P,Q",
+        help=f"how every case is tuned, of {', '.join([*WORDS, NONE])}, proved to be in use; given again: each case "
+        f"under each (default: {NONE})",
+    )
+    group.addoption(
+        "--workload", default=DEFAULT_WORKLOAD, metavar="NAME,NAME", help=f"presets (default: {DEFAULT_WORKLOAD})"
+    )
+    group.addoption(
+        "--model",
+        default=None,
+        metavar="KEY=N,...",
+        help=f"the workload's model in another size, of {', '.join(KEYS)}; or a Hugging Face FILE.json, and such keys",
+    )
+    group.addoption("--global-batch", type=int, default=None, metavar="N", help="sequences a step (default: preset's)")
+    group.addoption("--corpus", default=None, metavar="PATH", help="train on a file, byte by byte, or image folder")
+    group.addoption(
+        "--conformance",
+        action="store_true",
+        help="collect suites/test_conformance.py too, as naming it does; it trains gpt-mini, in precisions of its own",
+    )
+    group.addoption(
+        "--profile",
+        action="store_true",
+        help="collect suites/test_profile.py too: where a step's time goes, with a Chrome trace in DIR/traces",
+    )
+    group.addoption(
+        "--assess",
+        default=None,
+        metavar="HOW",
+        help="what is held against the float64 truth: full, sampled (all tensors of 2 steps, by few noise runs) or off "
+        f"(default: full up to {LARGEST_FULL // 10**6} million parameters, sampled beyond)",
+    )
+    steps = "optimizer steps of a pass (default: 5 observed, 3 where that is sampled, at least 10 timed)"
+    group.addoption("--steps", type=int, default=None, metavar="N", help=steps)
+    group.addoption(
+        "--endurance",
+        action="store_true",
+        help=f"for nightly runs: observe {ENDURANCE_STEPS} steps, each judged and metered, and give that pass "
+        f"{ENDURANCE_TIME} times --time-limit",
+    )
+    budget = "seconds of timed steps a case, until its rate is known to within 2 %% (default: 1.5; 0: --steps alone)"
+    group.addoption("--timing-budget", type=float, default=1.5, metavar="S", help=budget)
+    group.addoption(
+        "--time-limit", type=float, default=120.0, metavar="S", help="seconds a pass may take (default: 120)"
+    )
+    group.addoption(
+        "--launcher", default="forkserver", help="how ranks are started: forkserver or torchrun (default: forkserver)"
+    )
+    group.addoption(
+        "--results", default="results", metavar="DIR", help="where records.jsonl is appended (default: results)"
+    )
+    group.addoption(
+        "--resume",
+        action="store_true",
+        help="run nothing that DIR holds already for the same case, code (a clean commit) and machine",
+    )
+    group.addoption(
+        "--allow-skipped", action="store_true", help="pass though every case was skipped, which otherwise fails"
+    )
+    group.addoption(
+        "--shard", default=None, metavar="2/4", help="the second of four parts of the cases, for job arrays and CI"
+    )
+    group.addoption(
+        "--max-time",
+        default=None,
+        metavar="30m",
+        help="begin no further test after so many seconds, m or h; one case of each adapter comes first",
+    )
+    group.addoption(
+        "--baseline", default=None, metavar="NAME", help="fail tests that are worse than baselines/NAME, or a folder's"
+    )
+    group.addoption(
+        "--fail-on",
+        default=DEFAULT_GATE,
+        metavar="KIND,...",
+        help=f"beside --baseline: which changes fail, from which share on (default: {DEFAULT_GATE})".replace("%", "%%"),
+    )
+    group.addoption(
+        "--across", action="store_true", help="compare with --baseline though machine, versions or settings differ"
+    )
+    group.addoption(
+        "--known-gaps", default=None, metavar="FILE.toml", help="failures that are known, beside those of the adapters"
+    )
+    group.addoption(
+        "--nnodes", type=int, default=None, help="nodes that run this same command (default: from SLURM or torchrun)"
+    )
+    group.addoption("--node-rank", type=int, default=None, help="which of them this is")
+    group.addoption("--rdzv", default=None, metavar="HOST:PORT", help="address of node 0 and a free port on it")
+    told = "continue: without it, with the cases that fit the nodes that are left (default: end the run)"
+    group.addoption("--on-node-loss", default="end", metavar="end|continue", help=told)
+
+
+def selection(config: pytest.Config) -> Selection:
+    """The checked command line. Raises `pytest.UsageError` for what cannot be."""
+    if SELECTION not in config.stash:
+        try:
+            config.stash[SELECTION] = _select(config)
+        except MeshmarkError as error:
+            raise pytest.UsageError(str(error)) from error
+    return config.stash[SELECTION]
+
+
+def _select(config: pytest.Config) -> Selection:
+    option = config.getoption
+    targets = chosen_adapters(option("--adapters"), option("--adapter"))
+    adapters = {name: load_adapter(target) for name, target in targets.items()}  # whose modules may bring workloads
+    corpus, batch = option("--corpus"), option("--global-batch")
+    workloads = [on_corpus(each, corpus) for each in chosen_workloads(option("--workload"), option("--model"), batch)]
+    for chosen in workloads:
+        check_data(chosen)
+    worlds, layouts = chosen_layouts(option("--world"), option("--layouts"))
+    given = {"nnodes": option("--nnodes"), "node_rank": option("--node-rank"), "rdzv": option("--rdzv")}
+    return Selection(
+        targets=targets,
+        adapters=adapters,
+        worlds=worlds,
+        layouts=layouts,
+        workloads=workloads,
+        global_batch=batch,
+        corpus=corpus,
+        precisions=[precision(text) for text in split_values("--precision", option("--precision"))],
+        tunings=list(dict.fromkeys(Tuning.parse(text) for text in option("--tuning") or [NONE])),
+        options=_run_options(config),
+        results=Path(option("--results")),
+        cluster=cluster_of(os.environ, **given),
+        launcher=_launcher(option("--launcher")),
+        resume=option("--resume"),
+        shard=part("--shard", option("--shard") or "1/1"),
+        max_seconds=None if option("--max-time") is None else duration("--max-time", option("--max-time")),
+        baseline_gate=_gatekeeper(config),
+    )
+
+
+def expect_spread(chosen: Selection, worlds: Collection[int]) -> None:
+    """Raises `InputError` where the nodes can run none of the cases that there are: skips alone would pass."""
+    spec = chosen.cluster
+    if worlds and all(world % spec.nnodes for world in worlds):
+        raise InputError(
+            f"{' or '.join(map(str, sorted(worlds)))} ranks cannot be spread evenly over {spec.text}: --world takes "
+            f"multiples of {spec.nnodes} here; or start one task a node (srun --ntasks-per-node=1), which has all of "
+            "its ranks"
+        )
+
+
+def expect_gpus(chosen: Selection, worlds: Collection[int]) -> None:
+    """Raises `InputError` where NCCL was asked for and cannot serve the ranks of every world size."""
+    if chosen.options.backend != "nccl":
+        return
+    if chosen.options.device != "cuda":
+        raise InputError(
+            f"--backend nccl with --device {chosen.options.device}: NCCL sends tensors of GPUs alone; give --device "
+            "cuda, or leave --backend out"
+        )
+    spec, gpus = chosen.cluster, chosen.options.num_gpus
+    for world in sorted(worlds):
+        ranks = world // (spec.nnodes if spec.gpus_by_task else spec.num_hosts)
+        if told := refuses_to_share(ranks, gpus):
+            raise InputError(f"{told}: give --world {gpus * world // ranks} or less, or --backend gloo")
+
+
+def crowding(chosen: Selection) -> list[str]:
+    """What a reader of times should know: ranks that share what each would have for itself."""
+    spec, world = chosen.cluster, max(chosen.worlds, default=1)
+    ranks, served = world // spec.num_hosts, world // (spec.nnodes if spec.gpus_by_task else spec.num_hosts)
+    threads = int(os.environ.get("OMP_NUM_THREADS") or DEFAULT_THREADS)
+    cores, gpus = len(os.sched_getaffinity(0)), chosen.options.num_gpus
+    if chosen.options.device == "cuda" and served > gpus:
+        by_task = "; each task sees but its own: start one a GPU, or one a node without --gpus-per-task"
+        told = f"{served} ranks share {gpus} GPU{'s' * (gpus != 1)}: their times are those of sharing"
+        return [f"{told}{by_task if spec.gpus_by_task else ''}"]
+    if chosen.options.device == "cpu" and ranks * threads > cores:
+        each = f" of {threads} threads" if threads > 1 else ""
+        return [f"{ranks} ranks{each} share {cores} core{'s' * (cores != 1)}: their times are those of sharing"]
+    return []
+
+
+def _gatekeeper(config: pytest.Config) -> BaselineGate | None:
+    gate, name = parse_gate(config.getoption("--fail-on")), config.getoption("--baseline")
+    if name is None:
+        return None
+    keeper = baseline_gate(find_baseline(name, config.invocation_params.dir), gate)
+    if not config.getoption("--across"):
+        nnodes = config.getoption("--nnodes") or 1
+        expect_conditions(keeper, describe(config.getoption("--device"), "", nnodes))
+    return keeper
+
+
+def _launcher(name: str) -> str:
+    if name not in LAUNCHERS:
+        raise UnknownNameError("launcher", name, LAUNCHERS)
+    return name
+
+
+def _run_options(config: pytest.Config) -> RunOptions:
+    device, backend, steps = (config.getoption(name) for name in ("--device", "--backend", "--steps"))
+    if device not in ("cpu", "cuda"):
+        raise UnknownNameError("device", device, ["cpu", "cuda"])
+    if backend not in (None, "gloo", "nccl"):
+        raise UnknownNameError("backend", backend, ["gloo", "nccl"])
+    if device == "cuda" and not num_gpus():
+        raise InputError("--device cuda, but PyTorch sees no CUDA device here; `meshmark doctor` shows what it sees")
+    if steps is not None and steps > _MOST_STEPS:
+        raise InputError(f"--steps {steps}: at most {_MOST_STEPS}, of each of which something is recorded")
+    if steps is not None and steps <= WATCHED_STEP:
+        raise InputError(f"--steps {steps}: at least {WATCHED_STEP + 1} are needed, the last of which is watched")
+    limit, budget = config.getoption("--time-limit"), config.getoption("--timing-budget")
+    if not 0 < limit <= MOST_SECONDS:  # neither is true of nan
+        raise InputError(f"--time-limit {limit:g}: expected seconds above 0, at most {MOST_SECONDS:,} (11 days)")
+    if not 0 <= budget < limit:
+        raise InputError(f"--timing-budget {budget:g}: expected seconds from 0 to below --time-limit, {limit:g}")
+    users_caches(os.environ)
+    counts = {} if steps is None else {"observed_steps": steps, "timed_steps": steps}
+    if config.getoption("--endurance"):
+        if steps is not None:
+            raise InputError(
+                f"--endurance observes {ENDURANCE_STEPS} steps, and --steps {steps} others: give one of them"
+            )
+        counts = {"observed_steps": ENDURANCE_STEPS}
+    chosen = RunOptions(
+        device=device,
+        backend=backend,
+        num_gpus=num_gpus(),
+        time_limit_seconds=limit,
+        assess=_assess(config),
+        on_node_loss=node_loss(config.getoption("--on-node-loss")),
+    )
+    named = config.getoption("--known-gaps")
+    gaps = read_gaps(config.invocation_params.dir / named) if named else ()
+    chosen = dataclasses.replace(chosen, timing_budget_seconds=budget, known_gaps=gaps)
+    return dataclasses.replace(chosen, **counts)
+
+
+def _assess(config: pytest.Config) -> Assess | None:
+    how = config.getoption("--assess")
+    if how is not None and how not in list(Assess):
+        raise UnknownNameError("--assess", how, list(Assess))
+    return None if how is None else Assess(how)

@@ -1,0 +1,173 @@
+"""Bulky evidence, kept beside the records by content, compressed, and read when somebody asks for it.
+
+How far every tensor stands from the truth at every step, and how far rounding alone would carry it, is nine tenths of a
+record: verdicts were reached from it, and a table of verdicts needs none of it. A line of records.jsonl names the file
+that holds it. The noise of a workload is the same in all its records, and so one file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gzip
+import hashlib
+import json
+import os
+import re
+import stat
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from meshmark.errors import EvidenceError
+from meshmark.judge.deviation import Deviations
+from meshmark.judge.tolerance_model import Comparisons
+from meshmark.records.migration import migrate
+from meshmark.serial import decode
+from meshmark.text import told
+
+FIELDS: dict[str, Any] = {"deviations": Deviations, "noise": Comparisons, "factors": Mapping[str, float]}
+"""Of `EquivalenceEvidence`: what may stand beside the record, and what it is."""
+SMALL = 4096
+"""Characters that stay in the record's line."""
+_FEW = 8
+"""Quantities in a line that are read with it."""
+LARGEST = 2**28
+"""Bytes of evidence that is read; a compressed file of a stranger's may hold any number."""
+_NAME = re.compile(r"evidence/(?P<digest>[0-9a-f]{64})\.json\.gz")
+
+K = TypeVar("K")
+V = TypeVar("V", covariant=True)
+
+
+class Stored(Mapping[K, V]):
+    """A mapping that is read when it is used. Raises `EvidenceError` then, where it cannot be."""
+
+    def __init__(self, load: Callable[[], Mapping[K, V]]) -> None:
+        self._load = load
+
+    def __getitem__(self, key: K) -> V:
+        return self._load()[key]
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._load())
+
+    def __len__(self) -> int:
+        return len(self._load())
+
+    def __repr__(self) -> str:
+        return f"Stored({self._load!r})"
+
+
+class EvidenceFolder:
+    """Where one results folder keeps its evidence; each piece once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._kept: set[str] = set()
+
+    def put_aside(self, record: dict[str, Any]) -> None:
+        """Replace what is bulky in an encoded record by the name of the file that now holds it, on disk; it stays where
+        no file can be written."""
+        evidence = record.get("equivalence", {})
+        for field in FIELDS:
+            text = json.dumps(evidence.get(field, {}))
+            if len(text) > SMALL:
+                with contextlib.suppress(OSError):
+                    evidence[field] = self._put(text.encode())
+
+    def _put(self, content: bytes) -> str:
+        name = f"evidence/{hashlib.sha256(content).hexdigest()}.json.gz"
+        if name not in self._kept and not _holds(self._folder / name, content):
+            _write(self._folder / name, gzip.compress(content, mtime=0))
+        self._kept.add(name)
+        return name
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    """Whether an earlier run has left it, whole."""
+    try:
+        return _content(path) == content
+    except EvidenceError:
+        return False
+
+
+def _write(path: Path, packed: bytes) -> None:
+    """On disk when this returns, whole or not at all."""
+    path.parent.mkdir(exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with partial.open("wb") as file:
+            file.write(packed)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def leave_behind(record: dict[str, Any], path: Path, offset: int) -> None:
+    """Put in the place of what is bulky in an encoded record what reads it when it is used. `path` and `offset`: where
+    its line begins. Evidence in the line itself, as older records have it, would fill the memory of who reads many.
+
+    Raises `ValueError` for a name that no evidence has.
+    """
+    evidence = record.get("equivalence")
+    if not isinstance(evidence, dict):
+        return
+    for field in FIELDS:
+        value = evidence.get(field)
+        if isinstance(value, str):
+            if not _NAME.fullmatch(value):
+                raise ValueError(f"{field} are said to be in {value!r:.200}, expected evidence/SHA256.json.gz")
+            evidence[field] = Stored(functools.partial(_of_file, path.parent / value, field))
+        elif isinstance(value, dict) and len(value) > _FEW:
+            evidence[field] = Stored(functools.partial(_of_line, path, offset, field))
+
+
+@functools.lru_cache(maxsize=16)
+def _of_file(path: Path, field: str) -> Mapping[Any, Any]:
+    try:
+        value = json.loads(_content(path))
+    except (ValueError, RecursionError) as error:
+        raise EvidenceError(f"{path.name}: {told(error)}") from error
+    return _decoded(field, value, path)
+
+
+@functools.lru_cache(maxsize=16)
+def _of_line(path: Path, offset: int, field: str) -> Mapping[Any, Any]:
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            value = migrate(json.loads(file.readline()))["equivalence"][field]
+    except Exception as error:
+        raise EvidenceError(f"{path.name} at byte {offset}: {told(error)}") from error
+    return _decoded(field, value, path)
+
+
+def _content(path: Path) -> bytes:
+    """Of one file of evidence, which must hold what its name says."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise EvidenceError(f"{path.parent.name}/{path.name} is no file")
+        with gzip.open(path) as file:
+            content = file.read(LARGEST + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise EvidenceError(f"{path.parent.name}/{path.name}: {told(error)}") from error
+    if len(content) > LARGEST or hashlib.sha256(content).hexdigest() != path.name.partition(".")[0]:
+        raise EvidenceError(f"{path.parent.name}/{path.name} is damaged: it does not hold what its name says")
+    return content
+
+
+def _decoded(field: str, value: object, path: Path) -> Mapping[Any, Any]:
+    try:
+        found: Mapping[Any, Any] = decode(FIELDS[field], value)
+    except Exception as error:
+        raise EvidenceError(f"{path.name}: {field}: {told(error)}") from error
+    return found

@@ -1,0 +1,330 @@
+"""The page "Which framework?" and the command `meshmark which`: from what somebody needs to a framework and a layout.
+
+Memory, traffic and clauses are measured, and taken from records. What a model of real size needs on a real cluster is
+planned, and marked so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshmark.conformance.clauses import CLAUSES
+from meshmark.conformance.finding import ClauseResult
+from meshmark.errors import InputError, ResultsError
+from meshmark.plan.frameworks import framework
+from meshmark.plan.model_names import plan_model
+from meshmark.plan.search import NothingFitsError, Search, search, simulate_first
+from meshmark.plan.stacks import rates_for, stack_of
+from meshmark.records.record import Record
+from meshmark.records.record_file import read_records
+from meshmark.report.conformance import AdapterColumn, columns
+from meshmark.report.guard import write_page
+from meshmark.report.markdown import block, inline, table
+from meshmark.report.results import CaseResult, newest, results
+from meshmark.report.table import Cell, Rows, bytes_cell
+from meshmark.spec.hardware import GIB, Gpu, gpu
+from meshmark.spec.model_spec import ModelSpec
+from meshmark.text import pluralize
+from meshmark.theory.grid import SearchSpace
+
+PLANNED = ("ddp", "deepspeed", "fsdp2", "torchtitan", "megatron-core")
+"""Frameworks that are planned for, the simplest first."""
+_NEAR = 0.9
+"""Share of the fastest's speed from which on another is named beside it: less than the planner's own error."""
+_SEARCHED = 10
+"""Layouts of each framework whose bubbles are simulated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """Something that one may need of a framework, and the clauses that show it."""
+
+    title: str
+    clauses: tuple[str, ...]
+
+
+NEEDS = (
+    Need(title="Resume exactly from a checkpoint", clauses=("resume", "reshard")),
+    Need(title="Go on after a lost rank or an error", clauses=("recovery", "error")),
+    Need(title="Rows of unequal length, and gradient accumulation", clauses=("uneven tokens", "accumulation")),
+    Need(title="Frozen, unused and tied parameters", clauses=("frozen", "unused", "tied embeddings")),
+    Need(title="bf16 without surprises", clauses=("bf16 masters", "bf16 states", "bf16 reduction")),
+    Need(title="fp16 with loss scaling", clauses=("fp16 overflow",)),
+    Need(title="Dropout, also where activations are recomputed", clauses=("dropout", "recomputed dropout")),
+)
+"""Needs that clauses of the conformance suite decide."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """A model, and the GPUs to plan it on."""
+
+    model: ModelSpec
+    gpu: Gpu
+    num_gpus: int
+    global_batch: int
+
+
+def add_which(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `meshmark which`."""
+    parser.add_argument("results", type=Path, nargs="+", metavar="DIR", help="folders with records.jsonl")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="markdown (default: DIR/which.md)")
+    parser.add_argument("--model", default="llama-7b", help="model to plan (default: %(default)s)")
+    parser.add_argument("--gpus", type=int, default=8, help="GPUs to plan it on (default: %(default)s)")
+    parser.add_argument("--gpu", default="a100-40", help="kind of GPU (default: %(default)s)")
+    parser.add_argument("--global-batch", type=int, default=256, help="sequences in a step (default: %(default)s)")
+    parser.set_defaults(run=_which)
+
+
+def _which(parsed: argparse.Namespace) -> None:
+    records = [record for folder in parsed.results for record in read_records(folder, latest=True).records]
+    cluster = Cluster(
+        model=plan_model(parsed.model), gpu=gpu(parsed.gpu), num_gpus=parsed.gpus, global_batch=parsed.global_batch
+    )
+    output = parsed.output or parsed.results[0] / "which.md"
+    command = ["meshmark", "which", *map(str, parsed.results)]
+    for name in ("output", "model", "gpus", "gpu", "global_batch"):
+        if (value := getattr(parsed, name)) is not None:
+            command += [f"--{name.replace('_', '-')}", str(value)]
+    try:
+        write_page(output, which_page(records, cluster, shlex.join(command)))
+    except OSError as error:
+        raise ResultsError(f"{str(output)!r} cannot be written: {error.strerror}") from error
+    print(f"{output}: {pluralize(len(records), 'record')}")
+
+
+def which_page(records: Sequence[Record], cluster: Cluster, command: str) -> list[str]:
+    """Return the page as paragraphs: a table of answers, then the evidence of each, then how it was obtained.
+
+    Raises `InputError` if no record is of a correct case of the matrix.
+    """
+    correct = [r for r in results(r for r in records if not r.conformance.scenario) if r.correct and r.comparable]
+    if not correct:
+        raise InputError("no record of a case that trains correctly: run `pytest suites --results DIR` first")
+    found = columns(records)
+    plans = dict(_plans(cluster))
+    answers = [_fits(plans, cluster)]
+    answers += _least(correct, _state_bytes, "Fit a larger model into the same memory", "model states a rank")
+    answers += _least(correct, _sent_bytes, "Send less over the network", "bytes sent a rank")
+    answers += [_kept(need, found) for need in NEEDS if _asked(need, found)]
+    parts = ["# Which framework?", _INTRODUCTION, "\n".join(answers)]
+    parts += _planned(plans, cluster)
+    parts += ["## Memory and traffic, measured", _MEASURED, table(measured_rows(correct), keys=3)]
+    for need in NEEDS:
+        if rows := _clause_rows(need, found):
+            statements = "\n".join(f"- *{name}*: {CLAUSES[name].statement}" for name in need.clauses)
+            parts += [f"## {need.title}", statements, table(rows, keys=1)]
+    return [*parts, *_origin(records, command)]
+
+
+_INTRODUCTION = """*Measured*: trained here, by the suites, and equal to float64. *Planned*: computed for GPUs that
+were not at hand; `reports/validation.md` says how far off plans are. `meshmark gaps` prints what frameworks get wrong.
+`docs/glossary.md` explains the names of layouts."""
+
+_MEASURED = """Bytes do not depend on the machine. *Model states* are parameters, gradients and optimizer states of the
+fullest rank; *sent* is what a rank hands to its links in one step. In brackets is the share of what DDP has on as many
+ranks with the same model. Activations, which grow with the batch, are in the peak alone."""
+
+
+Measure = Callable[[Record], float]
+
+
+def _state_bytes(record: Record) -> float:
+    """Return the bytes of model states on the fullest rank."""
+    states = [reading.states for reading in record.memory.readings]
+    return max(s.parameters + s.gradients + s.optimizer_states for s in states)
+
+
+def _peak_bytes(record: Record) -> float:
+    """Return the highest peak of any rank."""
+    return max(reading.peak.total for reading in record.memory.readings)
+
+
+def _sent_bytes(record: Record) -> float:
+    """Return the bytes that the rank which sends most hands to its links in a step."""
+    return max((sum(c.wire_bytes for c in reading.asked) for reading in record.traffic.readings), default=0.0)
+
+
+def _shares(found: Sequence[CaseResult], measure: Measure) -> dict[str, float]:
+    """Return, by the id of each case on several ranks, its share of what DDP has on as many with the same model."""
+    observed = [r.observed for r in found if r.observed and r.observed.memory.readings and r.case.world_size > 1]
+    ddp = {
+        (record.case.workload.name, record.case.world_size): measure(record)
+        for record in observed
+        if record.case.adapter == "ddp"
+    }
+    bases = {record.case.id: ddp.get((record.case.workload.name, record.case.world_size)) for record in observed}
+    return {record.case.id: measure(record) / base for record in observed if (base := bases[record.case.id])}
+
+
+def measured_rows(found: Sequence[CaseResult]) -> Rows:
+    """Return memory and traffic of correct cases on several ranks, the smallest states of each number of ranks first.
+
+    Cases without a DDP run of the same model on as many ranks are left out.
+    """
+    measures = {"model states / rank": _state_bytes, "peak / rank": _peak_bytes, "sent / rank": _sent_bytes}
+    shares = {name: _shares(found, measure) for name, measure in measures.items()}
+    rows = []
+    for result in found:
+        record = result.observed
+        if record is None or not result.correct or result.case.id not in shares["model states / rank"]:
+            continue
+        row: dict[str, object] = {
+            "adapter": result.case.adapter,
+            "layout": result.case.layout.id,
+            "ranks": result.case.world_size,
+        }
+        for name, measure in measures.items():
+            size, share = bytes_cell(measure(record)), shares[name].get(result.case.id)
+            text = size.text if share is None else f"{size.text} ({100 * share:.0f} %)"
+            row[name] = dataclasses.replace(size, text=text)
+        rows.append((result.case.world_size, shares["model states / rank"][result.case.id], row))
+    return [row for _, _, row in sorted(rows, key=lambda one: one[:2])]
+
+
+def _least(found: Sequence[CaseResult], measure: Measure, need: str, what: str) -> Iterator[str]:
+    """Yield the answer that a measure decides, for the largest number of ranks measured."""
+    shares = {r.case.id: (share, r.case) for r in found if (share := _shares(found, measure).get(r.case.id))}
+    if not shares:
+        return
+    most = max(case.world_size for _, case in shares.values())
+    share, _ = min((pair for pair in shares.values() if pair[1].world_size == most), key=lambda pair: pair[0])
+    best = [case for other, case in shares.values() if case.world_size == most and other <= 1.01 * share]
+    because = f"*Measured*: {what} are {100 * share:.0f} % of DDP's on {most} ranks"
+    yield _answer(need, [f"{case.adapter} {case.layout.id}" for case in best], because)
+
+
+def _plans(cluster: Cluster) -> Iterator[tuple[str, Search | str]]:
+    """Yield the best layouts of every framework that is planned for, or why none fits."""
+    for name in PLANNED:
+        of = framework(name)
+        using = of.recipe_on(cluster.gpu, cluster.model.family)
+        space = SearchSpace(
+            num_gpus=cluster.num_gpus,
+            global_batch=cluster.global_batch,
+            axes=of.axes,
+            zero_stages=of.zero_stages,
+        )
+        rates = rates_for(cluster.gpu, stack_of(using.name))
+        try:
+            yield name, simulate_first(search(cluster.model, space, cluster.gpu, using, rates), _SEARCHED)
+        except NothingFitsError as error:
+            yield name, str(error)
+
+
+def _fastest(plans: Mapping[str, Search | str]) -> list[tuple[str, Search]]:
+    """Return the frameworks of which a layout fits, the fastest first."""
+    fitting = [(name, plan) for name, plan in plans.items() if isinstance(plan, Search)]
+    return sorted(fitting, key=lambda pair: -float(pair[1].prediction.tokens_per_second_per_gpu[pair[1].ranked[0]]))
+
+
+def _answer(need: str, take: Sequence[str], because: str) -> str:
+    return f"- **{need}**: {', '.join(map(inline, take)) or 'none'}. {because}."
+
+
+def _fits(plans: Mapping[str, Search | str], cluster: Cluster) -> str:
+    """Return the answer about the cluster."""
+    need = f"Train {cluster.model.name} on {cluster.num_gpus} {cluster.gpu.name}"
+    if not (fitting := _fastest(plans)):
+        return _answer(need, [], "*Planned*: no layout of these frameworks fits")
+    layouts = [f"{name} {plan.prediction.grid.layout(int(plan.ranked[0])).id}" for name, plan in fitting]
+    speeds = [float(plan.prediction.tokens_per_second_per_gpu[plan.ranked[0]]) for _, plan in fitting]
+    near = [f"{one} ({100 * (1 - speed / speeds[0]):.0f} % slower)" for one, speed in zip(layouts, speeds, strict=True)]
+    near = [one for one, speed in zip(near, speeds, strict=True) if speed >= _NEAR * speeds[0]][1:]
+    memory = fitting[0][1].prediction.memory_bytes[fitting[0][1].ranked[0]]
+    because = f"*Planned*: {speeds[0]:,.0f} tokens/s a GPU in {memory / GIB:.0f} GiB"
+    return _answer(need, [layouts[0], *near], because)
+
+
+def _planned(plans: Mapping[str, Search | str], cluster: Cluster) -> list[str]:
+    """Return the section about the cluster: the best layout of each framework, and why others have none."""
+    rows: Rows = []
+    for name, plan in _fastest(plans):
+        row, predicted = int(plan.ranked[0]), plan.prediction
+        interval = predicted.step_seconds_interval
+        low, high = (float(column[row]) for column in interval) if interval else (0.0, 0.0)
+        tokens = cluster.global_batch * cluster.model.seq_len / cluster.num_gpus
+        rows.append(
+            {
+                "framework": name,
+                "layout": predicted.grid.layout(row).id,
+                "memory, GiB": Cell(text=f"{predicted.memory_bytes[row] / GIB:.1f}"),
+                "tokens/s a GPU": Cell(text=f"{predicted.tokens_per_second_per_gpu[row]:,.0f}"),
+                "nine runs in ten": f"{tokens / high:,.0f} to {tokens / low:,.0f}" if interval else "not known",
+            }
+        )
+    reasons = [f"- {name}: {inline(plan)}" for name, plan in plans.items() if isinstance(plan, str)]
+    rows += [{"framework": name, "layout": "none fits"} for name, plan in plans.items() if isinstance(plan, str)]
+    title = f"## {cluster.model.name} on {cluster.num_gpus} {cluster.gpu.name}, planned"
+    about = (
+        f"The fastest layout of each framework that fits {cluster.gpu.memory_bytes / GIB:.0f} GiB, of all that it has, "
+        f"with {cluster.global_batch} sequences of {cluster.model.seq_len:,} tokens in a step. `meshmark plan --model "
+        f"{cluster.model.name} --gpus {cluster.num_gpus} --gpu {cluster.gpu.name}` prints more of them."
+    )
+    return [title, about, table(rows, keys=1), *(["\n".join(reasons)] if reasons else [])]
+
+
+_WORDS = {
+    ClauseResult.PASS: "yes",
+    ClauseResult.FAIL: "**no**",
+    ClauseResult.KNOWN_GAP: "gap",
+    ClauseResult.STALE_GAP: "yes",
+    ClauseResult.UNSUPPORTED: "–",
+    ClauseResult.UNDECIDED: "too slow",
+    ClauseResult.TOLD: "reported",
+}
+
+
+def _results(need: Need, column: AdapterColumn) -> list[ClauseResult]:
+    """Return what became of the clauses of a need that were asked of an adapter."""
+    return [column.findings[name].result for name in need.clauses if name in column.findings]
+
+
+def _asked(need: Need, found: Iterable[AdapterColumn]) -> bool:
+    return any(_results(need, column) for column in found)
+
+
+def _kept(need: Need, found: Sequence[AdapterColumn]) -> str:
+    """Return the answer that clauses decide."""
+    kept, broken = list[str](), list[str]()
+    for column in found:
+        asked = _results(need, column)
+        if len(asked) == len(need.clauses) and all(result is ClauseResult.PASS for result in asked):
+            kept.append(column.title)
+        elif {ClauseResult.FAIL, ClauseResult.KNOWN_GAP} & set(asked):
+            broken.append(column.title)
+    not_in = f", which do not in {', '.join(map(inline, broken))}" if broken else ""
+    return _answer(need.title, kept, f"*Measured*: {', '.join(need.clauses)} hold{not_in}")
+
+
+def _clause_rows(need: Need, found: Sequence[AdapterColumn]) -> Rows:
+    """Return a row for each adapter, those that keep most clauses first, with the reason where one does not hold."""
+    rows = []
+    for column in found:
+        if not (asked := _results(need, column)):
+            continue
+        findings = {name: column.findings[name] for name in need.clauses if name in column.findings}
+        why = "; ".join(finding.evidence for finding in findings.values() if finding.result is not ClauseResult.PASS)
+        row: dict[str, object] = {"adapter": column.title, "layout": column.base.layout.id}
+        row |= {name: _WORDS[finding.result] for name, finding in findings.items()}
+        rows.append((-asked.count(ClauseResult.PASS), {**row, "why not": why}))
+    return [row for _, row in sorted(rows, key=lambda one: one[0])]
+
+
+def _origin(records: Sequence[Record], command: str) -> list[str]:
+    environment = newest(records).environment
+    versions = ", ".join(f"{name} {version}" for name, version in environment.versions.items())
+    commits = sorted({record.environment.commit or "unknown" for record in records})
+    return [
+        "## How it was obtained",
+        block(command),
+        inline(
+            f"From {pluralize(len(records), 'record')} on {environment.machine}, {environment.num_cpus} CPUs, "
+            f"of commit {', '.join(commits)}. {versions}."
+        ),
+    ]

@@ -1,0 +1,123 @@
+"""A hook of mkdocs: the site has the pages of reports/ too, and a page for each framework.
+
+Nothing is run. The frameworks' pages are made of the registry, of the known defects and of the committed records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.registry import builtin_adapters, load_adapter
+from meshmark.conformance.reproducers import Reproducer, failed_clauses, read_reproducers
+from meshmark.records.record_file import read_records
+from meshmark.report.markdown import inline, table
+from meshmark.report.results import CaseResult, results
+from meshmark.report.which import measured_rows
+
+ROOT = Path(__file__).parents[1]
+MEASURED = ROOT / "baselines" / "epyc-2cpu"
+FRAMEWORKS = {
+    "pytorch": "PyTorch",
+    "deepspeed": "DeepSpeed",
+    "megatron-core": "Megatron-Core",
+    "accelerate": "Accelerate",
+    "fairscale": "FairScale",
+    "lightning-fabric": "Lightning Fabric",
+    "horovod": "Horovod",
+}
+"""Name of each framework's page, and its title."""
+_TORCH = ("torch", "pytorch")
+
+
+def on_files(files: Any, config: Any) -> Any:  # noqa: ANN401
+    """Add the pages and pictures of reports/, and the frameworks' pages, to the files of the site."""
+    from mkdocs.structure.files import File
+
+    for path in sorted([*(ROOT / "reports").glob("*.md"), *(ROOT / "reports").glob("*.svg")]):
+        files.append(File.generated(config, f"reports/{path.name}", abs_src_path=str(path)))
+    for name in FRAMEWORKS:
+        files.append(File.generated(config, f"frameworks/{name}.md", content=framework_page(name)))
+    return files
+
+
+def framework_page(name: str) -> str:
+    """Return the page of a framework: its adapters, its defects, what was measured, and what is refused.
+
+    Raises `KeyError` for a framework that has no page.
+    """
+    adapters = {key: load_adapter(target) for key, target in builtin_adapters().items()}
+    own = {key: adapter for key, adapter in adapters.items() if _framework_of(adapter) == name}
+    defects = [each for each in read_reproducers() if _page_of(each) == name]
+    measured = results(read_records(MEASURED, latest=True).records)
+    parts = [
+        f"# {FRAMEWORKS[name]}",
+        f"Run it on two ranks:\n\n    pytest suites --adapters {next(iter(own))} --world 2",
+        "## What it gets wrong",
+        _defects(defects),
+        "## What was measured",
+        _measured([r for r in measured if r.case.adapter in own], measured),
+        "## Adapters",
+        "What each supports. Anything else is skipped with a reason, never run as something else.",
+        table([_adapter_row(key, adapter) for key, adapter in own.items()], keys=1),
+        "## What is refused",
+        _refused(own),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _framework_of(adapter: type[Adapter]) -> str | None:
+    """Return the page that an adapter belongs to: that of the first package that it needs, PyTorch's if none."""
+    name = adapter.requires[0].distribution if adapter.requires else "pytorch"
+    return name if name in FRAMEWORKS else None
+
+
+def _page_of(defect: Reproducer) -> str:
+    return "pytorch" if defect.framework in _TORCH else defect.framework
+
+
+def _defects(defects: Sequence[Reproducer]) -> str:
+    if not defects:
+        return "No defect is known that shows in a documented configuration."
+    failed = failed_clauses()
+    lines = []
+    for each in defects:
+        adapters = ", ".join(failed.get(each.name, {}))
+        fails = f" Clauses fail by it under {adapters}." if adapters else ""
+        issue = f" [Upstream issue]({each.upstream})." if each.upstream else ""
+        lines.append(f"- [{each.title}](../reports/gaps.md#{each.name}). {each.symptom}{fails}{issue}")
+    return "\n".join(lines)
+
+
+def _measured(own: Sequence[CaseResult], every: Sequence[CaseResult]) -> str:
+    """Return a table of memory and traffic, in shares of DDP's."""
+    judged = [result for result in own if result.correct is not None]
+    if not judged:
+        return "Its cases are in [the roster](../reports/roster.md)."
+    right = sum(bool(result.correct) for result in judged)
+    ids = {(r.case.adapter, r.case.layout.id) for r in own}
+    rows = [row for row in measured_rows(every) if (row["adapter"], row["layout"]) in ids]
+    head = f"{right} of {len(judged)} cases train correctly. In brackets is the share of DDP's on as many ranks."
+    return f"{head}\n\n{table(rows, keys=2)}"
+
+
+def _adapter_row(name: str, adapter: type[Adapter]) -> dict[str, object]:
+    can = adapter.capabilities
+    return {
+        "adapter": name,
+        "parallel axes": ", ".join(sorted(can.degrees)) or "none",
+        "ZeRO": ", ".join(map(str, sorted(can.zero_stages))),
+        "schedules": ", ".join(sorted(can.schedules)) if "pp" in can.degrees else "",
+        "precisions": ", ".join(sorted(map(str, can.precisions))),
+        "track": adapter.track,
+    }
+
+
+def _refused(adapters: dict[str, type[Adapter]]) -> str:
+    reasons: dict[str, list[str]] = {}
+    for name, adapter in adapters.items():
+        for what, why in adapter.capabilities.lacks.items():
+            reasons.setdefault(f"{what}: {why}", []).append(name)
+    return "\n".join(f"- {inline(reason)} ({', '.join(names)})" for reason, names in reasons.items()) or "Nothing."

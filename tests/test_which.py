@@ -1,0 +1,74 @@
+"""The page "Which framework?": answers from measured records, plans marked as such, and what is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from meshmark.cli.commands import main
+from meshmark.plan.model_names import plan_model
+from meshmark.records.record import Record
+from meshmark.records.record_file import RecordFile, read_records
+from meshmark.report.results import results
+from meshmark.report.which import Cluster, measured_rows, which_page
+from meshmark.spec.hardware import gpu
+from tests.factories import make_good, make_record
+
+ROOT = Path(__file__).parent.parent
+MEASURED = ROOT / "baselines" / "epyc-2cpu"
+CLUSTER = Cluster(model=plan_model("llama-7b"), gpu=gpu("a100-40"), num_gpus=8, global_batch=256)
+
+
+def test_the_smallest_share_of_ddp_is_the_answer() -> None:
+    page = "\n\n".join(which_page(read_records(MEASURED, latest=True).records, CLUSTER, "meshmark which"))
+    (line,) = [line for line in page.splitlines() if line.startswith("- **Fit a larger model")]
+    assert "fsdp2 dp4.zero3.mb2" in line and "deepspeed" not in line, "DeepSpeed keeps small parameters whole"
+    assert "model states a rank are 25 % of DDP's on 4 ranks" in line
+    (planned,) = [line for line in page.splitlines() if line.startswith("- **Train llama-7b on 8 a100-40")]
+    assert "*Planned*" in planned and "tokens/s a GPU" in planned
+
+
+def test_a_framework_of_which_no_layout_fits_says_what_is_missing() -> None:
+    page = "\n\n".join(which_page(read_records(MEASURED, latest=True).records, CLUSTER, "meshmark which"))
+    assert "| ddp           | none fits" in page
+    assert "- ddp: 'llama-7b' does not fit on 8 a100-40" in page
+
+
+def test_shares_are_of_ddp_on_as_many_ranks() -> None:
+    rows = measured_rows(results(read_records(MEASURED, latest=True).records))
+    shares = {(row["adapter"], row["layout"]): str(row["model states / rank"]) for row in rows}
+    assert shares["ddp", "dp2.mb2"].endswith("(100 %)") and shares["ddp", "dp4.mb2"].endswith("(100 %)")
+    assert shares["fsdp2", "dp2.zero3.mb2"].endswith("(50 %)")
+    assert [row["ranks"] for row in rows] == sorted(int(str(row["ranks"])) for row in rows)
+
+
+def test_a_wrong_case_is_no_answer() -> None:
+    records = list(read_records(MEASURED, latest=True).records)
+
+    def fail(record: Record) -> Record:
+        verdicts = [dataclasses.replace(v, passed=v.passed and v.suite != "equivalence") for v in record.verdicts]
+        return dataclasses.replace(record, verdicts=verdicts)
+
+    wrong = [fail(record) if record.case.adapter == "fsdp2" else record for record in records]
+    page = "\n\n".join(which_page(wrong, CLUSTER, "meshmark which"))
+    (line,) = [line for line in page.splitlines() if line.startswith("- **Fit a larger model")]
+    assert " fsdp2 " not in line and "fairscale-fsdp dp4.zero3.mb2" in line
+
+
+def test_without_a_correct_case_there_is_no_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = RecordFile(tmp_path)
+    file.append(make_record())
+    file.close()
+    assert main(["which", str(tmp_path)]) == 2
+    assert "no record of a case that trains correctly" in capsys.readouterr().err
+
+
+def test_the_command_writes_the_page_and_notes_how(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "which.md"
+    command = ["which", str(MEASURED), "-o", str(output), "--model", "llama-8b", "--gpus", "16", "--gpu", "h100"]
+    assert main(command) == 0
+    page = output.read_text()
+    assert "**Train llama-8b on 16 h100**" in page and "--gpus 16 --gpu h100" in page
+    assert make_good().case.adapter in page
