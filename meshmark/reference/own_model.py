@@ -473,10 +473,11 @@ class OwnModel(Model):
     def recompute(self, recomputer: Recomputer | None) -> None:
         self.__dict__["recomputer"] = recomputer
         for block in self.blocks.values():
-            if not hasattr(block, "_meshmark_forward"):
-                block.__dict__["_meshmark_forward"] = block.forward
-            plain = block.__dict__["_meshmark_forward"]
-            block.__dict__["forward"] = _recomputed(block, plain, recomputer) if recomputer else plain
+            if "_plain_forward" in block.__dict__:
+                del block.__dict__["_plain_forward"], block.__dict__["forward"]
+            if recomputer:
+                block.__dict__["_plain_forward"] = plain = block.forward
+                block.__dict__["forward"] = _recomputed(block, plain, recomputer)
 
     def tensor_parallel_plan(self) -> dict[str, Style]:
         """Return the style of every module that tensor parallelism splits, by its path in the user's module."""
