@@ -19,7 +19,7 @@ from meshmark.adapter.data_parallel import optimizer_state_tensors, skip_block
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
-from meshmark.adapters.pipeline_stages import Part, chunk_of, examples, receive_buffers
+from meshmark.adapters.pipeline_stages import Part, chunk_of, examples, receive_buffers, tell_shapes
 from meshmark.reference.data import Batch
 from meshmark.reference.model import Model, drawn_name
 from meshmark.reference.objective import build_optimizer, build_schedule, cross_entropy, weighted_cross_entropy
@@ -167,6 +167,10 @@ class PipelineEngine(Engine):
 
     def load(self, folder: Path) -> None:
         load_sharded(folder, self.model, self.optimizer, self.learning_rates)
+
+    def enter_fake_world(self) -> None:
+        """Tell stages the shapes that their neighbours would: before the first step they ask for them."""
+        tell_shapes(self.case, self.stages)
 
     def holdings(self) -> Holdings:
         parameters = list(self.model.parameters())

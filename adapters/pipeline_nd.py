@@ -198,7 +198,7 @@ class PipelineFSDP2(PipelineTensorParallel):
             kind="all_gather",
             steps=(0,),
             most_bytes=case.precision.weights.itemsize * (ends + times * blocks),
-            most_calls=1 + times * num_layers,
+            most_calls=bool(ends) + times * num_layers,
             reason="weights are gathered for the micro-batch that tells the shapes of what stages send",
         )
         return (*super().one_time_traffic(case, rank), gathered)
@@ -216,7 +216,7 @@ class PipelineFSDP2(PipelineTensorParallel):
 
         def gathered(flow: Flow) -> Flow:
             num_bytes = case.precision.weights.itemsize * (ends + times * blocks)
-            calls = 1 + times * num_layers
+            calls = bool(ends) + times * num_layers  # a stage in the middle holds nothing outside of its blocks
             return dataclasses.replace(flow, num_bytes=num_bytes, fewest=calls, most=calls)
 
         kept = "a block stays whole from its backward pass to its next forward, what is in no block for the step"

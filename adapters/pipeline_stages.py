@@ -81,6 +81,31 @@ def _example(case: Case, rows: int, layer: int) -> Tensor:
     return torch.empty(rows, *shape, dtype=wide, device="meta", requires_grad=True)
 
 
+def tell_shapes(case: Case, stages: Sequence[PipelineStage]) -> None:
+    """Tell stages of texts what they take and make of a micro-batch, as `examples` tells those of images, and that all
+    other stages know it too."""
+    from torch.distributed.pipelining._utils import _StageMeta, extract_tensor_metas
+
+    layout = case.layout
+    rows = case.workload.global_batch // (layout.dp * layout.num_micro_batches)
+    wide: torch.dtype = getattr(torch, case.precision.wide)
+    for stage in stages:
+        if case.workload.dataset is not Dataset.DIGITS and case.workload.model.row_shape(0) is None:
+            model = case.workload.transformer
+            stream = torch.empty(rows, model.seq_len, model.hidden, dtype=wide, requires_grad=True)
+            tokens = torch.empty(rows, model.seq_len, dtype=torch.int64)
+            stage._user_meta = _StageMeta(
+                inputs=extract_tensor_metas((tokens if stage.is_first else stream,)),
+                outputs=extract_tensor_metas((stream,)),
+            )
+        stage._warmup_forward_vote = stage._warmup_backward_result = _all_know  # type: ignore[method-assign]
+
+
+def _all_know(*_: object, **__: object) -> Tensor:
+    """The vote of all stages that shapes are known."""
+    return torch.ones(1, dtype=torch.int32)
+
+
 def receive_buffers(stages: Sequence[PipelineStage]) -> list[Tensor]:
     """What stages receive activations and their gradients into; allocated once, one a micro-batch."""
     found: list[Tensor] = []

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import itertools
 import os
 import shutil
 import subprocess
@@ -23,6 +24,9 @@ from pathlib import Path
 LIMIT_SECONDS = 9 * 60
 """After which a piece is ended. A machine that is lent gives ten minutes to a command."""
 
+MOST_FILES, MOST_BYTES = 8, 16 * 2**20
+"""To bring back: what a machine that is lent lets out."""
+
 _LARGE = ("--workload=gpt-1.3b", "--precision=bf16", "--world=1", "--time-limit=150")
 
 
@@ -34,8 +38,8 @@ class Piece:
     """What it shows."""
     suites: tuple[str, ...] = ()
     """Arguments of pytest behind `suites`."""
-    minutes: int = 0
-    """After which the suites begin no further test. All pieces together take some 30."""
+    minutes: int
+    """After which the suites begin no further test. All pieces together take 30."""
     module: str | None = None
     """Another command: a module that is run with `arguments`. `{out}` stands for the folder of results."""
     arguments: tuple[str, ...] = ()
@@ -52,17 +56,11 @@ PIECES = {
     "start": Piece(
         what="whether anything runs at all",
         suites=("-x", "--world=1", "--adapters=single,ddp", "--workload=gpt-mini"),
-        minutes=3,
+        minutes=2,
     ),
     "correct": Piece(
         what="every adapter that one GPU can show, in fp32 and bf16",
         suites=("--world=1", "--workload=gpt-tiny", "--precision=fp32,bf16", "-k", "not throughput"),
-        minutes=6,
-    ),
-    # NCCL refuses two ranks of one GPU, and gloo takes no pipelines of CUDA tensors.
-    "shared": Piece(
-        what="two ranks of one GPU over gloo",
-        suites=("--world=2", "--backend=gloo", "--workload=gpt-tiny", "-k", "not throughput"),
         minutes=5,
     ),
     # Not judged: a noise floor of this model takes ten minutes and most of the disk.
@@ -71,25 +69,61 @@ PIECES = {
         suites=(*_LARGE, "--assess=off", "--steps=3", "-k", "memory"),
         minutes=3,
     ),
-    "speed": Piece(what="its speed", suites=(*_LARGE, "--steps=30", "-k", "throughput"), minutes=4),
+    "scale": Piece(
+        what="what a rank of eight holds of that model, each alone",
+        suites=(
+            *("--scale", "-k", "test_scale", "--world=8", "--workload=gpt-1.3b", "--precision=bf16"),
+            *("--global-batch=32", "--steps=3", "--time-limit=150"),
+            "--adapters=fsdp2,megatron,deepspeed,ddp,ddp-zero1,pipeline",
+        ),
+        minutes=3,
+    ),
+    # 7 billion parameters, 14 GB of states a rank: a model that one GPU cannot hold. Tensor parallelism is fp32 here.
+    "scale-7b": Piece(
+        what="what a rank of eight holds of a model of 7 billion parameters",
+        suites=(
+            *("--scale", "-k", "test_scale", "--workload=gpt-1.3b", "--model=layers=32,hidden=4096,heads=32"),
+            *("--precision=fp32", "--layouts=dp8.zero3,dp4.tp2.zero3", "--global-batch=8", "--steps=3"),
+            *("--time-limit=240", "--adapters=fsdp2,tp-fsdp2"),
+        ),
+        minutes=2,
+    ),
     # A rung more each time, the same for all three adapters. The compiled rung is last: each case compiles anew.
     "ladder": Piece(
-        what="what each tuning gains",
+        what="its speed, and what each tuning gains",
         suites=(
-            *(*_LARGE, "--steps=30", "-k", "throughput", "--adapters=single,ddp,fsdp2"),
-            *("--tuning=cudnn", "--tuning=cudnn,fused", "--tuning=cudnn,fused,chunked"),
+            *(*_LARGE, "--steps=30", "-k", "throughput", "--adapters=single,ddp,fsdp2", "--global-batch=32"),
+            *("--tuning=none", "--tuning=cudnn", "--tuning=cudnn,fused", "--tuning=cudnn,fused,chunked"),
             "--tuning=cudnn,fused,chunked,compile",
         ),
-        minutes=5,
+        minutes=6,
     ),
     "calibrate": Piece(
         what="rates of this GPU for the planner",
         module="meshmark",
         arguments=("calibrate", "--seconds", "60", "-o", "{out}/here.json"),
+        minutes=2,
     ),
     # Dumps of NCCL's flight recorder, of the driver and of the allocator, which tests are made of.
     "fixtures": Piece(
-        what="what the driver and the allocator say", module="benchmarks.gpu_fixtures", arguments=("{out}/fixtures",)
+        what="what the driver and the allocator say",
+        module="benchmarks.gpu_fixtures",
+        arguments=("{out}/fixtures",),
+        minutes=1,
+    ),
+    # NCCL refuses two ranks of one GPU, and gloo takes no pipelines of CUDA tensors.
+    "shared": Piece(
+        what="two ranks of one GPU over gloo, of the core and a few more adapters",
+        suites=(
+            *("--world=2", "--backend=gloo", "--workload=gpt-tiny", "--precision=fp32,bf16", "-k", "not throughput"),
+            "--adapters=ddp,fsdp1,fsdp2,tp,ddp-zero1,deepspeed,megatron,accelerate,fairscale-oss,fairscale-fsdp",
+        ),
+        minutes=3,
+    ),
+    "roster": Piece(
+        what="every adapter there is, memory and traffic alone",
+        suites=("--world=1", "--workload=gpt-mini", "--assess=off", "--adapters=*", "-k", "memory or communication"),
+        minutes=2,
     ),
     "conformance": Piece(
         what="a few clauses",
@@ -100,7 +134,7 @@ PIECES = {
             "-k",
             "determinism or resum or dropout",
         ),
-        minutes=4,
+        minutes=1,
     ),
 }
 """In the order of their value: a lent machine may be taken back before the end."""
@@ -155,8 +189,13 @@ def run(command: Sequence[str]) -> int:
         return 1
 
 
-def bring_back(out: Path) -> None:
-    """Make OUT/bring anew: the page, the records, rates, fixtures and what the machine is, compressed."""
+_BROUGHT = ("machine", "report", "records", "here", "fixtures")
+"""Files of OUT/bring by the beginnings of their names, the most important first."""
+
+
+def bring_back(out: Path, most_bytes: int = MOST_BYTES) -> None:
+    """Make OUT/bring anew: the page, the records, rates, fixtures and what the machine is, compressed, in at most eight
+    files of at most `most_bytes`."""
     folder = out / "bring"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -171,6 +210,23 @@ def bring_back(out: Path) -> None:
         if (out / name).exists():
             with tarfile.open(folder / f"{name}.tar.gz", "w:gz") as packed_folder:
                 packed_folder.add(out / name, arcname=name)
+    for file in [file for file in folder.iterdir() if file.stat().st_size > most_bytes]:
+        _split(file, most_bytes)
+    # What is left behind is named, and lies in OUT all the same.
+    for file in sorted(folder.iterdir(), key=lambda file: _BROUGHT.index(file.name.partition(".")[0]))[MOST_FILES:]:
+        print(f"left out of {folder}: {file.name} is more than {MOST_FILES} files", flush=True)
+        file.unlink()
+
+
+def _split(file: Path, most_bytes: int) -> None:
+    """Cut `file` into parts, to be put together by `cat FILE.*`."""
+    with file.open("rb") as whole:
+        for number in itertools.count():
+            part = whole.read(most_bytes)
+            if not part:
+                break
+            file.with_name(f"{file.name}.{number:02}").write_bytes(part)
+    file.unlink()
 
 
 if __name__ == "__main__":

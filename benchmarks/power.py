@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no mutant's name contains {parsed.k!r}: nothing would be shown")
     missed = 0
     if not parsed.page:
-        missed = 0 if parsed.k else try_every_defect_of_downpour()
+        missed = 0 if parsed.k else try_every_defect()
         save(measure(names, parsed.groups), MEASURED)
     found = load(MEASURED)
     parsed.output.parent.mkdir(parents=True, exist_ok=True)
@@ -69,9 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if found.complaints or missed else 0
 
 
-def try_every_defect_of_downpour() -> int:
-    """Run the test that replays Downpour's defects over all of them; `make test` takes every fourth."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", "tests/test_downpour.py"]
+def try_every_defect() -> int:
+    """Run the tests that train with algorithms' defects over all of them; `make test` takes a sample."""
+    files = ("tests/test_compressed.py", "tests/test_downpour.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", *files]
     return subprocess.run(command, env=os.environ | {"EVERY_DEFECT": "1"}).returncode
 
 

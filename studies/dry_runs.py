@@ -1,5 +1,5 @@
-"""`make dry-runs`: theory at 1,024 and 16,384 ranks beside dry runs of every layout family that PyTorch's fake process
-group can run, in reports/dry-runs.md; ends with 1 where they differ.
+"""`make dry-runs`: theory at 1,024 and 16,384 ranks beside dry runs of every layout family that
+fake worlds can run, in reports/dry-runs.md; ends with 1 where they differ.
 
     python -m studies.dry_runs --worlds 16384 --only tp-fsdp2
 """
@@ -7,17 +7,18 @@ group can run, in reports/dry-runs.md; ends with 1 where they differ.
 from __future__ import annotations
 
 import argparse
-import importlib
-import multiprocessing
-import os
+import contextlib
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from meshmark.adapter.registry import builtin_adapters
+from meshmark.launch.cluster import Cluster, ClusterSpec
+from meshmark.launch.launchers import ForkserverLauncher
 from meshmark.report.markdown import table_of
+from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.model_spec import gpt
@@ -27,15 +28,15 @@ from studies.dry_run import DryRun, dry_run
 
 REPORT = Path(__file__).parents[1] / "reports" / "dry-runs.md"
 WORLDS = (1024, 16384)
-_PRELOAD = ("fsdp", "tensor.parallel", "pipelining", "optim")
+_OPTIONS = RunOptions(time_limit_seconds=600)
 _INTRO = """# Dry runs
 
-Made by `make dry-runs`. One rank of a world of thousands runs its adapter's real engine over PyTorch's fake process
-group, which answers every collective without a peer; the suites' meters read it and the suites' rules judge it: traffic
-to the byte, by kind and group; states, activations and what is there between two steps within 1 %. Peaks are none of
-this page's: a group that moves nothing holds no buffers, and thousands of shards of so small a model are mostly
-padding, which no peak is planned with; over 16,384 shards alone a rank's step takes gigabytes for it. Each world is
-seen from its first and from its last rank.
+Made by `make dry-runs`. Single ranks of a world of thousands run their adapter's real engine, each alone, over
+collectives that are over at once, as suites/test_scale.py has it; the suites' meters read them and the suites' rules
+judge them: traffic to the byte, by kind and group; states, activations and what is there between two steps within 1 %.
+Peaks are none of this page's: thousands of shards of so small a model are mostly padding, which no peak is planned
+with; over 16,384 shards alone a rank's step takes gigabytes for it. Each world is seen from its first and its last
+rank, and a pipeline from its middle too.
 """
 
 
@@ -82,32 +83,11 @@ FAMILIES = (
 )
 
 
-def runs(worlds: Sequence[int], only: str) -> Iterator[tuple[Case, int]]:
+def cases(worlds: Sequence[int], only: str) -> Iterator[Case]:
     for world in worlds:
         for family in FAMILIES:
             if only in family.adapter and world in family.worlds:
-                yield from ((family.case(world), rank) for rank in (0, world - 1))
-
-
-def _apart(case: Case, rank: int) -> DryRun:
-    """In a process of its own: PyTorch keeps meshes of groups that are gone."""
-    context = multiprocessing.get_context("fork")
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(case, rank, there))
-    process.start()
-    there.close()
-    try:
-        run: DryRun = here.recv()
-    except EOFError:
-        process.join()
-        raise SystemExit(f"{case.id} on rank {rank} ended with {process.exitcode}") from None
-    process.join()
-    return run
-
-
-def _run(case: Case, rank: int, there: Connection) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(case.world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    there.send(dry_run(case, builtin_adapters()[case.adapter], rank))
+                yield family.case(world)
 
 
 def table(found: Sequence[DryRun]) -> str:
@@ -116,12 +96,12 @@ def table(found: Sequence[DryRun]) -> str:
             ("adapter", [run.case.adapter for run in found]),
             ("layout", [run.case.layout.id for run in found]),
             ("ranks", [f"{run.case.world_size:,}" for run in found]),
-            ("rank", [f"{run.rank:,}" for run in found]),
+            ("seen from", [", ".join(f"{rank:,}" for rank in run.ranks) for run in found]),
             ("traffic", [run.traffic for run in found]),
             ("largest error of states and activations", [run.memory for run in found]),
             ("seconds", [f"{run.seconds:.1f}" for run in found]),
         ],
-        keys=4,
+        keys=3,
     )
 
 
@@ -131,21 +111,23 @@ def main() -> int:
     parser.add_argument("--only", default="", help="part of an adapter's name")
     parser.add_argument("-o", "--output", type=Path, help=f"the report; reports/{REPORT.name} of a whole run")
     given = parser.parse_args()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "9")
-    for name in _PRELOAD:
-        importlib.import_module(f"torch.distributed.{name}")
     worlds = [int(world) for world in given.worlds.split(",")]
     found = []
-    for case, rank in runs(worlds, given.only):
-        run = _apart(case, rank)
-        print(f"{case.id} on rank {rank:,}: {', '.join(run.failures) or 'agrees'}", file=sys.stderr, flush=True)
-        found.append(run)
+    with (
+        Cluster(ClusterSpec()) as cluster,
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.closing(ForkserverLauncher(cluster)) as launcher,
+        contextlib.closing(Runner(launcher, builtin_adapters(), _OPTIONS, Path(folder))) as runner,
+    ):
+        for case in cases(worlds, given.only):
+            found.append(dry_run(runner, case))
+            print(f"{case.id}: {', '.join(found[-1].failures) or 'agrees'}", file=sys.stderr, flush=True)
     text = table(found)
     print(text)
     whole = not given.only and tuple(worlds) == WORLDS
     if output := given.output or (REPORT if whole else None):
         output.write_text(f"{_INTRO}\n{text}\n")
-    wrong = [f"{run.case.id} on rank {run.rank}: {why}" for run in found for why in run.failures]
+    wrong = [f"{run.case.id}: {why}" for run in found for why in run.failures]
     print("\n".join(wrong))
     return int(bool(wrong) or not found)
 

@@ -7,7 +7,7 @@ import pytest
 
 from meshmark.adapter.matrix import matrix
 from meshmark.pytest_plugin.optional_suites import OPTIONAL
-from meshmark.pytest_plugin.plugin import baseline, observed, profiled, runner, scenarios, timed  # noqa: F401
+from meshmark.pytest_plugin.plugin import alone, baseline, observed, profiled, runner, scenarios, timed  # noqa: F401
 from meshmark.pytest_plugin.selection import Selection
 from meshmark.spec.case import Case, InvalidLayout
 

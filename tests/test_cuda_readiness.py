@@ -242,7 +242,7 @@ def test_batches_are_pinned_and_copied_without_waiting(monkeypatch: pytest.Monke
 # What forks must not have touched.
 
 _FORK_SAFE = """
-    import importlib, os, sys
+    import importlib, os, sys, warnings
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     import torch
 
@@ -254,6 +254,7 @@ _FORK_SAFE = """
     torch.cuda._lazy_init = touched
     torch._C._cuda_getDeviceCount = touched
     torch._C._cuda_getCurrentRawStream = touched  # which a CPU's build lacks, and PyTorch's compiler imports
+    from meshmark.adapter.registry import builtin_adapters, load_adapter
     from meshmark.environment import describe
     from meshmark.launch.launchers import _ALWAYS
     from meshmark.environment import num_gpus
@@ -264,7 +265,10 @@ _FORK_SAFE = """
     assert num_gpus() == 8, num_gpus()
     assert describe("cuda", "nccl", 1).machine == "8 CUDA devices", describe("cuda", "nccl", 1).machine
     noise_key(make_case(), 5, "cuda")
-    for name in (*_ALWAYS, "meshmark.adapters.ddp", "meshmark.adapters.fsdp2", "fairscale"):
+    frameworks = [name for target in builtin_adapters().values() for name in load_adapter(target).modules()]
+    assert {"deepspeed", "megatron.core", "accelerate", "fairscale", "lightning_fabric"} <= set(frameworks)
+    warnings.simplefilter("ignore")
+    for name in (*_ALWAYS, *frameworks):
         importlib.import_module(name)
     assert not torch.cuda.is_initialized()
 """

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gzip
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,11 @@ from _pytest.config.argparsing import Parser
 from _pytest.mark.expression import Expression
 
 from benchmarks import gpu
-from benchmarks.gpu import LIMIT_SECONDS, PIECES, bring_back
+from benchmarks.gpu import LIMIT_SECONDS, MOST_FILES, PIECES, bring_back
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.matrix import matrix
 from meshmark.adapter.registry import builtin_adapters, load_adapter
+from meshmark.cli.options import chosen_adapters, chosen_layouts, chosen_workloads
 from meshmark.conformance.scenario import plain_cells
 from meshmark.errors import InputError
 from meshmark.judge.sample import LARGEST_FULL, Assess, assess_of
@@ -30,12 +34,14 @@ from meshmark.records.record_file import RecordFile
 from meshmark.records.request import Request, Task
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.run.tolerance_models import num_processes
+from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
-from meshmark.spec.precision import Precision
+from meshmark.spec.precision import Precision, precision
 from meshmark.spec.workload import workload
+from meshmark.theory.states import model_states
 from tests.factories import make_case, make_good
 
-SUITES = ("equivalence", "memory", "communication", "throughput")
+SUITES = ("equivalence", "memory", "communication", "throughput", "scale")
 JUDGED = {"equivalence", "memory", "communication"}
 """Suites whose pass is held against a noise floor."""
 
@@ -60,14 +66,50 @@ def _is_in(test: str, keyword: str, **_: object) -> bool:
 
 def test_the_pieces_are_found() -> None:
     assert len(SUITE_PIECES) >= 6
-    assert asked(SUITE_PIECES["memory"])[1] == {"memory"} and asked(SUITE_PIECES["speed"])[1] == {"throughput"}
-    assert asked(SUITE_PIECES["correct"])[1] == JUDGED
+    assert asked(SUITE_PIECES["memory"])[1] == {"memory"} and asked(SUITE_PIECES["ladder"])[1] == {"throughput"}
+    assert asked(SUITE_PIECES["correct"])[1] >= JUDGED and asked(SUITE_PIECES["scale"])[1] == {"scale"}
 
 
 def test_all_pieces_end_within_half_an_hour() -> None:
     """That is as long as a machine is lent; a command there is ended after ten minutes."""
-    assert sum(PIECES[name].minutes for name in SUITE_PIECES) <= 30
-    assert all(PIECES[name].minutes * 60 < LIMIT_SECONDS for name in SUITE_PIECES)
+    assert sum(piece.minutes for piece in PIECES.values()) <= 30
+    assert all(0 < piece.minutes * 60 < LIMIT_SECONDS for piece in PIECES.values())
+
+
+def test_pieces_come_by_their_value() -> None:
+    order = ["start", "correct", "memory", "scale", "scale-7b", "ladder", "calibrate"]
+    assert list(PIECES)[: len(order)] == order and list(PIECES).index("roster") > list(PIECES).index("calibrate")
+
+
+@pytest.mark.parametrize("name", [name for name, words in SUITE_PIECES.items() if "gpt-1.3b" in "".join(words)])
+def test_every_case_of_a_large_model_exists(name: str) -> None:
+    """Skips show nothing: each adapter that a piece names takes a layout of it, in its precision."""
+    chosen, _ = asked(SUITE_PIECES[name])
+    worlds, layouts = chosen_layouts(chosen.world, chosen.layouts)
+    workloads = chosen_workloads(chosen.workload, chosen.model, chosen.global_batch)
+    adapters = {each: load_adapter(target) for each, target in chosen_adapters(chosen.adapters, []).items()}
+    precisions = [precision(text) for text in chosen.precision.split(",")]
+    cells = matrix(adapters, worlds, workloads, precisions, layouts)
+    named = set(chosen.adapters.split(",")) if chosen.adapters else {"single", "ddp", "fsdp2"}
+    runs = {cell.adapter for cell in cells if isinstance(cell, Case) and takes_on_cuda(adapters[cell.adapter], cell)}
+    assert named <= runs
+
+
+def takes_on_cuda(adapter: type[Adapter], case: Case) -> bool:
+    return adapter.supports(case, "cuda", "nccl") is None
+
+
+def test_states_of_a_rank_fit_the_smallest_gpu() -> None:
+    """By theory, an H100's 80 GB hold what every fake world's first rank does, with a quarter of them for the rest."""
+    for name in ("scale", "scale-7b"):
+        chosen, _ = asked(SUITE_PIECES[name])
+        worlds, layouts = chosen_layouts(chosen.world, chosen.layouts)
+        adapters = {each: load_adapter(target) for each, target in chosen_adapters(chosen.adapters, []).items()}
+        workloads = chosen_workloads(chosen.workload, chosen.model, chosen.global_batch)
+        for cell in matrix(adapters, worlds, workloads, [Precision.BF16], layouts):
+            if isinstance(cell, Case) and takes_on_cuda(adapters[cell.adapter], cell):
+                plan = model_states(cell, 0, adapters[cell.adapter].recipe(cell))
+                assert plan and plan.parameters + plan.gradients + plan.optimizer_states < 60e9, cell.id
 
 
 def test_what_to_bring_back_is_a_few_compressed_files(tmp_path: Path) -> None:
@@ -82,6 +124,18 @@ def test_what_to_bring_back_is_a_few_compressed_files(tmp_path: Path) -> None:
     assert names == ["fixtures.tar.gz", "here.json", "records.jsonl.gz", "report.tar.gz"]
     packed = gzip.decompress((tmp_path / "bring" / "records.jsonl.gz").read_bytes())
     assert packed == (tmp_path / "records.jsonl").read_bytes()
+
+
+def test_nothing_to_bring_back_is_larger_than_what_may_leave(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    (tmp_path / "here.json").write_bytes(rng.randbytes(2500))
+    (tmp_path / "fixtures").mkdir()
+    (tmp_path / "fixtures" / "dump").write_bytes(rng.randbytes(20_000))
+    bring_back(tmp_path, most_bytes=1000)
+    files = sorted((tmp_path / "bring").iterdir())
+    assert len(files) == MOST_FILES and all(file.stat().st_size <= 1000 for file in files)
+    parts = [file for file in files if file.name.startswith("here")]
+    assert b"".join(part.read_bytes() for part in parts) == (tmp_path / "here.json").read_bytes()
 
 
 def test_a_machine_without_a_gpu_is_red_at_its_first_piece(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -115,12 +169,13 @@ def make_request(name: str = "gpt-1.3b", **changes: Any) -> Request:  # noqa: AN
     [
         (make_request(), 1, 1),
         (make_request(), 2, 2),
-        (make_request(), 8, 2),
+        (make_request(), 8, 6),
+        (make_request(sample=None), 8, 2),
         (make_request(sample=None), 1, 1),
         (make_request("gpt-tiny"), 1, 2),
         (make_request(device="cpu"), 0, 2),
     ],
-    ids=["one GPU", "two", "eight", "in full", "a small model", "a CPU"],
+    ids=["one GPU", "two", "eight", "eight in full", "in full", "a small model", "a CPU"],
 )
 def test_no_two_noise_runs_of_a_large_model_share_a_gpu(request_: Request, gpus: int, processes: int) -> None:
     """Two of 1.3 billion parameters need 94 GB. A small model's runs wait for launches more than for memory."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from meshmark.adapter.data_parallel import initial_model
 from meshmark.measure.watch import Watch
+from meshmark.reference import initial
 from meshmark.reference.build import parameter_shapes
 from meshmark.reference.initial import (
     _AT_ONCE_ELSEWHERE,
@@ -212,3 +213,19 @@ def test_a_watched_build_costs_no_more_events_for_a_larger_model() -> None:
     assert many == few
     room = 32 * 2**16
     assert small <= 4 * 64 * 32**2 + room and large <= 4 * 64 * 256**2 + room, "one parameter twice, the largest"
+
+
+def test_any_number_of_threads_draws_the_same() -> None:
+    shape, before = (3001, 1031), torch.get_num_threads()
+    assert shape[0] * shape[1] > 2 * initial._LEAST_A_THREAD
+    block = Block(shape=(2900, 1031), offset=(7, 0))
+    drawn = []
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            drawn.append(initial_value(TINY, "embedding.tokens.weight", shape, seed=3, block=block))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[0], drawn[2])
+    whole = initial_value(TINY, "embedding.tokens.weight", shape, seed=3)
+    assert torch.equal(drawn[2], whole[7:2907])

@@ -5,15 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
 
+from meshmark.adapter.engine import Engine
 from meshmark.adapters import ADAPTERS
 from meshmark.judge.deviation import Quantity
+from meshmark.judge.trace import digest
 from meshmark.launch.cluster import Cluster, ClusterSpec
 from meshmark.launch.launch import LaunchResult
 from meshmark.launch.launchers import ForkserverLauncher
-from meshmark.passes.noise import NUM_RUNS, TIME_LIMIT_SECONDS, noise_key, num_chunks, read_noise, write_noise
+from meshmark.passes.noise import NUM_RUNS, TIME_LIMIT_SECONDS, noise_key, num_chunks, perturb, read_noise, write_noise
 from meshmark.records.rank_report import RankFailure
 from meshmark.records.record import Status
 from meshmark.records.request import Request
@@ -110,3 +115,18 @@ def test_a_longer_time_limit_is_the_noise_s_too(tmp_path: Path, asked: float, gi
     assert record.outcome.status is Status.UNFINISHED
     assert "could not be measured: no end" in record.outcome.message
     assert launcher.asked.time_limit_seconds == given
+
+
+def test_any_number_of_threads_perturbs_and_hashes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are shared out over the cores that a rank has."""
+    found = []
+    for num_ranks in ("1", "64"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", num_ranks)
+        weight = torch.ones(2100, 1024)
+        engine = SimpleNamespace(parameters=lambda weight=weight: {"weight": weight})
+        perturb(cast(Engine, engine), make_case(), run=1)
+        found.append((weight, digest(weight.numpy())))
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+    assert weight.unique().numel() > 1, "something was changed"
+    weight.view(-1)[-1] += 1
+    assert digest(weight.numpy()) != found[0][1]

@@ -71,7 +71,7 @@ def test_a_fault_in_the_page_loses_nothing(tmp_path: Path, monkeypatch: pytest.M
     measured, output = tmp_path / "measured.json.gz", tmp_path / "power.md"
     monkeypatch.setattr(power, "MEASURED", measured)
     monkeypatch.setattr(power, "measure", lambda names, num_groups: make_power())
-    monkeypatch.setattr(power, "try_every_defect_of_downpour", lambda: 0)  # trains for minutes
+    monkeypatch.setattr(power, "try_every_defect", lambda: 0)  # trains for minutes
     with monkeypatch.context() as faulty:
         faulty.setattr(power, "report", lambda found: 1 / 0)
         with pytest.raises(ZeroDivisionError):

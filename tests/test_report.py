@@ -664,9 +664,9 @@ def picture(folder: Path, name: str) -> tuple[ElementTree.Element, str]:
     return root, " ".join("".join(text.itertext()) for text in root.iter(f"{SVG}text"))
 
 
-def test_both_pictures_stand_beside_the_page_and_are_linked(page: str, page_folder: Path) -> None:
+def test_pictures_stand_beside_the_page_and_are_linked(page: str, page_folder: Path) -> None:
     linked = re.findall(r"!\[.*?\]\((.*?)\)", page)
-    assert linked == ["page-memory.svg", "page-throughput.svg"]
+    assert linked == ["page-tradeoff.svg", "page-memory.svg", "page-throughput.svg"]
     for name in linked:
         assert ElementTree.parse(page_folder / name).getroot().tag == f"{SVG}svg"
 
@@ -697,7 +697,7 @@ def test_the_same_records_make_the_same_bytes(tmp_path: Path) -> None:
     for folder in ("one", "two"):
         render(tmp_path / folder, all_sorts())
         pages.append([file.read_bytes() for file in sorted((tmp_path / folder / "sub").iterdir())])
-    assert len(pages[0]) == 3
+    assert len(pages[0]) == 4
     assert pages[0] == pages[1]
 
 

@@ -10,6 +10,7 @@ from meshmark.launch.launch import LaunchResult
 from meshmark.measure.laps import LEAST_LAUNCHES, LEAST_SETTLED
 from meshmark.records.rank_report import RankFailure, RankReport
 from meshmark.records.record import Status
+from meshmark.run.throughput import LEAST_CLAIMED
 from meshmark.run.timed_launches import MOST_LAUNCHES, is_wanted, relaunch_of
 
 LONG = 1e9
@@ -60,3 +61,12 @@ def test_a_record_keeps_of_a_relaunch_what_the_rate_and_the_verdict_take() -> No
     found = relaunch_of(launched([1.0, 2.0]))
     assert found.rank_step_seconds == [[1.0, 2.0], [0.9, 2.0]] and found.rank_starts == [[0.0], [0.1]]
     assert found.losses == [1.0, 1.0] and found.digests == {2: "a"}
+
+
+def test_on_gpus_there_are_as_many_launches_as_a_claim_takes() -> None:
+    """Ten steps of a large model on eight GPUs are longer than all of the budget: it was one launch, of which nothing
+    is claimed."""
+    slow = launched([1.0] * 10)
+    assert not is_wanted([slow], 1.5) and is_wanted([slow], 1.5, on_gpu=True)
+    assert is_wanted([slow] * 2, 1.5, on_gpu=True) and not is_wanted([slow] * LEAST_CLAIMED, 1.5, on_gpu=True)
+    assert not is_wanted([slow], 0.0, on_gpu=True), "where a single launch was asked for"

@@ -377,7 +377,7 @@ def test_what_is_left_after_every_step_is_judged(growth: tuple[int, ...], caught
 def test_a_memory_verdict_says_what_it_would_have_seen() -> None:
     evidence = lived(0, 0, 0, 0, 0).evidence
     assert evidence["smallest_leak_bytes"] == LEAK_BYTES["cpu"] and evidence["steps"] == 5
-    assert evidence["smallest_buffer_bytes"] == SCALARS_BYTES + 12
+    assert evidence["smallest_buffer_bytes"] == SCALARS_BYTES["cpu"] + 12
     assert lived(0, 0, 0, 40, 0).evidence["smallest_leak_bytes"] > 400, "what goes up and down hides a leak"
 
 

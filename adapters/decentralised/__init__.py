@@ -39,6 +39,8 @@ class Decentralised(Adapter):
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
         if reason := super().supports(case, device, backend):
             return reason
+        if (device, backend) == ("cuda", "gloo") and case.layout.dp > 1:
+            return f"{case.adapter} does not support CUDA tensors over gloo (its send and recv take host memory alone)"
         misfit = case.workload.algorithm_as(decentralised.Decentralised).graph.refusal(case.layout.dp)
         return f"{case.adapter} does not support {misfit}" if misfit else None
 

@@ -64,14 +64,16 @@ class DSGDEngine(DataParallelEngine):
         save_own(folder, self.state())
 
     def load(self, folder: Path) -> None:
-        self.load_state(load_own(folder, self.context.device))
+        """By way of the host, where the optimizer's counts of steps stay, as in `DataParallelEngine.load`."""
+        self.load_state(load_own(folder, torch.device("cpu")))
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"steps": self.steps_done, "kept": self.kept}
 
     def load_state(self, state: dict[str, Any]) -> None:
         super().load_state(state)
-        self.steps_done, self.kept = state["steps"], state["kept"]
+        self.steps_done = state["steps"]
+        self.kept = {name: [t.to(self.context.device) for t in tensors] for name, tensors in state["kept"].items()}
 
 
 class DPSGDEngine(DSGDEngine):

@@ -45,7 +45,7 @@ from meshmark.theory.states import ExtraMemory
 class DeepSpeed(Adapter):
     engine: ClassVar[type[DeepSpeedEngine]] = DeepSpeedEngine
     requires: ClassVar[tuple[Requirement, ...]] = (Requirement(module="deepspeed", distribution="deepspeed"),)
-    preload: ClassVar = ("deepspeed.runtime.zero.muon.muon_optimizer",)
+    preload: ClassVar[tuple[str, ...]] = ("deepspeed.runtime.zero.muon.muon_optimizer",)
     """What DeepSpeed imports while it builds: it decorates functions with `torch.compile`, which takes seconds."""
     arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, sums=Summing.MODULES)
     capabilities: ClassVar = Capabilities(

@@ -113,6 +113,7 @@ class DeepSpeedAutoTP(DeepSpeed):
             Family.MIXTURE: "its names are not in the patterns given here",
             Precision.BF16: "not tried",
             Precision.FP16: "not tried",
+            Feature.FAKE_WORLD: "it compares the batches of tensor-parallel ranks, and a fake world has one alone",
             Feature.DROPOUT: "ranks draw the same masks for their own heads, which the single process does not",
             Feature.RECOMPUTE: "not asked of it",
             Feature.RESHARD: "not tried",

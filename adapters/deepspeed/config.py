@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 from meshmark.adapter.engine import RankContext
 from meshmark.errors import AdapterError
@@ -60,7 +63,27 @@ def prepare(context: RankContext) -> None:
             f"rank {context.rank}: DeepSpeed chose the accelerator {name!r}, the case runs on {context.device.type!r}; "
             f"set DS_ACCELERATOR={context.device.type} before deepspeed is imported"
         )
+    if torch.distributed.get_backend() == "fake":
+        _agree_with_rank_0()
     if name == "cpu":
         # On a CPU init_distributed compiles a shared-memory operator for a minute (gloo is used all the same). It asks
         # this table whether it may, and looking in fills the table first, by running compilers.
         deepspeed.ops.__compatible_ops__ = {}
+
+
+def _agree_with_rank_0() -> None:
+    """Have stage 3 take its own lists for rank 0's, which it compares with: a fake world has no rank 0 to send any.
+    It asks all the same, so that what is sent is what a real world sends."""
+    from deepspeed.runtime.zero import utils
+
+    ask_length, ask = utils.assert_lst_len_same_as_other_ranks, utils.get_lst_from_rank0
+
+    def same_length(lst: list[int]) -> None:
+        with contextlib.suppress(RuntimeError):
+            ask_length(lst)
+
+    def same(lst: list[int]) -> list[int]:
+        ask(lst)
+        return lst
+
+    utils.assert_lst_len_same_as_other_ranks, utils.get_lst_from_rank0 = same_length, same

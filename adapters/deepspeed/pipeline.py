@@ -96,6 +96,13 @@ class PipelineModuleEngine(DeepSpeedEngine):
         for name, parameter in self.inner().named_parameters():
             yield name.partition(".")[2], parameter
 
+    def enter_fake_world(self) -> None:
+        """Tell this stage the shape that the one before would, which DeepSpeed sends before the first activations."""
+        model, layout = self.case.workload.transformer, self.case.layout
+        rows = self.case.workload.global_batch // (layout.dp * layout.num_micro_batches)
+        shape = [rows, model.seq_len, model.hidden]
+        self.module._recv_tensor_meta = lambda stage: self.module._allocate_or_extend_buffers(0, shape, torch.float32)
+
     def holdings(self) -> Holdings:
         held = super().holdings()
         received = [getattr(self.module, name) for name in ("pipe_recv_buf", "grad_layer")]

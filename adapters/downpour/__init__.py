@@ -36,6 +36,7 @@ class Downpour(Adapter):
             Precision.FP16: "a replica that skips an overflowing step would push what others do not",
             Feature.UNUSED: "what is gathered of a parameter that a step leaves out is not specified",
             Feature.DROPOUT: "its masks are judged by gradients that are reduced over ranks",
+            Feature.FAKE_WORLD: "replicas wait for a parameter server's answers, by torch RPC",
             Feature.RESHARD: "the replicas of another world size are other ones",
         },
     )

@@ -31,6 +31,8 @@ _UNFUSED = {"HOROVOD_FUSION_THRESHOLD": "0"}
 """No buffer that tensors are joined in: every gradient is sent as it lies."""
 
 
+_OWN_RING = "it reduces over connections of its own, which know no process group of PyTorch's"
+
 _HALVED = (
     "Horovod halves sums in fp16 where the truth, like PyTorch's hook, halves what is summed: of gradients below "
     "fp16's normal range that is another last bit"
@@ -70,7 +72,10 @@ class Horovod(Adapter):
         degrees=frozenset({"dp"}),
         families=frozenset(Family),
         precisions=frozenset(Precision.PRESETS.values()) - {Precision.BF16_REDUCE_BF16},
-        lacks={Precision.BF16_REDUCE_BF16: "Horovod 0.28.1 has no type for bf16"},
+        lacks={
+            Precision.BF16_REDUCE_BF16: "Horovod 0.28.1 has no type for bf16",
+            Feature.FAKE_WORLD: _OWN_RING,
+        },
         devices=frozenset({"cpu"}),
     )
     known_gaps: ClassVar = (
@@ -145,6 +150,7 @@ class HorovodFP16(Horovod):
             Feature.UNUSED: "what no rank has used is given a gradient of zero, which no truth of a compressor knows",
             Feature.RESHARD: "each replica's gradients are told, of as many as there were",
             Precision.BF16_REDUCE_BF16: "what is sent has a format of its own",
+            Feature.FAKE_WORLD: _OWN_RING,
             Precision.FP16: "a replica that skips an overflowing step would send what others do not",
             Feature.DROPOUT: "its masks are judged by gradients that are reduced over ranks",
         },

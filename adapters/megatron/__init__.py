@@ -19,6 +19,7 @@ from meshmark.adapters.megatron.connections import one_connection
 from meshmark.adapters.megatron.engine import MegatronEngine
 from meshmark.adapters.megatron.layers import initialize, parallelize, recompute
 from meshmark.adapters.megatron.on_cpu import seed
+from meshmark.adapters.megatron.random_states import random_states
 from meshmark.reference.objective import build_optimizer
 from meshmark.reference.transformer import Transformer
 from meshmark.spec.case import Case
@@ -30,8 +31,6 @@ from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.saved_activations import RNG_STATE_BYTES, cast_weight_bytes
 from meshmark.theory.states import ExtraMemory, micro_batch_tokens
 from meshmark.theory.traffic import step_traffic
-
-_RANDOM_STATES = "on a CPU, the random states of data-, tensor- and expert-parallel ranks, which are tensors there"
 
 
 class Megatron(Adapter):
@@ -106,7 +105,7 @@ class Megatron(Adapter):
         if tp > 1 and model.family is Family.LLAMA:
             there = "the embedding's output is there all the same"
             declared.append(ExtraMemory(category="peak", num_bytes=4 * tokens * model.hidden, reason=there))
-        return (*declared, ExtraMemory(category="steady", num_bytes=3 * RNG_STATE_BYTES, reason=_RANDOM_STATES))
+        return (*declared, random_states())
 
     def build(self, case: Case, context: RankContext) -> Engine:
         from megatron.core import ModelParallelConfig, parallel_state

@@ -21,6 +21,7 @@ from meshmark.adapters.megatron.gpt_bf16 import narrow_activations, restore_mast
 from meshmark.adapters.megatron.gpt_engine import GPTModelEngine
 from meshmark.adapters.megatron.gpt_weights import fused_of, initial_values, shard
 from meshmark.adapters.megatron.on_cpu import MarkedNorm, cuda_is, norms_marked, seed
+from meshmark.adapters.megatron.random_states import random_states
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Recompute, Schedule
@@ -29,7 +30,6 @@ from meshmark.spec.optimizer import OptimizerKind
 from meshmark.spec.precision import Precision
 from meshmark.theory.flow import Purpose, TrafficException, besides
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.saved_activations import RNG_STATE_BYTES
 from meshmark.theory.states import ExtraMemory
 from meshmark.theory.traffic import step_traffic
 
@@ -122,10 +122,11 @@ class MegatronGPT(Adapter):
         layout, model = case.layout, case.workload.transformer
         rows = case.workload.global_batch // (layout.dp * layout.num_micro_batches)
         width = case.precision.weights.itemsize
-        scores = width * rows * model.num_heads // layout.tp * model.seq_len**2
+        shared = width * rows * model.num_heads // layout.tp * model.seq_len**2
+        if layout.sequence_parallel:  # one buffer is both: that of scores, and of what is gathered for a product
+            shared = max(shared, width * rows * model.seq_len * model.hidden)
         declared = [
-            (3 * RNG_STATE_BYTES, "on a CPU, the random states of parallel ranks, which are tensors there"),
-            (scores, "a buffer for the scores of attention (`get_global_memory_buffer`)"),
+            (shared, "a buffer for the scores of attention, or for gathers (`get_global_memory_buffer`)"),
             (8 * model.seq_len, "positions, which this adapter hands to every micro-batch"),
         ]
         if receiving := sum(stage > 0 for stage in layout.stages_of(layout.coordinates(rank).pp)):
@@ -133,7 +134,10 @@ class MegatronGPT(Adapter):
             reason = "of every stage of the pipeline, the last input that it has received, and its gradient"
             declared.append((receiving * 2 * received, reason))
         padding = cls.padding(case, rank)
-        steady = tuple(ExtraMemory(category="steady", num_bytes=n, reason=reason) for n, reason in declared)
+        steady = (
+            random_states(),
+            *(ExtraMemory(category="steady", num_bytes=n, reason=reason) for n, reason in declared),
+        )
         padded = (4 * padding, "the distributed optimizer pads tensors to 64 elements, and buckets to 128")
         both = ("gradients", "parameters", "steady") if padding else ()
         return (*steady, *(ExtraMemory(category=c, num_bytes=padded[0], reason=padded[1]) for c in both))

@@ -36,6 +36,7 @@ class Feature(StrEnum):
     EVALUATE = "evaluation"
     SAVE = "checkpoints"
     RESHARD = "checkpoints across world sizes"
+    FAKE_WORLD = "one rank of a fake world"
 
 
 def features(case: Case) -> frozenset[Feature]:

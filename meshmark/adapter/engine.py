@@ -105,5 +105,13 @@ class Engine(ABC):
         `RESHARD`, another. To be called before the first step; a collective call."""
         raise NotImplementedError(_MISSING.format("load", Feature.SAVE.name))
 
+    def enter_fake_world(self) -> None:  # noqa: B027
+        """Learn what peers would tell before the first step, for they do not exist; called when the engine is built.
+
+        In a fake world every collective is over at once, and what is received is zeros. An engine whose framework sends
+        shapes, or waits for an answer, sets these itself here; one that cannot names `Feature.FAKE_WORLD` in its
+        adapter's `Capabilities.lacks`, with the reason.
+        """
+
     def close(self) -> None:  # noqa: B027
         """Release what the process's end would not."""

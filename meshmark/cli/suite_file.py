@@ -118,7 +118,7 @@ _FLAGS = ("conformance", "allow-skipped", "resume")
 _REPEATED = ("adapter", "tuning")
 """Options that may stand several times, where the others take commas."""
 _OWN = ("suites", "select")
-_SUITES = ("equivalence", "memory", "communication", "throughput", "conformance")
+_SUITES = ("equivalence", "memory", "communication", "throughput", "conformance", "scale")
 _WORST = (3, 4, 2, 1, 5)
 """pytest's exit codes, the worst first: an internal error, a wrong usage, an interruption, failures, no test."""
 

@@ -55,8 +55,10 @@ def assess_pieces(
     rank_progress.begin(rank_progress.Phase.TRUTH, 2 * num_steps * (workload.model.num_layers + 2))
     shapes = parameter_shapes(workload.model)
     for name, shape in shapes.items():
-        x = torch.from_numpy(start[name]) if start else initial_value(workload.model, name, shape, seed=workload.seed)
-        found[QuantityKind.INITIAL.of(name)] = [tensor_deviation(trace.parameters[0].get(name), x.to(device))]
+        x = torch.from_numpy(start[name]).to(device) if start else None
+        if x is None:  # drawn on the device, whose bits are those of any other
+            x = initial_value(workload.model, name, shape, seed=workload.seed, device=device)
+        found[QuantityKind.INITIAL.of(name)] = [tensor_deviation(trace.parameters[0].get(name), x)]
         rank_progress.tick()
     norms = [_assess_gradients(trace, workload, step, shapes, device, found) for step in range(num_steps)]
     spec = workload.optimizer

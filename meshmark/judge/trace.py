@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -194,8 +196,23 @@ def tensor_digests(steps: list[Tensors]) -> list[dict[str, str]]:
     return [{name: digest(value) for name, value in s.items()} for s in steps]
 
 
+_HASHED_AT_ONCE = 2**23
+"""Bytes. What has more is hashed by parts, and then the parts' hashes: on all the cores that a rank may use."""
+
+
 def digest(value: NDArray[np.floating]) -> str:
-    return hashlib.blake2b(np.ascontiguousarray(value).data, digest_size=8).hexdigest()
+    """Return a hash of all bits of `value`, the same whatever number of cores there is."""
+    content = np.ascontiguousarray(value).data.cast("B") if value.size else memoryview(b"")
+    if len(content) <= _HASHED_AT_ONCE:
+        return _hash(content).hexdigest()
+    parts = [content[first : first + _HASHED_AT_ONCE] for first in range(0, len(content), _HASHED_AT_ONCE)]
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    with ThreadPoolExecutor(max(len(os.sched_getaffinity(0)) // num_ranks, 1)) as threads:
+        return _hash(b"".join(part.digest() for part in threads.map(_hash, parts))).hexdigest()
+
+
+def _hash(content: bytes | memoryview) -> hashlib.blake2b:
+    return hashlib.blake2b(content, digest_size=8)
 
 
 def _owned(steps: list[Tensors], lower: list[list[dict[str, str]]]) -> list[Tensors]:

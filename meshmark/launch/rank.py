@@ -26,18 +26,20 @@ from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr
 from meshmark import rank_progress
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.registry import load_adapter
-from meshmark.environment import DEFAULT_THREADS
+from meshmark.environment import DEFAULT_THREADS, versions
 from meshmark.errors import ClusterError
 from meshmark.launch.folders import means_no_space
 from meshmark.launch.processes import die_with_parent
 from meshmark.launch.ranks import RankInfo, answer_when_asked
 from meshmark.launch.store import RunStore, run_secret
+from meshmark.measure.fake_world import Copies, fake_world
 from meshmark.passes import kernels
 from meshmark.passes.clauses import endure, fail, overflow, repeat_with_dropout
 from meshmark.passes.kernels import pinned
 from meshmark.passes.links import measure_links
+from meshmark.passes.localise import localise
 from meshmark.passes.noise import measure_noise
-from meshmark.passes.observe import observe, retrace
+from meshmark.passes.observe import observe, observe_alone, retrace
 from meshmark.passes.resume import lose_a_rank, resume, save_halfway
 from meshmark.passes.timing import measure_peak, profile, time_steps
 from meshmark.records.rank_report import RankFailure, RankReport
@@ -62,6 +64,7 @@ _TASKS = {
     Task.ENDURE: endure,
     Task.DROPOUT: repeat_with_dropout,
     Task.OVERFLOW: overflow,
+    Task.LOCALISE: localise,
     Task.FAIL: fail,
 }
 
@@ -73,6 +76,8 @@ def perform(request: Request, info: RankInfo) -> RankReport | RankFailure:
     try:
         timeout = datetime.timedelta(seconds=request.time_limit_seconds + 60)  # the launcher's limit comes first
         store = _store(info, timeout)  # held here: PyTorch keeps no Python store alive
+        if request.task is Task.FAKE_WORLD:
+            return _perform_alone(request, info, started)
         context = _join(request, info, store, timeout)
         if request.backend == "nccl":  # gloo's recorder cannot be read while a collective waits
             answer_when_asked(info)
@@ -80,6 +85,8 @@ def perform(request: Request, info: RankInfo) -> RankReport | RankFailure:
         with pinned(request.case.tuning):
             report = _TASKS[request.task](request, load_adapter(request.adapter)(), context, started)
             report = dataclasses.replace(report, kernels=kernels.told() | report.kernels)
+            if name := load_adapter(request.adapter).virtual_environment:
+                report = dataclasses.replace(report, versions={"virtual environment": name, **versions()})
         torch.distributed.destroy_process_group()
     except BaseException as error:  # whatever it was, it is this rank's outcome
         return RankFailure(
@@ -94,6 +101,21 @@ def perform(request: Request, info: RankInfo) -> RankReport | RankFailure:
     return report
 
 
+def _perform_alone(request: Request, info: RankInfo, started: float) -> RankReport:
+    """Do `request` as the first of its `fake_ranks`, whatever rank of its launch this process is."""
+    rank, world_size = request.fake_ranks[0], request.case.world_size
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    device = _prepare(request, info, rank)
+    copies = Copies.NCCL if request.backend == "nccl" else Copies.GLOO
+    with fake_world(rank, world_size, copies), pinned(request.case.tuning):
+        context = RankContext(
+            rank=rank, world_size=world_size, device=device, backend=request.backend, scratch=info.folder
+        )
+        rank_progress.begin(rank_progress.Phase.BUILD)
+        report = observe_alone(request, load_adapter(request.adapter)(), context, started)
+        return dataclasses.replace(report, kernels=kernels.told() | report.kernels)
+
+
 def _store(info: RankInfo, timeout: datetime.timedelta) -> Store:
     """Where the ranks of this launch meet: a file that this user alone can open, or the store of the nodes."""
     if not info.port:
@@ -101,18 +123,22 @@ def _store(info: RankInfo, timeout: datetime.timedelta) -> Store:
     return RunStore(info.host, info.port, run_secret(), timeout)
 
 
+def _prepare(request: Request, info: RankInfo, rank: int) -> torch.device:
+    """Set threads, seed and GPU of this process, which is `rank` of its world; return its device."""
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", DEFAULT_THREADS)))
+    torch.manual_seed(request.case.workload.seed + rank)
+    if request.device != "cuda":
+        return torch.device("cpu")
+    torch.cuda.set_device(info.local_rank % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def _join(request: Request, info: RankInfo, store: Store, timeout: datetime.timedelta) -> RankContext:
     """Bring up the default process group over `store`."""
-    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", DEFAULT_THREADS)))
     os.environ["TORCH_FR_BUFFER_SIZE"] = str(_recorded(request))
     if request.task is Task.PROFILE:
         os.environ["TORCH_NCCL_ENABLE_TIMING"] = "1"  # it takes events around every collective
-    torch.manual_seed(request.case.workload.seed + info.rank)
-    if request.device == "cuda":
-        torch.cuda.set_device(info.local_rank % torch.cuda.device_count())
-    device = (
-        torch.device(request.device, torch.cuda.current_device()) if request.device == "cuda" else torch.device("cpu")
-    )
+    device = _prepare(request, info, info.rank)
     torch.distributed.init_process_group(
         request.backend,
         store=PrefixStore(info.prefix, store),

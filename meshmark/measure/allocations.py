@@ -31,6 +31,8 @@ class Change:
     thread: int = 0
     kernel: int | None = None
     """Where a kernel did it by itself: when that began."""
+    is_workspace: bool = False
+    """Whether it is what PyTorch keeps for cuBLAS to work in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,7 @@ class Allocation:
     freed_elsewhere: bool = False
     """By another thread than that which began; if by one that is not watched, no later than `stop_ns`: the next change,
     whose count lacks it."""
+    is_workspace: bool = False
 
     def alive(self, time_ns: int) -> bool:
         return self.start_ns <= time_ns and (self.stop_ns is None or time_ns < self.stop_ns)
@@ -73,6 +76,7 @@ class _Life:
     seen_ns: int | None = None
     stop_ns: int | None = None
     elsewhere: bool = False
+    is_workspace: bool = False
     held_ns: int = 0
     """When it was still there, for it was named then."""
 
@@ -138,6 +142,7 @@ def timeline(changes: Sequence[Change], known: frozenset[int] = frozenset(), hel
                 start_ns=life.start_ns,
                 stop_ns=life.seen_ns or life.stop_ns,
                 freed_elsewhere=life.elsewhere,
+                is_workspace=life.is_workspace,
             )
             for life in lives
         ],
@@ -190,7 +195,13 @@ def _lives(changes: Sequence[Change]) -> list[_Life]:
         if change.num_bytes > 0:
             if life:
                 life.reused = i
-            life = _Life(address=change.address, num_bytes=change.num_bytes, start_ns=change.time_ns, begun=i)
+            life = _Life(
+                address=change.address,
+                num_bytes=change.num_bytes,
+                start_ns=change.time_ns,
+                begun=i,
+                is_workspace=change.is_workspace,
+            )
             there[change.address] = life
             lives.append(life)
     return lives

@@ -37,6 +37,15 @@ def settle(device: torch.device) -> int:
     return time.time_ns()
 
 
+def cublas_workspace_bytes(config: str) -> int:
+    """Return how much PyTorch allocates for cuBLAS by stream and thread, under a CUBLAS_WORKSPACE_CONFIG such as
+    ":4096:8": pairs of KiB and of how many of that size. 0 where it is not set, or not understood."""
+    numbers = [int(part) for part in config.strip().lstrip(":").split(":") if part.isdigit()]
+    if not numbers or len(numbers) % 2:
+        return 0
+    return 1024 * sum(size * count for size, count in zip(numbers[::2], numbers[1::2], strict=True))
+
+
 def allocated_bytes(device: torch.device) -> int:
     """Return the allocator's own count; no profiler may be running.
 

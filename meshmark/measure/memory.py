@@ -124,6 +124,8 @@ def _classify(
         category = named.category(life.address) if life.alive(time_ns if named_ns is None else named_ns) else None
         if category is None and any(life.alive(t) for t in on_wire.get(life.address, [])):
             category = "communication"
+        if category is None and life.is_workspace:
+            category = "workspaces"
         if category is None:
             category = "activations" if life.start_ns >= step_start_ns else "other"
         totals[category] = totals.get(category, 0) + life.num_bytes

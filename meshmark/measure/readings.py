@@ -21,6 +21,8 @@ class Bytes:
     """Alive outside the step and named by nobody."""
     inputs: int = 0
     """The global batch, which the engine is handed."""
+    workspaces: int = 0
+    """CUDA: what PyTorch keeps for cuBLAS to work in, by stream and thread, from its first product on."""
 
     @property
     def total(self) -> int:
@@ -32,6 +34,7 @@ class Bytes:
             + self.activations
             + self.other
             + self.inputs
+            + self.workspaces
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,15 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from meshmark.measure import fake_world
 from meshmark.measure.allocations import Change
-from meshmark.measure.allocator import CudaPeaks, allocated_bytes, count_all_threads, settle
+from meshmark.measure.allocator import (
+    CudaPeaks,
+    allocated_bytes,
+    count_all_threads,
+    cublas_workspace_bytes,
+    settle,
+)
 from meshmark.measure.ends import Ends, Message
 from meshmark.measure.flight_recorder import IssuedOperation, dump, issued_operations
 
@@ -147,7 +155,7 @@ class Watch:
         if not self._rests:
             self._stop()
         self._ends.stop()
-        if torch.distributed.is_initialized():
+        if torch.distributed.is_initialized() and fake_world.issued() is None:
             self._recorded = dump()
 
     def _start(self, *, operands: bool) -> None:
@@ -220,6 +228,8 @@ class Watch:
 
     def changes(self) -> list[Change]:
         """Every allocation on the watched device and every end that was seen, in order."""
+        events = [event for event in self._events if _is_memory(event, self.device)]
+        kept = _kept_by_cublas(events, sorted(self.steady_ns.values())) if self.device.type == "cuda" else set()
         return [
             Change(
                 time_ns=event.start_time_ns,
@@ -228,9 +238,9 @@ class Watch:
                 total_bytes=event.extra_fields.total_allocated,
                 thread=event.start_tid,
                 kernel=_kernel(event.parent),
+                is_workspace=i in kept,
             )
-            for event in self._events
-            if event.name == "[memory]" and event.extra_fields.device.type == self.device.type
+            for i, event in enumerate(events)
         ]
 
     def backward_starts(self) -> list[int]:
@@ -280,6 +290,8 @@ class Watch:
 
     def issued(self) -> list[IssuedOperation]:
         """Every collective (not point-to-point) that the backend carried out, in order."""
+        if (found := fake_world.issued()) is not None:
+            return found
         # The recorder's own table of groups has no names on gloo.
         names = torch.distributed.distributed_c10d._world.pg_names
         ranks = {str(name): tuple(sorted(torch.distributed.get_process_group_ranks(g))) for g, name in names.items()}
@@ -298,6 +310,25 @@ def _when_done(asked: Sequence[Any], backend: Sequence[Any]) -> list[int | None]
         begun = event is not None and (before is None or event.start_time_ns < before)
         found.append(event.end_time_ns if event and begun else None)
     return found
+
+
+def _is_memory(event: Any, device: torch.device) -> bool:  # noqa: ANN401
+    return bool(event.name == "[memory]" and event.extra_fields.device.type == device.type)
+
+
+def _kept_by_cublas(events: Sequence[Any], cleared_ns: Sequence[int]) -> set[int]:
+    """Which of these allocations are cuBLAS's workspaces: in the first product of a thread since they were cleared, the
+    last of just that size; a product's result, which may be as large, is there before."""
+    size = cublas_workspace_bytes(os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    for i, event in enumerate(events):
+        started = _kernel(event.parent) if size and event.extra_fields.alloc_size == size else None
+        if started is None:
+            continue
+        place = event.start_tid, bisect.bisect_right(cleared_ns, event.start_time_ns)
+        if place not in found or found[place][0] == started:
+            found[place] = started, i
+    return {i for _, i in found.values()}
 
 
 def _kernel(operator: Any) -> int | None:  # noqa: ANN401

@@ -20,6 +20,9 @@ VARIABLES = {
 """Of every rank's process. Deterministic algorithms are not asked for: attention has others then, and a timed pass must
 compute bit for bit what was judged."""
 
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING")
+"""Variables that choose how PyTorch hands out a GPU's memory."""
+
 _NCCL = ("NCCL_", "TORCH_NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS")
 """Starts of the names of variables that choose how GPUs communicate."""
 
@@ -86,10 +89,18 @@ def drivers_cuda(library: str = "libcuda.so.1") -> str:
     return f"{version.value // 1000}.{version.value % 1000 // 10}"
 
 
+def allocator_settings() -> dict[str, str]:
+    """How PyTorch's allocator was told to hand out a GPU's memory: PyTorch's defaults, unless the user has set one of
+    `ALLOCATOR`. They move what is reserved and how much of it is of no use, so every record tells them."""
+    given = {name: value for name in ALLOCATOR if (value := os.environ.get(name))}
+    return {"allocator": ", ".join(f"{name}={value}" for name, value in given.items()) or "PyTorch's defaults"}
+
+
 def _libraries() -> dict[str, str]:
     """How NCCL was told to communicate, and of the GPU that this rank computes on, if any: what cannot be asked of this
     build is left out, for no pass is to fail for the sake of a version."""
     found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_NCCL)}
+    found |= allocator_settings() if torch.cuda.is_available() else {}
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return found
     asked: dict[str, Callable[[], object]] = {

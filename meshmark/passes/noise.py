@@ -20,6 +20,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import cast
@@ -352,12 +353,26 @@ def permute(batch: Batch, case: Case, run: int, num_ranks: int) -> Batch:
 def perturb(engine: Engine, case: Case, run: int) -> None:
     """Change initial values by up to half a unit in the last place of the precision that matrix products run in."""
     ulp = 2.0 ** -(case.precision.compute.mantissa_bits + 1)
+    seed = case.workload.seed
     for name, parameter in engine.parameters().items():
         key, shape = f"perturbation/{run}/{name}", parameter.shape
-        for block in row_blocks(Block(shape=shape, offset=[0] * len(shape))):
-            bits = random_bits(key, shape, seed=case.workload.seed, block=block)
-            rows = parameter[block.offset[0] : block.offset[0] + block.shape[0]] if shape else parameter
-            rows.mul_(1 + (bits & 0xFFFF).to(parameter.device, torch.float64).div(0xFFFF).mul(2).sub(1) * ulp)
+
+        def change(block: Block, parameter: Tensor = parameter, key: str = key) -> None:
+            """By bits that are drawn where the parameter is, which are the same on every device."""
+            bits = random_bits(key, parameter.shape, seed=seed, block=block, device=parameter.device)
+            rows = parameter[block.offset[0] : block.offset[0] + block.shape[0]] if parameter.shape else parameter
+            with torch.no_grad():  # a thread has its own
+                rows.mul_(1 + (bits & 0xFFFF).to(torch.float64).div(0xFFFF).mul(2).sub(1) * ulp)
+
+        blocks = row_blocks(Block(shape=shape, offset=[0] * len(shape)), parameter.device)
+        with ThreadPoolExecutor(_threads(parameter)) as threads:
+            list(threads.map(change, blocks))
+
+
+def _threads(parameter: Tensor) -> int:
+    """On a CPU, this process's share of its cores; a GPU works off one queue."""
+    shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return 1 if parameter.device.type != "cpu" else max(len(os.sched_getaffinity(0)) // shared, 1)
 
 
 # --- The pass that measures a noise floor. Of a large model it keeps a sample, with its tensors on disk.

@@ -38,7 +38,7 @@ from meshmark.measure.watch import Watch
 from meshmark.passes.observer import Notebook, Observer, digests
 from meshmark.passes.tuned import compile_seconds, expect_tuned
 from meshmark.records.rank_report import RankReport
-from meshmark.records.request import Request
+from meshmark.records.request import Request, Task
 from meshmark.reference.data import make_batch
 from meshmark.spec.workload import Workload
 from meshmark.theory.traffic import METERED_STEP
@@ -89,6 +89,22 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
     )
 
 
+def observe_alone(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
+    """Train `request.steps` steps as one rank of a fake world: its memory and traffic, for nothing else means anything
+    there."""
+    seen = _train(request, adapter, context, None)
+    return RankReport(
+        rank=context.rank,
+        build_seconds=seen.built - started,
+        run_seconds=time.time() - seen.built,
+        memory=seen.memory,
+        traffic=seen.traffic,
+        steps=seen.steps,
+        state_dtypes=seen.dtypes,
+        unmeasured=seen.unmeasured,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Seen:
     """What is left of a run when its engine is gone."""
@@ -110,6 +126,8 @@ def _train(request: Request, adapter: Adapter, context: RankContext, notebook: N
     watch = Watch(context.device) if request.metered else None
     with watch or contextlib.nullcontext():
         engine = adapter.build(request.case, context)
+        if request.task is Task.FAKE_WORLD:
+            engine.enter_fake_world()
         built = time.time()
         rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
         observer = Observer(engine, request, notebook=notebook)

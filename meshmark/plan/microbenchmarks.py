@@ -6,6 +6,7 @@ else a shared machine does only adds time.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,12 @@ import torch.nn.functional as F
 _MOST_SAMPLES, _FEWEST_SAMPLES = 200, 3
 _SAMPLE_SECONDS = 1e-3
 """Shorter operations are repeated within a sample, so that neither clock nor launch is what is measured."""
+
+
+_MOST_QUEUED = 50
+"""Runs of a sample on a GPU, each of up to some twenty kernels."""
+_QUEUE_CYCLES = 2_000_000
+"""A GPU's cycles, about a millisecond: what the host takes at the most to launch one run, forward and backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,15 +60,22 @@ class Bench:
         run()
         self._together()
         first = max(self._sample(run, 1, alone=True), 1e-7)
-        inner = max(1, min(200, int(_SAMPLE_SECONDS / first)))
+        inner = self._repeats(first)
         count = int(max(_FEWEST_SAMPLES, min(_MOST_SAMPLES, budget / (inner * first))))
         return self.slowest(min(self._sample(run, inner, alone=True) / inner for _ in range(count)))
 
     def collective_seconds(self, run: Callable[[], object]) -> float:
-        """The fastest run of what all ranks take part in."""
+        """The fastest run of what all ranks take part in, each of them as often."""
         run()
         self._together()
-        return self.slowest(min(self._sample(run, 1) for _ in range(self.collectives)))
+        inner = self._repeats(self.slowest(max(self._sample(run, 1), 1e-7)))
+        return self.slowest(min(self._sample(run, inner) / inner for _ in range(self.collectives)))
+
+    def _repeats(self, seconds: float) -> int:
+        """How often what takes so long is repeated within a sample. A GPU's queue holds a thousand launches: of more
+        the host would wait, and the GPU then for the host."""
+        wanted = max(1, math.ceil(_SAMPLE_SECONDS / seconds))
+        return min(wanted, _MOST_QUEUED) if self.device.type == "cuda" else wanted
 
     def slowest(self, seconds: float) -> float:
         """The largest of all ranks'."""
@@ -81,6 +95,9 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            # The GPU is kept busy until all runs stand in its queue: a run shorter than its launches would be timed by
+            # these, and so by the host.
+            torch.cuda._sleep(_QUEUE_CYCLES * inner)  # type: ignore[no-untyped-call]
             start.record()
             for _ in range(inner):
                 run()

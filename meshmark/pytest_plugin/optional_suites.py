@@ -7,7 +7,7 @@ from pathlib import Path
 
 _FOLDER = (Path(__file__).parent.parent / "suites").resolve()
 _PACKAGE = "meshmark.suites."
-OPTIONAL = ("conformance", "profile")
+OPTIONAL = ("conformance", "profile", "scale")
 """Suites that run where `--NAME` or their file asks for them."""
 
 
@@ -37,5 +37,5 @@ def _sibling(argument: str, suite: str, folder: Path) -> str | None:
         sibling = str(Path(name).with_name(f"test_{suite}.py"))
     else:
         return None
-    case = test.partition("[")[2] if suite == "profile" else ""
+    case = test.partition("[")[2] if suite in ("profile", "scale") else ""
     return f"{sibling}::test_profile[{case}" if case else sibling

@@ -158,9 +158,15 @@ def runner(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Itera
         conforming = any("conforming" in getattr(item, "fixturenames", ()) for item in request.session.items)
         if conforming and any(each.dataset is Dataset.OWN for each in chosen.workloads):
             progress.say("conformance trains gpt-mini in variants of its own, not your workload")
-        for warning in [*crowding(chosen), *unmatched_gaps(chosen.options.known_gaps, chosen.adapters)]:
+        crowded = crowding(chosen) if any(needs_all_ranks(item) for item in request.session.items) else []
+        for warning in [*crowded, *unmatched_gaps(chosen.options.known_gaps, chosen.adapters)]:
             progress.say(warning)
         yield running
+
+
+def needs_all_ranks(item: pytest.Item) -> bool:
+    """Whether a test starts all ranks of its case, and not single ones of a fake world."""
+    return "alone" not in getattr(item, "fixturenames", ())
 
 
 def _held(chosen: Selection, say: Callable[[str], None]) -> Held | None:
@@ -251,6 +257,13 @@ def timed(runner: Runner, case: Case, request: pytest.FixtureRequest) -> Record:
     _tell(record, request.node)
     expect_ran(record)
     return record
+
+
+@pytest.fixture
+def alone(runner: Runner, case: Case) -> Record:
+    """The record of single ranks of a fake world of the case's size."""
+    with _ending_the_run():
+        return runner.observe_alone(case)
 
 
 @pytest.fixture

@@ -219,6 +219,8 @@ def launches_of(item: pytest.Item) -> Iterator[Launch]:
     for fixture, task in (("observed", Task.OBSERVE), ("timed", Task.TIME), ("profiled", Task.PROFILE)):
         if fixture in fixtures and isinstance(case, Case):
             yield Launch(what=task, case=case)
+    if "alone" in fixtures and isinstance(case, Case):
+        yield Launch(what=Task.FAKE_WORLD, case=case, needs=frozenset({Feature.FAKE_WORLD}))
     if isinstance(base, Case) and isinstance(clause, Clause):
         for name in clause.scenarios:
             launch: Launch | None = _of_scenario(name, base)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from meshmark.judge.beginning import Beginning
 from meshmark.judge.deviation import Deviations, Drift
 from meshmark.judge.faults import Diagnosis
 from meshmark.judge.tolerance_model import Comparisons
@@ -65,6 +66,8 @@ class RankReport:
     """TIME: of the monotonic clock, from before the first lap to after the last."""
     device_memory: DeviceMemory | None = None
     """TIME, on a GPU: of the timed steps."""
+    beginning: Beginning | None = None
+    """LOCALISE: the first deviation of this rank; None where it has none."""
     profile: Profile | None = None
     """PROFILE."""
     samples: dict[str, list[float]] = field(default_factory=dict)
@@ -75,6 +78,8 @@ class RankReport:
     """LINKS: over all ranks."""
     digests: list[str] = field(default_factory=list)
     """On rank 0, for all ranks: a hash of every parameter's bits before the first step and after each."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """Of packages, where the rank ran in a virtual environment of its adapter's."""
     num_replicated: int = 0
     """On rank 0, for all ranks: tensors that more than one rank told, and that were compared bit for bit."""
     gathering_bytes: int = 0

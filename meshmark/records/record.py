@@ -321,6 +321,9 @@ class Record:
     profiles: list[Profile] = field(default_factory=list)
     """By rank, of the profiled pass."""
     conformance: ConformanceEvidence = field(default_factory=ConformanceEvidence)
+    fake_ranks: list[int] = field(default_factory=list)
+    """Of a fake world: the ranks that were measured, each alone, in the order of every list by rank. Empty: the world
+    was real, and every rank was there."""
     unmeasured: dict[str, str] = field(default_factory=dict)
     """By suite that cannot be judged: the adapter's method that failed, and how."""
     kernels: dict[str, str] = field(default_factory=dict)
@@ -330,6 +333,11 @@ class Record:
     """What the verdicts of an observed pass leave out, in words; empty in records of old."""
     remarks: list[str] = field(default_factory=list)
     """What happened on the way that a reader should know."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The rank of each entry of the lists by rank."""
+        return self.fake_ranks or range(self.case.world_size)
 
     def verdict(self, suite: str) -> Verdict | None:
         return next((v for v in self.verdicts if v.suite == suite), None)

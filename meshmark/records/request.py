@@ -41,8 +41,12 @@ class Task(StrEnum):
     """The same step again and again: is dropout random where it should be, and of the right strength?"""
     OVERFLOW = "overflow"
     """fp16: one rank's gradients overflow."""
+    LOCALISE = "localise"
+    """A case that failed once more, to find the module in which it begins to deviate."""
     FAIL = "fail"
     """One rank raises an error while the others train on."""
+    FAKE_WORLD = "fake world"
+    """One rank of the case's world, in one process without peers: memory and traffic. See `measure.fake_world`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +73,8 @@ class Request:
     """TIME, on GPUs: what was seen of them meanwhile."""
     peak_flops_per_second: float | None = None
     """TIME: what was measured of all cores or GPUs that the ranks can use."""
+    fake_ranks: list[int] = field(default_factory=list)
+    """FAKE_WORLD: which ranks are measured, one launch each; the first is the one that this launch is."""
     observed: ObservedPath | None = None
     """TIME: what its ranks' losses and parameters are held against, in the record."""
     assess: bool = True

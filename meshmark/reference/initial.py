@@ -13,6 +13,7 @@ import hashlib
 import importlib
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +25,8 @@ from meshmark.spec.model_config import ModelConfig
 
 _AT_ONCE = 2**16
 """Elements that are drawn at once, few enough that the generator's wide integers stay in the cache."""
+_LEAST_A_THREAD = 2**20
+"""Elements of which a thread has as many to draw."""
 _AT_ONCE_ELSEWHERE = 2**22
 """The same on other devices than a CPU, where every operator is a launch, and an event for whoever watches."""
 _KEY, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -91,11 +94,12 @@ def _counters(name: str, full_shape: Sequence[int], block: Block, seed: int, dev
     return _index(full_shape, block.shape, block.offset, device) * _signed(_KEY) + _signed(key)
 
 
-def row_blocks(block: Block) -> list[Block]:
-    """A block by some of its rows at once, `_AT_ONCE` elements where a row has no more."""
+def row_blocks(block: Block, device: torch.device | None = None) -> list[Block]:
+    """A block by some of its rows at once, as many elements as are drawn at once where a row has no more."""
     if not block.shape:
         return [block]
-    rows = _rows_at_once(block.shape, _AT_ONCE)
+    on_host = device is None or device.type == "cpu"
+    rows = _rows_at_once(block.shape, _AT_ONCE if on_host else _AT_ONCE_ELSEWHERE)
     return [
         Block(
             shape=[min(rows, block.shape[0] - i), *block.shape[1:]],
@@ -110,7 +114,25 @@ def _rows_at_once(shape: Sequence[int], elements: int) -> int:
 
 
 def _fill_on_host(out: NDArray[np.float32], counters: NDArray[np.uint64], advance: int, std: float) -> None:
-    """Fill `out` with bell-shaped values, some rows at once, in place.
+    """Fill `out` with bell-shaped values, in place, in as many threads as PyTorch may use. Its values are the same in
+    any number: each follows from its counter alone, and NumPy lets go of the interpreter while it computes."""
+    at_once = max(len(counters), 1)
+    num_threads = min(torch.get_num_threads(), out.size // _LEAST_A_THREAD) or 1
+    share = -(-len(out) // (at_once * num_threads)) * at_once
+    starts = range(0, len(out), max(share, 1))
+
+    def fill(first: int) -> None:
+        _fill_rows(out[first : first + share], counters, first * advance, advance, std)
+
+    if len(starts) < 2:
+        fill(0)
+        return
+    with ThreadPoolExecutor(len(starts)) as threads:
+        list(threads.map(fill, starts))
+
+
+def _fill_rows(out: NDArray[np.float32], counters: NDArray[np.uint64], ahead: int, advance: int, std: float) -> None:
+    """Fill `out`, whose first row's counters are `ahead` of `counters`, some rows at once.
 
     `counters` are those of its first rows, as many as are drawn at once; a row's are `advance` larger than those of the
     row before. NumPy draws without a trace: a profiler that watches PyTorch notes every operator and allocation, which
@@ -120,7 +142,7 @@ def _fill_on_host(out: NDArray[np.float32], counters: NDArray[np.uint64], advanc
     for first in range(0, len(out), max(len(counters), 1)):
         rows = out[first : first + len(counters)]
         x, s, t = (each[: len(rows)] for each in (bits, shifted, total))
-        np.add(counters[: len(rows)], np.uint64(first * advance % 2**64), out=x)
+        np.add(counters[: len(rows)], np.uint64((ahead + first * advance) % 2**64), out=x)
         for shift, factor in ((30, _FIRST), (27, _SECOND)):
             x ^= np.right_shift(x, np.uint64(shift), out=s)
             x *= np.uint64(factor)

@@ -41,7 +41,7 @@ def by_case(records: Iterable[Record]) -> dict[Key, CaseRuns]:
     """Of the matrix; conformance is judged clause by clause."""
     found: dict[Key, CaseRuns] = {}
     for record in records:
-        if record.conformance.scenario or record.task is Task.PROFILE:
+        if record.conformance.scenario or record.task in (Task.PROFILE, Task.FAKE_WORLD):
             continue
         runs = found.setdefault(key_of(record), CaseRuns(case=record.case))
         runs.case = record.case

@@ -136,9 +136,10 @@ def _parts(found: Sequence[CaseResult], reading: Reading, baseline: Baseline, co
     note = "A row a case. Struck out: of a wrong run, which is no result."
     answer = Table(title="Cases", note=note, rows=tables.answer(found))
     yield Part(id="cases", title="Cases", plots=drawn["cases"], tables=filled([answer]))
-    for section in sections(found, baseline):
+    for section in sections(found, reading.records, baseline):
         text = section.note.replace("*", "").replace("`", "")
-        yield Part(id=section.id, title=section.title, texts=[text], plots=drawn[section.id], tables=section.tables)
+        plots = drawn.get(section.id, [])
+        yield Part(id=section.id, title=section.title, texts=[text], plots=plots, tables=section.tables)
     yield Part(id="conformance", title="Conformance", clauses=clauses(reading.records))
     left_out = filled([Table(title="Not judged", rows=tables.not_judged(found))])
     yield Part(id="not-judged", title="What was not judged", tables=left_out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ matplotlib.use("svg")
 from matplotlib.figure import Figure  # noqa: E402
 
 from meshmark.report.markdown import one_line  # noqa: E402
-from meshmark.report.results import CaseResult  # noqa: E402
+from meshmark.report.results import CaseResult, frontier, tradeoffs  # noqa: E402
 from meshmark.run.throughput import throughput  # noqa: E402
 
 # One hue a category, in the order of the stack; the Okabe-Ito palette, which colour-blind readers can tell apart.
@@ -64,6 +65,48 @@ def memory_plot(found: Sequence[CaseResult], path: Path) -> bool:
         axes.set_xlabel(f"{name} on the fullest rank at its peak")
         figure.legend(loc="outside upper left", ncols=6, frameon=False, fontsize=8)
         figure.tight_layout(rect=(0, 0, 1, 1 - 0.35 / figure.get_figheight()))
+        figure.savefig(path, metadata={"Date": None})
+    return True
+
+
+_MARKERS = "osD^vP*XhpdH<>8"
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000", "#999999")
+
+
+def tradeoff_plot(found: Sequence[CaseResult], path: Path) -> bool:
+    """Draw speed against memory: a dot a correct case, a picture a number of ranks. False without any."""
+    points = tradeoffs(found)
+    counts = Counter(point.result.case.world_size for point in points)
+    worlds = sorted(ranks for ranks, count in counts.items() if count > 1)[-3:] or sorted(counts)[-1:]
+    if not worlds:
+        return False
+    names = list(dict.fromkeys(point.result.case.adapter for point in points))
+    largest = max(point.peak_bytes for point in points)
+    unit, name = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(9, 3.6 + 0.2 * (len(names) // 5 + 1)))
+        every = figure.subplots(1, len(worlds), squeeze=False)[0]
+        for axes, ranks in zip(every, worlds, strict=True):
+            here = [point for point in points if point.result.case.world_size == ranks]
+            best = frontier(here)
+            axes.plot([p.peak_bytes / unit for p in best], [p.per_second for p in best], ":", color="#999999", zorder=0)
+            for number, adapter in enumerate(names):
+                own = [point for point in here if point.result.case.adapter == adapter]
+                axes.scatter(
+                    [point.peak_bytes / unit for point in own],
+                    [point.per_second for point in own],
+                    s=42,
+                    color=_COLOURS[number % len(_COLOURS)],
+                    marker=_MARKERS[number % len(_MARKERS)],
+                    label=one_line(adapter)[:32] if ranks == worlds[0] else None,
+                )
+            axes.set_xlim(left=0)
+            axes.set_ylim(bottom=0)
+            axes.set_title(f"{ranks} rank{'s' * (ranks > 1)}", fontsize=9)
+            axes.set_xlabel(f"{name} on the fullest rank at its peak")
+        every[0].set_ylabel(f"{points[0].result.case.workload.unit} per second, on this machine")
+        figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+        figure.tight_layout(rect=(0, 0.06 * (len(names) // 5 + 1), 1, 1))
         figure.savefig(path, metadata={"Date": None})
     return True
 

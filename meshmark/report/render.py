@@ -16,9 +16,10 @@ from meshmark.report.baseline import Baseline
 from meshmark.report.guard import rendered, write_page
 from meshmark.report.markdown import block, code, inline, table
 from meshmark.report.missing_failures import failing, missing_failures, unrecorded
-from meshmark.report.plots import memory_plot, throughput_plot
+from meshmark.report.plots import memory_plot, throughput_plot, tradeoff_plot
 from meshmark.report.profiles import TOLD, memory_curves, profile_rows
 from meshmark.report.results import CaseResult, newest, results
+from meshmark.report.scale import fake_worlds, scale_headline
 from meshmark.report.sections import sections
 from meshmark.report.table import Table, bytes_text
 from meshmark.run.throughput import LEAST_CLAIMED, fastest_of, throughput
@@ -48,8 +49,12 @@ def write_report(reading: Reading, path: Path, command: str, baseline: Reading |
 def _pictures(found: Sequence[CaseResult], path: Path) -> tuple[list[str], list[str]]:
     """Drawn beside `path`: lines of the page that show them, and complaints about cases that they lack."""
     drawn, undrawn = list[str](), list[str]()
-    pictures = {"Memory at the peak, by category": memory_plot, "Throughput, with its spread": throughput_plot}
-    for (title, draw), stem in zip(pictures.items(), ("memory", "throughput"), strict=True):
+    pictures = {
+        "Speed against memory: a dot a correct case; better is up and to the left": tradeoff_plot,
+        "Memory at the peak, by category": memory_plot,
+        "Throughput, with its spread": throughput_plot,
+    }
+    for (title, draw), stem in zip(pictures.items(), ("tradeoff", "memory", "throughput"), strict=True):
         file = path.with_name(f"{path.stem}-{stem}.svg")
         there, complaints = rendered(
             lambda some, _, draw=draw, file=file: draw(some, file),  # type: ignore[misc]
@@ -78,6 +83,8 @@ def headline(found: Sequence[CaseResult], reading: Reading) -> str:
     missing = unrecorded(reading.sessions, reading.records, conforming=False)
     if not reading.records:
         return f"**No case left a record**: {_listed(missing)}."
+    if not found and (fake := fake_worlds(reading.records)):
+        return scale_headline(fake)
     return _headline(found, missing, len(failing(reading.sessions, conforming=False)))
 
 
@@ -85,6 +92,9 @@ def _answer(found: Sequence[CaseResult], reading: Reading) -> list[str]:
     if not reading.records:
         return ["# Meshmark report", headline(found, reading)]
     environment = newest(reading.records).environment
+    if not found and fake_worlds(reading.records):
+        machine = f"{inline(environment.machine)}, {environment.num_cpus} CPUs, {inline(environment.device)}"
+        return [f"# Meshmark report: fake worlds on {machine}", headline(found, reading)]
     return [
         f"# Meshmark report: {inline(environment.machine)}, {environment.num_cpus} CPUs, {inline(environment.device)}",
         headline(found, reading),
@@ -176,11 +186,12 @@ def _peak(result: CaseResult) -> int:
 
 def _evidence(found: Sequence[CaseResult], reading: Reading, baseline: Reading | None) -> list[str]:
     latest = [record for r in found for record in (r.observed, r.timed) if record]
-    failed = [tables.failures(latest), missing_failures(reading.sessions, reading.records, conforming=False)]
+    unfinished = missing_failures(reading.sessions, reading.records, conforming=False)
+    failed = [tables.failures([*latest, *fake_worlds(reading.records)]), unfinished]
     before = Baseline(results(baseline.records) if baseline else ())
     nothing = "Nothing: every case that ran reached its end and passed every suite."
     parts = ["## What failed", *(filter(None, failed) if any(failed) else [nothing])]
-    for section in sections(found, before):
+    for section in sections(found, reading.records, before):
         parts += [f"## {section.title}", section.note]
         if section.id == "speed" and (warning := before.warning(found)):
             parts.append(warning)
@@ -224,6 +235,12 @@ def _origin(found: Sequence[CaseResult], reading: Reading, command: str) -> list
         _OBTAINED,
         _commands(commands, command),
         table([{"what": name, "value": str(value)} for name, value in facts.items()]),
+        *(_time_went(found) if found else []),
+    ]
+
+
+def _time_went(found: Sequence[CaseResult]) -> list[str]:
+    return [
         "## Where the time went",
         table(tables.time_spent(found)),
         "A launch is one pass over one case in fresh processes; the noise floors, which each workload and "

@@ -174,7 +174,7 @@ def results(records: Iterable[Record]) -> list[CaseResult]:
     latest: dict[tuple[Key, Task], Record] = {}
     cases: dict[Key, Case] = {}
     for record in records:
-        if record.task is Task.PROFILE:  # a section of its own
+        if record.task in (Task.PROFILE, Task.FAKE_WORLD):  # sections of their own
             continue
         latest[_key(record), record.task] = record
         cases.setdefault(_key(record), record.case)

@@ -12,6 +12,7 @@ from meshmark.report.communication import communication, traffic_exceptions
 from meshmark.report.markdown import inline
 from meshmark.report.planned import planned_memory
 from meshmark.report.results import CaseResult
+from meshmark.report.scale import NOTE, scale
 from meshmark.report.table import Table, filled
 from meshmark.run.throughput import peak_flops_per_second
 
@@ -27,8 +28,9 @@ class Section:
     tables: Sequence[Table]
 
 
-def sections(found: Sequence[CaseResult], baseline: Baseline) -> list[Section]:
-    """Return the sections that have something to show: correctness first, speed last."""
+def sections(found: Sequence[CaseResult], records: Sequence[Record], baseline: Baseline) -> list[Section]:
+    """Return the sections that have something to show: correctness first, speed last. `records`: all that were read,
+    for what is no part of a case's result."""
     latest = [record for r in found for record in (r.observed, r.timed) if record]
     made = [
         Section(
@@ -73,6 +75,12 @@ def sections(found: Sequence[CaseResult], baseline: Baseline) -> list[Section]:
                     ),
                 ]
             ),
+        ),
+        Section(
+            id="scale",
+            title="Memory at a scale that was not there",
+            note=NOTE,
+            tables=filled([Table(title="Memory at scale: single ranks of fake worlds", rows=scale(records), keys=4)]),
         ),
         Section(
             id="speed",

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import known_adapters
-from meshmark.environment import describe
+from meshmark.environment import Environment, describe
 from meshmark.judge.observed_path import ObservedPath
 from meshmark.launch.launch import LaunchResult
 from meshmark.measure.gpu_power import spoilt
@@ -60,8 +60,9 @@ class Declared:
     """By suite that cannot be judged by it: the method that failed, and how."""
 
 
-def declare(adapter: type[Adapter], case: Case, ranks: Sequence[int]) -> Declared:
-    """An adapter's method that fails takes the verdict that rests on it, and no other."""
+def declare(adapter: type[Adapter], case: Case, ranks: Sequence[int], device: str) -> Declared:
+    """Ask `adapter` about `case`. A method that fails takes the verdict that rests on it, and no other. What is on the
+    host counts where `device` is "cpu"."""
     failed: dict[str, str] = {}
 
     def ask(suite: str, method: str, answer: Callable[[int], T]) -> list[T]:
@@ -74,7 +75,9 @@ def declare(adapter: type[Adapter], case: Case, ranks: Sequence[int]) -> Declare
     planned = adapter.plans_traffic(case)
     return Declared(
         states=ask("memory", "recipe", lambda rank: model_states(case, rank, adapter.recipe(case))),
-        extra_memory=ask("memory", "extra_memory", lambda rank: _extra_memory(adapter.extra_memory(case, rank))),
+        extra_memory=ask(
+            "memory", "extra_memory", lambda rank: _extra_memory(adapter.extra_memory(case, rank), device)
+        ),
         traffic=[step_traffic(case, rank) if planned else None for rank in ranks],
         traffic_exceptions=ask(
             "communication",
@@ -90,11 +93,11 @@ def declare(adapter: type[Adapter], case: Case, ranks: Sequence[int]) -> Declare
     )
 
 
-def _extra_memory(declared: Sequence[object]) -> list[ExtraMemory]:
+def _extra_memory(declared: Sequence[object], device: str) -> list[ExtraMemory]:
     for each in declared:
         if not isinstance(each, ExtraMemory):
             raise TypeError(f"got {each!r} among the extra memory, expected an ExtraMemory")
-    return [each for each in declared if isinstance(each, ExtraMemory)]
+    return [each for each in declared if isinstance(each, ExtraMemory) and (device == "cpu" or not each.on_host)]
 
 
 def _one_time_traffic(declared: Sequence[object]) -> list[OneTimeTraffic]:
@@ -162,13 +165,15 @@ def assemble(
     """The record of `request`; `launches` are several of the untouched pass alone, and none where nothing was done."""
     case, reports = request.case, launches[0].reports if launches else []
     whole = outcome.status in (Status.OK, Status.NAN)
-    observed = whole and request.task is Task.OBSERVE and request.metered
-    declared = declare(adapter, case, range(case.world_size) if observed else range(0))
+    ranks = request.fake_ranks or range(case.world_size)
+    fake = request.task is Task.FAKE_WORLD
+    observed = whole and (request.task is Task.OBSERVE or fake) and request.metered
+    declared = declare(adapter, case, ranks if observed else (), request.device)
     unmeasured = declared.failed | {
         suite: f"{why} on rank {r.rank}" for r in reversed(reports) for suite, why in r.unmeasured.items()
     }
     training = _training(reports, whole)
-    places, readings = launches[0].places if observed else [], [r.traffic for r in reports if r.traffic]
+    places, readings = launches[0].places if observed and not fake else [], [r.traffic for r in reports if r.traffic]
     draft = Record(
         case=case,
         adapter=request.adapter,
@@ -176,7 +181,7 @@ def assemble(
         steps=request.steps,
         warmup=request.warmup,
         timing_budget_seconds=request.timing_budget_seconds,
-        environment=describe(request.device, request.backend, nnodes),
+        environment=_environment(request, nnodes, reports),
         sources=sources_of(request.adapter, case.workload),
         outcome=outcome,
         launch=LaunchSeconds(
@@ -224,6 +229,7 @@ def assemble(
             digests=reports[0].digests if whole else [],
             known_gaps=list(adapter.known_gaps) if request.scenario else [],
         ),
+        fake_ranks=request.fake_ranks,
         unmeasured=unmeasured,
         kernels=reports[0].kernels if reports else {},
         remarks=[*remarks, *_left_out(training.left_out, request.observed), *_disagreeing(reports)],
@@ -234,6 +240,13 @@ def assemble(
     verdicts += [verdict for verdict in (*planned, timed) if verdict]
     judged = dataclasses.replace(draft, verdicts=verdicts)
     return dataclasses.replace(judged, not_judged=not_judged(judged, adapter)) if observed else judged
+
+
+def _environment(request: Request, nnodes: int, reports: Sequence[RankReport]) -> Environment:
+    """Return where the run took place: with the versions of its ranks' own virtual environment, where they had one."""
+    here = describe(request.device, request.backend, nnodes)
+    told = reports[0].versions if reports else {}
+    return dataclasses.replace(here, versions=told) if told else here
 
 
 def _training(reports: list[RankReport], whole: bool) -> TrainingCurves:

@@ -8,16 +8,17 @@ from dataclasses import dataclass, replace
 
 from meshmark.measure.interval import Interval, mean_interval
 from meshmark.measure.readings import MemoryReading
-from meshmark.records.record import MemoryEvidence, Record, Verdict
+from meshmark.records.record import Record, Verdict
+from meshmark.reference.build import parameter_shapes
 from meshmark.spec.own_model import OwnModelConfig
-from meshmark.spec.workload import Workload
 from meshmark.theory.states import ExtraMemory, ModelStates, declared_bytes, declared_peak
 from meshmark.theory.traffic import METERED_STEP
 
 STATE_TOLERANCE = 0.01
 """Relative, on the bytes of each category of model states, of activations, and of the allocator's totals."""
-SCALARS_BYTES = 1024
-"""Beside it, of totals: loss, norm, scale and a few counts, which nobody names. More is a tensor."""
+SCALARS_BYTES = {"cpu": 1024, "cuda": 4096}
+"""Beside it, of totals: loss, norm, scale and a few counts, which nobody names. More is a tensor. On a GPU each takes a
+block of 512 bytes; engines here hold two to four."""
 LEAK_BYTES = {"cpu": 64, "cuda": 512}
 """Growth a step that is not judged: a few scalars, which take a block of 512 bytes each on a GPU. Correct engines grow
 by nothing at all from the metered step on."""
@@ -110,12 +111,12 @@ def judge_memory(record: Record) -> Verdict | None:
     found: list[Held] = []
     device = record.environment.device
     on_cpu = device == "cpu"
-    scalars, planned = _scalars(record.case.workload), True
-    for rank, (reading, plan, declared) in enumerate(
+    scalars, planned = _scalars(record), True
+    for i, (reading, plan, declared) in enumerate(
         zip(record.memory.readings, record.memory.planned, record.memory.extra_memory, strict=True)
     ):
-        live = record.memory.live_bytes[rank] if record.memory.live_bytes else {}
-        growth = _growth(rank, live, LEAK_BYTES.get(device, SCALARS_BYTES))
+        rank, live = record.ranks[i], record.memory.live_bytes[i] if record.memory.live_bytes else {}
+        growth = _growth(rank, live, LEAK_BYTES[device])
         found += [growth] if growth else []
         if plan is None:
             planned = False
@@ -136,14 +137,14 @@ def judge_memory(record: Record) -> Verdict | None:
         summary = f"{worst.where}: {_growth_text(worst.interval)}, planned none"
     if all(plan is None or plan.activations is None for plan in record.memory.planned):
         summary += "; activations: not planned"
-    if unknown := [rank for rank, reading in enumerate(record.memory.readings) if not reading.ends_known]:
+    if unknown := [record.ranks[i] for i, reading in enumerate(record.memory.readings) if not reading.ends_known]:
         summary += f" (not judged on {_ranks(unknown)}: {_UNKNOWN})"
     passed = worst.error <= STATE_TOLERANCE
     return Verdict(
         suite="memory",
         passed=passed,
         summary=summary if passed else f"{summary}; {_mend(worst)}",
-        evidence=_evidence(worst, found, record.memory),
+        evidence=_evidence(worst, found, record),
     )
 
 
@@ -176,9 +177,12 @@ def _later(totals: Sequence[Held], live: Mapping[int, int]) -> Iterator[Held]:
             yield replace(steady, step=step, measured=steady.measured + num_bytes - live[METERED_STEP])
 
 
-def _scalars(workload: Workload) -> dict[str, int]:
-    """Bytes of scalars by category, which 1 % of a user's own model need not cover: it may be of any size."""
-    model = workload.model
+def _scalars(record: Record) -> dict[str, int]:
+    """Bytes of scalars by category, which 1 % need not cover: of a user's own model, which may be of any size, and of
+    one shard of hundreds in a fake world."""
+    model = record.case.workload.model
+    if record.fake_ranks:
+        return {"optimizer_states": COUNT_BYTES * len(parameter_shapes(model))}
     if not isinstance(model, OwnModelConfig):
         return {}
     return {"activations": LOSS_BYTES, "optimizer_states": COUNT_BYTES * model.num_tensors}
@@ -195,7 +199,8 @@ def _ranks(numbers: Sequence[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def _evidence(worst: Held, found: Sequence[Held], memory: MemoryEvidence) -> dict[str, float | int | str]:
+def _evidence(worst: Held, found: Sequence[Held], record: Record) -> dict[str, float | int | str]:
+    memory = record.memory
     evidence: dict[str, float | int | str] = {
         "category": worst.category,
         "rank": worst.rank,
@@ -205,7 +210,9 @@ def _evidence(worst: Held, found: Sequence[Held], memory: MemoryEvidence) -> dic
         "tolerance": STATE_TOLERANCE,
         "declared": "; ".join(sorted({r.reason for own in memory.extra_memory for r in own})),
         "workspace_bytes": max(reading.workspace_bytes for reading in memory.readings),
-        "not_known_ranks": " ".join(str(rank) for rank, r in enumerate(memory.readings) if not r.ends_known),
+        "not_known_ranks": " ".join(
+            str(record.ranks[i]) for i, reading in enumerate(memory.readings) if not reading.ends_known
+        ),
     }
     for name in TOTALS:
         if ranks := [held for held in found if held.category == name]:
@@ -241,6 +248,7 @@ def memory_totals(
     steady, peak = reading.steady, reading.peak
     passing = declared_bytes(declared, "unnamed")  # which may be there after a step as well, and not after another
     plan = plan.with_host() if on_cpu else plan
+    spare = SCALARS_BYTES["cpu" if on_cpu else "cuda"]
     yield Held(
         category="steady",
         rank=rank,
@@ -251,7 +259,7 @@ def memory_totals(
         + plan.tables
         + declared_bytes(declared, "steady"),
         late=passing,
-        spare=SCALARS_BYTES,
+        spare=spare,
     )
     planned = declared_peak(plan, declared) if on_cpu else None
     if not reading.ends_known:
@@ -263,13 +271,13 @@ def memory_totals(
             measured=peak.total - peak.inputs,
             planned=planned + plan.tables,
             late=reading.late_bytes,
-            spare=SCALARS_BYTES,
+            spare=spare,
         )
     else:
         unnamed = plan.tables + sum(r.num_bytes for r in declared if r.category in ("steady", "unnamed"))
         # At most: an engine may name what is declared.
         measured = max(peak.other, unnamed)
-        yield Held(category="unnamed", rank=rank, measured=measured, planned=unnamed, spare=SCALARS_BYTES)
+        yield Held(category="unnamed", rank=rank, measured=measured, planned=unnamed, spare=spare)
     if reading.previous_steady_bytes is not None:
         growth = max(steady.total - reading.previous_steady_bytes, 0)
-        yield Held(category="growth", rank=rank, measured=growth, planned=0.0, late=passing, spare=SCALARS_BYTES)
+        yield Held(category="growth", rank=rank, measured=growth, planned=0.0, late=passing, spare=spare)

@@ -14,6 +14,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import load_adapter
 from meshmark.environment import Environment, describe, refuses_to_share
 from meshmark.errors import AdapterError, ClusterError, NodeLostError, ResultsError
+from meshmark.judge.beginning import describe as describe_beginning
 from meshmark.judge.observed_path import ObservedPath
 from meshmark.judge.sample import (
     ENDURANCE_STEPS,
@@ -42,6 +43,7 @@ from meshmark.run.timed_launches import launch_watched, time_again
 from meshmark.run.tolerance_models import ToleranceModels
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
+from meshmark.spec.layout import Layout
 
 # --- The verified path of a case, which the untouched pass is held against.
 
@@ -105,9 +107,22 @@ class RunOptions:
     time_limit_seconds: float = 120.0
     assess: Assess | None = None
     """None decides by the size of the model."""
+    localise: bool = False
+    """A case that is not equivalent is run once more, to find the module in which it begins to deviate."""
     on_node_loss: NodeLoss = NodeLoss.END
     known_gaps: tuple[tuple[str, KnownGap], ...] = ()
     """Beside those of adapters: pattern of an adapter's name, and gap."""
+
+
+FAKE_NEEDS = frozenset({Feature.FAKE_WORLD})
+"""What a pass over ranks of a fake world takes of an adapter."""
+
+
+def fake_ranks(layout: Layout) -> list[int]:
+    """The ranks that stand for a world: the first, the last and, of a pipeline of three stages or more, the first of
+    the stage in the middle."""
+    middle = next(rank for rank in range(layout.world_size) if layout.coordinates(rank).pp == layout.pp // 2)
+    return sorted({0, middle, layout.world_size - 1}) if layout.pp > 2 else sorted({0, layout.world_size - 1})
 
 
 _Key = tuple[Task, Case, str]
@@ -160,6 +175,8 @@ class Runner:
     def refusal(self, case: Case, needs: frozenset[Feature] = frozenset()) -> str | None:
         """Why `case` is not run; None when it is. `needs`: what the pass takes beyond the case."""
         cluster = self.launcher.cluster
+        if Feature.FAKE_WORLD in needs:  # one process at a time, whatever the size of the world
+            return self.adapter(case).refusal(case, self.options.device, self._fake_backend(), needs)
         if case.world_size % cluster.spec.nnodes:
             return f"{case.world_size} ranks cannot be spread evenly over {cluster.spec.text}{cluster.lost_nodes_note}"
         if cluster.room is not None and self._local_ranks(case) > cluster.room:
@@ -173,6 +190,15 @@ class Runner:
     def observe(self, case: Case) -> Record:
         """The instrumented pass, with all its verdicts."""
         return self.once(self.request(Task.OBSERVE, case))
+
+    def observe_alone(self, case: Case) -> Record:
+        """One rank after the other of a fake world of the case's size, each alone: memory and traffic."""
+        request = dataclasses.replace(
+            self.request(Task.FAKE_WORLD, case, Assess.OFF),
+            backend=self._fake_backend(),
+            fake_ranks=fake_ranks(case.layout),
+        )
+        return self.once(request, FAKE_NEEDS)
 
     def time(self, case: Case) -> Record:
         """The untouched pass."""
@@ -330,12 +356,18 @@ class Runner:
         own_gpus = self.options.device == "cuda" and self._local_ranks(case) <= self.options.num_gpus
         return self.options.backend or ("nccl" if own_gpus else "gloo")
 
+    def _fake_backend(self) -> str:
+        """The backend whose copies are made in a fake world."""
+        return self.options.backend or ("nccl" if self.options.device == "cuda" else "gloo")
+
     def _local_ranks(self, case: Case) -> int:
         """That share what a node, or a task with GPUs of its own, has."""
         spec = self.launcher.cluster.spec
         return case.world_size // (spec.nnodes if spec.gpus_by_task else spec.num_hosts)
 
     def _run(self, request: Request) -> Record:
+        if request.task is Task.FAKE_WORLD:
+            return self._run_alone(request)
         if request.task in JUDGED and request.assess:
             arithmetic = load_adapter(request.adapter).arithmetic
             tolerance_model = self._yardsticks.of(request).declared(arithmetic.casting if arithmetic else None)
@@ -349,7 +381,39 @@ class Runner:
         if request.task is Task.TIME and outcome.status is Status.OK:
             request = dataclasses.replace(request, peak_flops_per_second=self._peaks.of(request))
             request = self._with_path(request, launches) if request.assess else request
-        return self._record(request, outcome, launches)
+        record = self._record(request, outcome, launches)
+        return self._localised(request, record) if self.options.localise else record
+
+    def _localised(self, request: Request, record: Record) -> Record:
+        """Return `record` with where it begins to deviate in the evidence of its equivalence, where that fails."""
+        verdict = record.verdict("equivalence")
+        if verdict is None or verdict.passed or verdict.undecided or request.task is not Task.OBSERVE:
+            return record
+        again = dataclasses.replace(request, task=Task.LOCALISE, metered=False, tolerance_model=None)
+        launched = self.launcher.launch(again, request.case.world_size)
+        outcome = outcome_of_launch(launched, request.case.world_size)
+        found = [report.beginning for report in launched.reports if report.beginning]
+        why = f"not found out: {outcome.message.partition(chr(10))[0]}"
+        text = describe_beginning(found, request.case.world_size) if outcome.status is Status.OK else why
+        told = dataclasses.replace(verdict, evidence={**verdict.evidence, "begins": text})
+        verdicts = [told if each is verdict else each for each in record.verdicts]
+        return dataclasses.replace(record, verdicts=verdicts)
+
+    def _run_alone(self, request: Request) -> Record:
+        """Each of the ranks in a launch of its own, one after the other: on a GPU each has all of it."""
+        launches = list[LaunchResult]()
+        for rank in request.fake_ranks:
+            asked = dataclasses.replace(request, fake_ranks=[rank])
+            launches.append(self.launcher.launch(asked, 1, alone=True))
+            outcome = outcome_of_launch(launches[-1], 1)
+            if outcome.status is not Status.OK:
+                return self._record(asked, dataclasses.replace(outcome, rank=rank))
+        together = LaunchResult(
+            reports=[report for launched in launches for report in launched.reports],
+            failures=[],
+            seconds=sum(launched.seconds for launched in launches),
+        )
+        return self._record(request, Outcome(status=Status.OK), [together])
 
     def _with_path(self, timed: Request, launches: Sequence[LaunchResult]) -> Request:
         """What became of `timed` is held against the verified path; where their bits differ and bits tell nothing of

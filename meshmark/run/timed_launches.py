@@ -16,6 +16,7 @@ from meshmark.measure.laps import LEAST_LAUNCHES, is_settled, laps_of
 from meshmark.records.rank_report import RankReport
 from meshmark.records.record import Relaunch
 from meshmark.records.request import Request, Task
+from meshmark.run.throughput import LEAST_CLAIMED
 
 # --- Repeated timed launches. What the processes of one launch meet moves all of its steps alike.
 
@@ -34,17 +35,20 @@ def time_again(
     """
     launches, watched = [first], [list(power)]
     again = dataclasses.replace(request, steps=len(first.reports[0].step_seconds), timing_budget_seconds=0.0)
-    while is_wanted(launches, LEAST_LAUNCHES * request.timing_budget_seconds):
+    on_gpu = request.device == "cuda"
+    while is_wanted(launches, LEAST_LAUNCHES * request.timing_budget_seconds, on_gpu=on_gpu):
         launched, power = launch_watched(launcher, again)
         launches.append(launched)
         watched.append(power)
     return launches, together(watched)
 
 
-def is_wanted(launches: Sequence[LaunchResult], budget_seconds: float) -> bool:
-    """Whether another launch is."""
+def is_wanted(launches: Sequence[LaunchResult], budget_seconds: float, *, on_gpu: bool = False) -> bool:
+    """Whether another launch is. On GPUs there are as many as a claim takes, whatever the budget."""
     if launches[-1].failures or launches[-1].lost or len(launches) >= MOST_LAUNCHES:
         return False
+    if len(launches) < LEAST_CLAIMED and on_gpu:  # where a few steps of a large model are all of the budget
+        return budget_seconds > 0
     if len(launches) == 2:  # of which Student's t makes an interval of thirteen times what they differ by
         return budget_seconds > 0
     steps = [seconds for launched in launches for seconds in _step_seconds(launched.reports)]

@@ -49,9 +49,11 @@ def launch_noise(launcher: Launcher, request: Request, num_gpus: int) -> list[Co
 
 def num_processes(request: Request, num_gpus: int) -> int:
     """Processes that share the noise runs of `request`. Of a large model no two are on one GPU: each holds its model,
-    its optimizer's states and a float64 truth."""
-    large = request.case.workload.model.num_parameters > LARGEST_FULL
-    return max(min(NUM_RANKS, num_gpus), 1) if large and request.device == "cuda" else NUM_RANKS
+    its optimizer's states and a float64 truth. Of a sample every GPU has runs, until there is one for each."""
+    if request.case.workload.model.num_parameters <= LARGEST_FULL or request.device != "cuda":
+        return NUM_RANKS
+    most = request.sample.noise_runs if request.sample else NUM_RANKS
+    return max(min(most, num_gpus), 1)
 
 
 # --- Tolerance models of a session, the same on every node.

@@ -93,11 +93,12 @@ class Unlike:
 def unlike_steps(record: Record) -> Iterator[Unlike]:
     """What ranks sent in other steps than the metered one, where that is neither the same nor declared."""
     evidence = record.traffic
-    for rank, groups in enumerate(evidence.alike_steps):
+    for i, groups in enumerate(evidence.alike_steps):
+        rank = record.ranks[i]
         usual = next((_routes(group.issued) for group in groups if METERED_STEP in group.steps), None)
         if usual is None:
             continue
-        declared = evidence.one_time_traffic[rank] if evidence.one_time_traffic else []
+        declared = evidence.one_time_traffic[i] if evidence.one_time_traffic else []
         for group in groups:
             sent = _routes(group.issued)
             for step in group.steps:
@@ -137,8 +138,8 @@ def judge_communication(record: Record) -> Verdict | None:
     ]
     found = [
         difference
-        for rank, (reading, routes) in enumerate(zip(evidence.readings, expected, strict=True))
-        for difference in _differences(rank, reading.asked, routes)
+        for i, (reading, routes) in enumerate(zip(evidence.readings, expected, strict=True))
+        for difference in _differences(record.ranks[i], reading.asked, routes)
     ]
     worst = max(found, key=lambda d: (abs(d.measured_bytes - d.expected_bytes), d.expected is None), default=None)
     barriers = max((_barriers(reading.asked) for reading in evidence.readings), default=0)

@@ -237,6 +237,9 @@ def _verdict(summary: str, record: Record, *, passed: bool = False) -> Verdict:
 
 def not_judged(record: Record, adapter: type[Adapter]) -> list[str]:
     """Return, in words, what the verdicts of an observed pass leave out; nothing where they leave out nothing."""
+    if record.fake_ranks:
+        ranks, world = ", ".join(map(str, record.fake_ranks)), record.case.world_size
+        return [f"everything but memory and traffic of ranks {ranks}: the world of {world} was fake", *_memory(record)]
     return [*_equivalence(record, adapter), *_memory(record), *_communication(record)]
 
 
@@ -261,7 +264,7 @@ def _memory(record: Record) -> Iterator[str]:
     yield from _ranks(record, "memory", len(evidence.readings))
     if evidence.readings and all(plan is None or plan.activations is None for plan in evidence.planned):
         yield "memory: activations, which are not planned"
-    if unknown := [rank for rank, reading in enumerate(evidence.readings) if not reading.ends_known]:
+    if unknown := [record.ranks[i] for i, reading in enumerate(evidence.readings) if not reading.ends_known]:
         where = ", ".join(map(str, unknown))
         yield f"memory: activations and peak on ranks {where}, where it is not known which storages had ended"
     if evidence.readings and not (evidence.live_bytes and len(evidence.live_bytes[0]) > METERED_STEP + 2):

@@ -73,6 +73,8 @@ class ExtraMemory:
     what is there besides then, or unnamed for what may be there and need not, where no peak is planned."""
     num_bytes: float
     reason: str
+    on_host: bool = False
+    """Whether it is in the host's memory, which is the device's on a CPU alone."""
 
 
 def declared_bytes(declared: Sequence[ExtraMemory], category: str) -> float:

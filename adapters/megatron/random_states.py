@@ -1,0 +1,12 @@
+"""What megatron-core keeps to draw random numbers with, by group of parallel ranks."""
+
+from __future__ import annotations
+
+from meshmark.theory.saved_activations import RNG_STATE_BYTES
+from meshmark.theory.states import ExtraMemory
+
+
+def random_states() -> ExtraMemory:
+    """Those of data-, tensor- and expert-parallel ranks. They are tensors of the host, whatever the device."""
+    reason = "on a CPU, the random states of data-, tensor- and expert-parallel ranks, which are tensors there"
+    return ExtraMemory(category="steady", num_bytes=3 * RNG_STATE_BYTES, reason=reason, on_host=True)
