@@ -104,6 +104,11 @@ class Adapter(ABC):
         return ()
 
     @classmethod
+    def plans_traffic(cls, case: Case) -> bool:
+        """Return whether it is known what this framework sends; what is not is *not judged*."""
+        return True
+
+    @classmethod
     def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
         """Return what this framework sends in some steps besides what it sends in all, to set itself up.
 

@@ -72,16 +72,17 @@ def declare(adapter: type[Adapter], case: Case, ranks: Sequence[int], device: st
             failed.setdefault(suite, f"Adapter.{method} raised {told(error)}")
             return []
 
+    planned = adapter.plans_traffic(case)
     return Declared(
         states=ask("memory", "recipe", lambda rank: model_states(case, rank, adapter.recipe(case))),
         extra_memory=ask(
             "memory", "extra_memory", lambda rank: _extra_memory(adapter.extra_memory(case, rank), device)
         ),
-        traffic=[step_traffic(case, rank) for rank in ranks],
+        traffic=[step_traffic(case, rank) if planned else None for rank in ranks],
         traffic_exceptions=ask(
             "communication",
             "traffic_exceptions",
-            lambda rank: _exceptions(case, rank, adapter.traffic_exceptions(case, rank)),
+            lambda rank: _exceptions(case, rank, adapter.traffic_exceptions(case, rank) if planned else ()),
         ),
         one_time_traffic=ask(
             "communication",

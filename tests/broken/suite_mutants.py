@@ -109,6 +109,9 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("fsdp2", g.NotCleared, F.NOT_CLEARED, workload=OWN),
     *on("ddp", g.Bf16Accumulation, F.PRECISION, workload=OWN),
     *on("ddp", u.Bf16Moments, F.PRECISION, workload=OWN),
+    *on("gpipe", g.ScalesGrads, F.SCALED, workload=OWN),
+    *on("gpipe", g.StaleWeights, F.STALE_WEIGHTS, workload=OWN),
+    *on("pipeline", p.StageNotReduced, F.NOT_REDUCED, layout=REPLICATED, workload=OWN),
     # Data
     *on("ddp fsdp2 megatron", g.DropsLast, F.DROPPED),
     *on("fsdp2 megatron", g.DropsFirst, F.DROPPED),
