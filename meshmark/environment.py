@@ -97,7 +97,7 @@ def allocator_settings() -> str:
 
     These settings change what is reserved and how much of it is wasted, so every record holds them, and records with
     different ones are not compared. Meshmark sets none of the variables: PyTorch's defaults are what it does without
-    them, and one of their names set here would override another that the user, or a framework's import, has set.
+    them, and one of their names set here could be read in place of another that the user or a framework has set.
     """
     given = {name: value for name in ALLOCATOR_VARIABLES if (value := os.environ.get(name))}
     return ", ".join(f"{name}={value}" for name, value in given.items()) or "PyTorch's defaults"

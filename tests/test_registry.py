@@ -30,6 +30,7 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
+from meshmark.spec.workload import workload
 from tests.factories import make_case, make_model, make_workload
 
 ROOT = Path(__file__).parent.parent
@@ -380,3 +381,18 @@ def test_requirements_see_dotted_names(module: str, missing: bool) -> None:
 def test_a_capability_that_no_case_has_is_an_error_and_no_skip(field: str, value: set[str], expected: str) -> None:
     with pytest.raises(AdapterError, match=re.escape(expected)):
         Capabilities(**{field: frozenset(value)})
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "reason"),
+    [
+        ("deepspeed-recommended", Layout(dp=2, zero_stage=2), "sum the gradients of micro-batches"),
+        ("megatron-gpt-recommended", Layout(dp=2, zero_stage=1), "cuts float32 masters by elements of a buffer"),
+        ("megatron-gpt-overlap", Layout(dp=2, tp=2), "bf16 was tried with replicas alone"),
+        ("megatron-gpt-overlap", Layout(dp=2), None),
+    ],
+)
+def test_recommended_tracks_say_why_they_refuse_bf16(name: str, layout: Layout, reason: str | None) -> None:
+    case = make_case(name, layout, workload=workload("gpt-tiny"), precision=Precision.BF16)
+    refusal = load_adapter(builtin_adapters()[name]).refusal(case, "cpu", "gloo")
+    assert refusal is None if reason is None else reason in (refusal or "")
