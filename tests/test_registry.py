@@ -388,7 +388,7 @@ def test_a_capability_that_no_case_has_is_an_error_and_no_skip(field: str, value
     [
         ("deepspeed-recommended", Layout(dp=2, zero_stage=2), "sum the gradients of micro-batches"),
         ("megatron-gpt-recommended", Layout(dp=2, zero_stage=1), "cuts float32 masters by elements of a buffer"),
-        ("megatron-gpt-overlap", Layout(dp=2, tp=2), "bf16 was tried with replicas alone"),
+        ("megatron-gpt-overlap", Layout(dp=2, pp=2, num_micro_batches=4), "bf16 was not tried with pipelines"),
         ("megatron-gpt-overlap", Layout(dp=2), None),
     ],
 )
