@@ -131,5 +131,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print how much of the budget was used."""
-    terminalreporter.write_line(f"{cpu_minutes():.1f} CPU-minutes of a budget of {CPU_MINUTES} for all tests")
+    """Print how much of the budget a long run used."""
+    if cpu_minutes() > 1:
+        terminalreporter.write_line(f"{cpu_minutes():.1f} CPU-minutes of a budget of {CPU_MINUTES} for all tests")
