@@ -113,7 +113,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
 
 
-CPU_MINUTES = 20
+CPU_MINUTES = 25
 """Budget of all tests together, with all processes that they start. Other work on the machine hardly changes it."""
 
 
