@@ -251,7 +251,11 @@ def test_what_is_not_judged_yet_is_refused_with_its_reason() -> None:
         case = Case(adapter=adapter, workload=own, layout=layout, precision=precision)
         return load_adapter(builtin_adapters()[adapter]).supports(case, "cpu", "gloo") or ""
 
+    own = describe(f"{CUT[0]}:{CUT[1]}")
+    assert own.model.saves_buffers
+    assert "fails for models with persistent buffers" in reason("accelerate-fsdp2-launched", Layout(dp=2, zero_stage=3))
     own = describe(TARGETS["two_towers"])
+    assert not own.model.saves_buffers and not reason("accelerate-fsdp2-launched", Layout(dp=2, zero_stage=3))
     assert "casts them to fp16" in reason("fairscale-fsdp", Layout(dp=2, zero_stage=3), Precision.BF16)
     assert "model family own" in reason("megatron-gpt", Layout(dp=2))
     with pytest.raises(InputError, match=r"the workload has no layers\(model\)"):

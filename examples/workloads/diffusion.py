@@ -20,7 +20,7 @@ class Embedding(nn.Module):
         self.patches = nn.Conv2d(1, WIDTH, PATCH, PATCH)
         self.time, self.label = nn.Linear(16, WIDTH), nn.Embedding(4, WIDTH)
         self.positions = nn.Parameter(0.02 * torch.randn(NUM_PATCHES, WIDTH))
-        self.register_buffer("frequencies", torch.exp(-math.log(1e4) * torch.arange(8) / 8), persistent=False)
+        self.register_buffer("frequencies", torch.exp(-math.log(1e4) * torch.arange(8) / 8))
 
     def forward(self, noisy: Tensor, time: Tensor, label: Tensor) -> Tensor:
         angles = time[:, None] * self.frequencies

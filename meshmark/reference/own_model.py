@@ -131,6 +131,7 @@ def describe(target: str) -> Workload:
         block_sizes=tuple(sizes),
         shares_weights=sum(1 for _ in module.named_parameters(remove_duplicate=False)) > len(parameters),
         buffer_bytes=sum(b.numel() * b.element_size() for b in module.buffers()),
+        saves_buffers=not module.state_dict().keys() <= {n for n, _ in module.named_parameters(remove_duplicate=False)},
         unused=use.unused,
         gathers=use.gathers,
         indexed=use.indexed,

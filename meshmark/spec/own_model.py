@@ -95,6 +95,8 @@ class OwnModelConfig(ModelConfig):
     """Whether two modules hold one parameter."""
     buffer_bytes: int = 0
     """Of tables and statistics that its modules keep, as they are built."""
+    saves_buffers: bool = False
+    """Whether some of these are persistent: in its state dict."""
     unused: tuple[str, ...] = ()
     """Parameters that have no part in the loss."""
     gathers: tuple[tuple[int, int], ...] = ()
