@@ -9,7 +9,10 @@ over the weight of the global batch, however rows are dealt.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import fnmatch
 import functools
+import glob
 import hashlib
 import inspect
 import os
@@ -158,12 +161,34 @@ def describe(target: str) -> Workload:
         model=config,
         dataset=Dataset.OWN,
         loss=Loss.OWN,
-        optimizer=optimizer,
+        optimizer=_grouped(target, optimizer, module),
         global_batch=_num_rows(batch),
         masked=False,
         frozen=frozen,
         algorithm=algorithm_of(target, getattr(own, "algorithm", SYNCHRONOUS)),
     )
+
+
+def _grouped(target: str, optimizer: OptimizerSpec, module: nn.Module) -> OptimizerSpec:
+    """Return the optimizer with its group without weight decay by canonical names.
+
+    A user's norms have any name, so `decay_matrices_only` goes by shapes here: what has fewer than two dimensions does
+    not decay. Raises `InputError` for a pattern that fits no parameter, or patterns that fit all.
+    """
+    trained = {name: p for name, p in OwnModel.around(module).named_parameters() if p.requires_grad}
+    if optimizer.decay_matrices_only:
+        vectors = tuple(glob.escape(name) for name, p in trained.items() if p.dim() < 2)
+        return dataclasses.replace(optimizer, decay_matrices_only=False, no_decay=vectors)
+    patterns = tuple(f"model.{pattern}" for pattern in optimizer.no_decay)
+    if unknown := [pattern for pattern in patterns if not fnmatch.filter(trained, pattern)]:
+        raise InputError(
+            f"workload {target!r}: no_decay names {unknown[0].removeprefix('model.')!r}, which fits no trained "
+            f"parameter; those are {', '.join(name.removeprefix('model.') for name in trained)}"
+        )
+    grouped = dataclasses.replace(optimizer, no_decay=patterns)
+    if patterns and not any(map(grouped.decays, trained)):
+        raise InputError(f"workload {target!r}: no_decay fits every parameter; give weight_decay=0.0 instead")
+    return grouped
 
 
 def algorithm_of(target: str, given: object) -> Algorithm:
