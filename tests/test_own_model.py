@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,15 @@ import pytest
 import torch
 
 from meshmark.adapter.data_parallel import PYTORCHS_CHECKPOINT
+from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.cli.options import chosen_workloads
+from meshmark.conformance.scenario import SCENARIOS, plain_cells
 from meshmark.errors import InputError
-from meshmark.judge.truth import assess_replicas, initial_values
+from meshmark.judge.truth import ExactOptimizer, assess_replicas, initial_values
 from meshmark.records.record_file import read_records
 from meshmark.reference.build import block_of, build_model, parameter_shapes, sizes_by_block, skeleton
 from meshmark.reference.data import make_batch, on_corpus
+from meshmark.reference.optimizers import parameter_groups
 from meshmark.reference.own_model import OwnModel, describe, load_workload, reference_values
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
@@ -245,8 +249,6 @@ def test_one_command_judges_it_under_several_frameworks(tmp_path: Path) -> None:
 
 
 def test_what_is_not_judged_yet_is_refused_with_its_reason() -> None:
-    from meshmark.adapter.registry import builtin_adapters, load_adapter
-
     def reason(adapter: str, layout: Layout, precision: Precision = Precision.FP32) -> str:
         case = Case(adapter=adapter, workload=own, layout=layout, precision=precision)
         return load_adapter(builtin_adapters()[adapter]).supports(case, "cpu", "gloo") or ""
@@ -282,6 +284,74 @@ def test_a_tiny_model_and_a_contrastive_loss_are_right_under_an_adapter_of_ones_
         "mine": True,  # the loss runs the model twice, and how often that is gathered is not planned
     }
     assert all(record.memory.planned[0].activations for record in records)  # type: ignore[union-attr]
+
+
+def test_clauses_vary_ones_own_workload_where_any_workload_has_what_they_vary() -> None:
+    """What only the built-in text model has is unsupported with that reason, and never trained as something else."""
+    own = describe(TARGETS["two_towers"])
+    (base,) = plain_cells("fsdp2", load_adapter(builtin_adapters()["fsdp2"]), 2, own=own)
+    assert isinstance(base, Case) and base.workload.model == own.model
+    assert base.workload.optimizer == dataclasses.replace(own.optimizer, clip_norm=None)
+    refused = {s.name for s in SCENARIOS.values() if "needs the built-in text model" in (s.varied(base)[1] or "")}
+    assert refused == {"uneven", "frozen", "tied", "unused", "dropout", "recomputed dropout"}
+    assert "no_decay names another" in (SCENARIOS["groups"].varied(base)[1] or "")
+    varied = {name: SCENARIOS[name].varied(base) for name in ("accumulation", "clipping", "resume", "bf16", "endure")}
+    assert not any(reason for _, reason in varied.values())
+    assert all(case.workload.model == own.model for case, _ in varied.values())
+    assert varied["accumulation"][0].layout.num_micro_batches == 4
+    assert varied["clipping"][0].workload.optimizer.clip_norm == 0.5
+    assert varied["resume"][0].workload.optimizer.warmup_steps == 4
+
+
+def test_a_clause_is_kept_with_ones_own_workload(tmp_path: Path) -> None:
+    asked = ["suites/test_conformance.py", "-k", "accumulation", "--workload", TARGETS["two_towers"]]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", *asked, "--adapters", "fsdp2"]
+    command += ["--results", str(tmp_path)]
+    run = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0 and "1 passed" in run.stdout, run.stdout[-3000:] + run.stderr[-1000:]
+    (record,) = read_records(tmp_path).records
+    assert record.conformance.scenario == "accumulation" and record.case.workload.model.name.startswith("twotowers.")
+
+
+def test_what_does_not_decay_is_named_or_goes_by_shape(tmp_path: Path) -> None:
+    """Norms of an own model have any name, so `decay_matrices_only` looks at shapes."""
+    target = written(tmp_path, built="self.n = nn.LayerNorm(4)", forward=" + self.n(x)")
+    path = Path(target.removesuffix(":W"))
+    source = f"from meshmark.spec.optimizer import OptimizerSpec\n{path.read_text()}    optimizer = OptimizerSpec"
+
+    def undecayed(options: str) -> set[str]:
+        load_workload.cache_clear()
+        (folder := tmp_path / str(len(list(tmp_path.iterdir())))).mkdir()
+        (folder / "mine.py").write_text(f"{source}({options})\n")
+        own = describe(f"{folder}/mine.py:W")
+        decaying, others = parameter_groups(own.optimizer, build_model(own.model).named_parameters())
+        assert "weight_decay" not in decaying and others["weight_decay"] == 0.0
+        names = parameter_shapes(own.model).keys()
+        assert len(decaying["params"]) + len(others["params"]) == len(names)
+        return {name.removeprefix("model.") for name in names if not own.optimizer.decays(name)}
+
+    biases = {"layers.0.bias", "layers.1.bias"}
+    assert undecayed("decay_matrices_only=True") == {*biases, "n.weight", "n.bias"}
+    assert undecayed("no_decay=('layers.*.bias',)") == biases
+    for options, reason in (
+        ("no_decay=('norm.*',)", "no_decay names 'norm.*', which fits no trained parameter; those are"),
+        ("no_decay=('*',)", "no_decay fits every parameter"),
+        ("no_decay=('n.*',), decay_matrices_only=True", "leave one out"),
+    ):
+        with pytest.raises(InputError, match=re.escape(reason)):
+            undecayed(options)
+
+
+def test_a_decay_group_that_is_not_followed_is_another_update() -> None:
+    """By the float64 optimizer that judges: the group's parameters move otherwise, all others as before."""
+    own = describe(TARGETS["two_towers"])
+    values = initial_values(own)
+    gradients = {name: np.ones_like(x, dtype=np.float64) for name, x in values.items()}
+    spec = dataclasses.replace(own.optimizer, weight_decay=1.0)
+    grouped = ExactOptimizer(dataclasses.replace(spec, no_decay=("model.users.ids.*",))).step(values, gradients)
+    plain = ExactOptimizer(spec).step(values, gradients)
+    moved = {name for name in values if not np.array_equal(grouped[name], plain[name])}
+    assert moved == {"model.users.ids.weight"}
 
 
 CUT = (EXAMPLES / "diffusion.py", "Diffusion")

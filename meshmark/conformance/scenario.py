@@ -284,8 +284,8 @@ def plain_cells(
 ) -> list[Case | InvalidLayout]:
     """What a conformance pass of one adapter at a world size is made of: every ZeRO stage, every axis, the rest as
     plain as it has it; where it refuses that, as crossed as it must be. The workload grows with the world, but for a
-    `global_batch` that was asked for; it is of text, so a `corpus` of images is not for it. A user's `own` workload takes
-    its place as it is, and does not grow."""
+    `global_batch` that was asked for; it is of text, so a `corpus` of images is not for it. A user's `own` workload
+    takes its place as it is, and does not grow."""
     text = None if corpus and Path(corpus).is_dir() else corpus
     can, layouts = adapter.capabilities, list[Layout]()
     plain = Layout(zero_stage=min(can.zero_stages), offload=next(where for where in Offload if where in can.offloads))
