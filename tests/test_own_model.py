@@ -179,6 +179,10 @@ def test_blocks_are_all_modules_of_the_longest_lists_class() -> None:
     [
         ({"built": "self.norm = nn.BatchNorm1d(4)", "forward": " + self.norm(x)"}, "batch norms in bf16"),
         ({"forward": " * x.topk(1).values"}, "what the model picks by topk or argmax"),
+        (
+            {"built": "self.register_buffer('scale', torch.ones(4))", "forward": " * self.scale"},
+            "with 16-bit weights its modules raise 'mat1 and mat2 must have the same dtype",
+        ),
     ],
 )
 def test_what_rounding_would_decide_is_not_judged_in_mixed_precision(

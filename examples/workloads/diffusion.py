@@ -24,7 +24,8 @@ class Embedding(nn.Module):
 
     def forward(self, noisy: Tensor, time: Tensor, label: Tensor) -> Tensor:
         angles = time[:, None] * self.frequencies
-        condition = torch.stack([self.time(torch.cat([angles.sin(), angles.cos()], 1)), self.label(label)], 1)
+        waves = torch.cat([angles.sin(), angles.cos()], 1).to(self.time.weight.dtype)  # which may be bf16
+        condition = torch.stack([self.time(waves), self.label(label)], 1)
         return torch.cat([condition, self.patches(noisy).flatten(2).transpose(1, 2) + self.positions], 1)
 
 

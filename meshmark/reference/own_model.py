@@ -149,6 +149,7 @@ def describe(target: str) -> Workload:
         layers=layers,
         layers_share=layers_share,
         split=_split(target, own, module),
+        narrow_error=_narrow_error(own, module, batch),
         has_frozen=bool(frozen),
     )
     optimizer = getattr(own, "optimizer", _DEFAULT_OPTIMIZER)
@@ -204,6 +205,21 @@ def algorithm_of(target: str, given: object) -> Algorithm:
             "meshmark.spec.algorithm.Algorithm"
         )
     return given
+
+
+@torch.no_grad()
+def _narrow_error(own: OwnWorkload, module: nn.Module, batch: Any) -> str:  # noqa: ANN401
+    """Return what a module raises where its weights are cast to bf16, as FSDP2 and one half of the noise runs do."""
+    wrapper = OwnModel.around(module, own)
+    widened = module.register_forward_hook(_wide_outputs)
+    weights = {name: parameter.bfloat16() for name, parameter in wrapper.named_parameters()}
+    try:
+        torch.func.functional_call(wrapper, weights, (batch,))
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    finally:
+        widened.remove()
+    return ""
 
 
 def _frozen(target: str, module: nn.Module) -> tuple[str, ...]:
