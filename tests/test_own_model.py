@@ -149,6 +149,26 @@ def test_two_versions_of_a_file_are_two_workloads(tmp_path: Path) -> None:
     assert one.id != other.id and decode(Workload, encode(one)) == one
 
 
+def test_an_edit_of_what_a_workload_imports_is_another_workload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So `--resume` takes no record of the old one for the new one."""
+    package = tmp_path / "edited_between_runs"
+    package.mkdir()
+    written(package)
+    helper, beside = package / "scales.py", package / "beside.py"
+    for path, text in ((package / "__init__.py", ""), (helper, "SCALE = 1\ndef scaled(x): return SCALE * x\n")):
+        path.write_text(text)
+    (package / "mine.py").write_text(f"from .scales import scaled\n{(package / 'mine.py').read_text()}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    target = "edited_between_runs.mine:W"
+    before = describe(target).id
+    beside.write_text("SCALE = 3\n")
+    assert describe(target).id == before
+    helper.write_text("SCALE = 2\ndef scaled(x): return SCALE * x\n")
+    assert describe(target).id != before
+
+
 @pytest.mark.parametrize("name", TARGETS)
 def test_values_are_the_users_own_and_the_same_in_every_process(name: str) -> None:
     """A rank that fills shards takes the same values as one that builds the module."""

@@ -17,6 +17,7 @@ import hashlib
 import inspect
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
@@ -353,8 +354,27 @@ def _digest(target: str, own: OwnWorkload) -> str:
     given: str = getattr(own, "digest", "")
     if target.startswith(HUGGING_FACE):
         return given
-    source = Path(inspect.getfile(type(own))).read_bytes()
+    source = b"".join(path.read_bytes() for path in _sources(type(own)))
     return hashlib.sha256(source + given.encode()).hexdigest()[:8]
+
+
+def _sources(kind: type) -> list[Path]:
+    """Return the file of a class, and those beside it, or in its package, from which it and they import."""
+    first = Path(inspect.getfile(kind)).resolve()
+    top = sys.modules.get(kind.__module__.partition(".")[0])
+    root = Path(getattr(top, "__file__", None) or first).resolve().parent
+    found, left = {first}, [sys.modules[kind.__module__]]
+    while left:
+        for value in list(vars(left.pop()).values()):
+            name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+            module = sys.modules.get(name) if isinstance(name, str) and name.partition(".")[0] != "meshmark" else None
+            path = Path(getattr(module, "__file__", None) or "/").resolve()
+            if module is None or path in found or path.suffix != ".py" or not path.is_relative_to(root):
+                continue
+            if "site-packages" not in path.relative_to(root).parts:  # of an environment that lies beside the file
+                found.add(path)
+                left.append(module)
+    return [first, *sorted(found - {first})]
 
 
 def built(target: str, seed: int) -> nn.Module:
