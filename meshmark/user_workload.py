@@ -17,7 +17,8 @@ class Workload(ABC):
 
     Optional class attributes:
 
-    - `optimizer`, a `meshmark.spec.optimizer.OptimizerSpec`; by default AdamW with clipping.
+    - `optimizer`, a `meshmark.spec.optimizer.OptimizerSpec`; by default AdamW with clipping. Its `no_decay` takes shell
+      patterns of the names of parameters without weight decay.
     - `units`, names of the classes whose modules are sharded, wrapped or recomputed one by one.
     - `algorithm`, the id of an algorithm such as "local-sgd2", or a `meshmark.spec.algorithm.Algorithm`.
     - `couples_rows`, True where rows enter one another's loss, as in a contrastive one: it is then judged by

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,15 @@ import pytest
 import torch
 
 from meshmark.adapter.data_parallel import PYTORCHS_CHECKPOINT
+from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.cli.options import chosen_workloads
+from meshmark.conformance.scenario import SCENARIOS, plain_cells
 from meshmark.errors import InputError
-from meshmark.judge.truth import assess_replicas, initial_values
+from meshmark.judge.truth import ExactOptimizer, assess_replicas, initial_values
 from meshmark.records.record_file import read_records
 from meshmark.reference.build import block_of, build_model, parameter_shapes, sizes_by_block, skeleton
 from meshmark.reference.data import make_batch, on_corpus
+from meshmark.reference.optimizers import parameter_groups
 from meshmark.reference.own_model import OwnModel, describe, load_workload, reference_values
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
@@ -145,6 +149,26 @@ def test_two_versions_of_a_file_are_two_workloads(tmp_path: Path) -> None:
     assert one.id != other.id and decode(Workload, encode(one)) == one
 
 
+def test_an_edit_of_what_a_workload_imports_is_another_workload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So `--resume` takes no record of the old one for the new one."""
+    package = tmp_path / "edited_between_runs"
+    package.mkdir()
+    written(package)
+    helper, beside = package / "scales.py", package / "beside.py"
+    for path, text in ((package / "__init__.py", ""), (helper, "SCALE = 1\ndef scaled(x): return SCALE * x\n")):
+        path.write_text(text)
+    (package / "mine.py").write_text(f"from .scales import scaled\n{(package / 'mine.py').read_text()}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    target = "edited_between_runs.mine:W"
+    before = describe(target).id
+    beside.write_text("SCALE = 3\n")
+    assert describe(target).id == before
+    helper.write_text("SCALE = 2\ndef scaled(x): return SCALE * x\n")
+    assert describe(target).id != before
+
+
 @pytest.mark.parametrize("name", TARGETS)
 def test_values_are_the_users_own_and_the_same_in_every_process(name: str) -> None:
     """A rank that fills shards takes the same values as one that builds the module."""
@@ -175,6 +199,10 @@ def test_blocks_are_all_modules_of_the_longest_lists_class() -> None:
     [
         ({"built": "self.norm = nn.BatchNorm1d(4)", "forward": " + self.norm(x)"}, "batch norms in bf16"),
         ({"forward": " * x.topk(1).values"}, "what the model picks by topk or argmax"),
+        (
+            {"built": "self.register_buffer('scale', torch.ones(4))", "forward": " * self.scale"},
+            "with 16-bit weights its modules raise 'mat1 and mat2 must have the same dtype",
+        ),
     ],
 )
 def test_what_rounding_would_decide_is_not_judged_in_mixed_precision(
@@ -245,13 +273,15 @@ def test_one_command_judges_it_under_several_frameworks(tmp_path: Path) -> None:
 
 
 def test_what_is_not_judged_yet_is_refused_with_its_reason() -> None:
-    from meshmark.adapter.registry import builtin_adapters, load_adapter
-
     def reason(adapter: str, layout: Layout, precision: Precision = Precision.FP32) -> str:
         case = Case(adapter=adapter, workload=own, layout=layout, precision=precision)
         return load_adapter(builtin_adapters()[adapter]).supports(case, "cpu", "gloo") or ""
 
+    own = describe(f"{CUT[0]}:{CUT[1]}")
+    assert own.model.saves_buffers
+    assert "fails for models with persistent buffers" in reason("accelerate-fsdp2-launched", Layout(dp=2, zero_stage=3))
     own = describe(TARGETS["two_towers"])
+    assert not own.model.saves_buffers and not reason("accelerate-fsdp2-launched", Layout(dp=2, zero_stage=3))
     assert "casts them to fp16" in reason("fairscale-fsdp", Layout(dp=2, zero_stage=3), Precision.BF16)
     assert "model family own" in reason("megatron-gpt", Layout(dp=2))
     with pytest.raises(InputError, match=r"the workload has no layers\(model\)"):
@@ -278,6 +308,74 @@ def test_a_tiny_model_and_a_contrastive_loss_are_right_under_an_adapter_of_ones_
         "mine": True,  # the loss runs the model twice, and how often that is gathered is not planned
     }
     assert all(record.memory.planned[0].activations for record in records)  # type: ignore[union-attr]
+
+
+def test_clauses_vary_ones_own_workload_where_any_workload_has_what_they_vary() -> None:
+    """What only the built-in text model has is unsupported with that reason, and never trained as something else."""
+    own = describe(TARGETS["two_towers"])
+    (base,) = plain_cells("fsdp2", load_adapter(builtin_adapters()["fsdp2"]), 2, own=own)
+    assert isinstance(base, Case) and base.workload.model == own.model
+    assert base.workload.optimizer == dataclasses.replace(own.optimizer, clip_norm=None)
+    refused = {s.name for s in SCENARIOS.values() if "needs the built-in text model" in (s.varied(base)[1] or "")}
+    assert refused == {"uneven", "frozen", "tied", "unused", "dropout", "recomputed dropout"}
+    assert "no_decay names another" in (SCENARIOS["groups"].varied(base)[1] or "")
+    varied = {name: SCENARIOS[name].varied(base) for name in ("accumulation", "clipping", "resume", "bf16", "endure")}
+    assert not any(reason for _, reason in varied.values())
+    assert all(case.workload.model == own.model for case, _ in varied.values())
+    assert varied["accumulation"][0].layout.num_micro_batches == 4
+    assert varied["clipping"][0].workload.optimizer.clip_norm == 0.5
+    assert varied["resume"][0].workload.optimizer.warmup_steps == 4
+
+
+def test_a_clause_is_kept_with_ones_own_workload(tmp_path: Path) -> None:
+    asked = ["suites/test_conformance.py", "-k", "accumulation", "--workload", TARGETS["two_towers"]]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", *asked, "--adapters", "fsdp2"]
+    command += ["--results", str(tmp_path)]
+    run = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0 and "1 passed" in run.stdout, run.stdout[-3000:] + run.stderr[-1000:]
+    (record,) = read_records(tmp_path).records
+    assert record.conformance.scenario == "accumulation" and record.case.workload.model.name.startswith("twotowers.")
+
+
+def test_what_does_not_decay_is_named_or_goes_by_shape(tmp_path: Path) -> None:
+    """Norms of an own model have any name, so `decay_matrices_only` looks at shapes."""
+    target = written(tmp_path, built="self.n = nn.LayerNorm(4)", forward=" + self.n(x)")
+    path = Path(target.removesuffix(":W"))
+    source = f"from meshmark.spec.optimizer import OptimizerSpec\n{path.read_text()}    optimizer = OptimizerSpec"
+
+    def undecayed(options: str) -> set[str]:
+        load_workload.cache_clear()
+        (folder := tmp_path / str(len(list(tmp_path.iterdir())))).mkdir()
+        (folder / "mine.py").write_text(f"{source}({options})\n")
+        own = describe(f"{folder}/mine.py:W")
+        decaying, others = parameter_groups(own.optimizer, build_model(own.model).named_parameters())
+        assert "weight_decay" not in decaying and others["weight_decay"] == 0.0
+        names = parameter_shapes(own.model).keys()
+        assert len(decaying["params"]) + len(others["params"]) == len(names)
+        return {name.removeprefix("model.") for name in names if not own.optimizer.decays(name)}
+
+    biases = {"layers.0.bias", "layers.1.bias"}
+    assert undecayed("decay_matrices_only=True") == {*biases, "n.weight", "n.bias"}
+    assert undecayed("no_decay=('layers.*.bias',)") == biases
+    for options, reason in (
+        ("no_decay=('norm.*',)", "no_decay names 'norm.*', which fits no trained parameter; those are"),
+        ("no_decay=('*',)", "no_decay fits every parameter"),
+        ("no_decay=('n.*',), decay_matrices_only=True", "leave one out"),
+    ):
+        with pytest.raises(InputError, match=re.escape(reason)):
+            undecayed(options)
+
+
+def test_a_decay_group_that_is_not_followed_is_another_update() -> None:
+    """By the float64 optimizer that judges: the group's parameters move otherwise, all others as before."""
+    own = describe(TARGETS["two_towers"])
+    values = initial_values(own)
+    gradients = {name: np.ones_like(x, dtype=np.float64) for name, x in values.items()}
+    spec = dataclasses.replace(own.optimizer, weight_decay=1.0)
+    grouped = ExactOptimizer(dataclasses.replace(spec, no_decay=("model.users.ids.*",))).step(values, gradients)
+    plain = ExactOptimizer(spec).step(values, gradients)
+    moved = {name for name in values if not np.array_equal(grouped[name], plain[name])}
+    assert moved == {"model.users.ids.weight"}
 
 
 CUT = (EXAMPLES / "diffusion.py", "Diffusion")

@@ -34,9 +34,9 @@ class AccelerateFSDP2Launched(AccelerateFSDP2):
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
-        if case.workload.couples_rows:
+        if case.workload.model.saves_buffers:
             return (
-                "loading weights by one rank, as its launcher does, fails for models with buffers "
+                "loading weights by one rank, as its launcher does, fails for models with persistent buffers "
                 "(huggingface/accelerate#3898; adapters/gaps/accelerate_fsdp2_ram_efficient_buffers.py)"
             )
         return super().supports(case, device, backend)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -40,6 +41,14 @@ from meshmark.theory.model_theory import bucket_elements, local_parameters
 from meshmark.theory.parameter_order import reaching_elements
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.states import ExtraMemory
+
+
+def sizes_by_group(case: Case, sizes: Sequence[int]) -> list[list[int]]:
+    """Return the sizes of a model's tensors by the optimizer's groups, each of which is partitioned by itself."""
+    groups: dict[bool, list[int]] = {True: [], False: []}
+    for name, size in zip(parameter_shapes(case.workload.model), sizes, strict=True):
+        groups[case.workload.optimizer.decays(name)].append(size)
+    return [group for group in groups.values() if group]
 
 
 class DeepSpeed(Adapter):
@@ -122,7 +131,8 @@ class DeepSpeed(Adapter):
         shards, own = state_shards(layout, rank)
         planned = count / shards
         if layout.zero_stage < 3 and not case.precision.is_mixed:
-            kept = float(reaching_elements(cls.held_sizes(case), shards, own))
+            groups = sizes_by_group(case, cls.held_sizes(case))
+            kept = float(sum(reaching_elements(sizes, shards, own) for sizes in groups))
             reason = "a rank keeps its partition's gradients alone, and tensors that reach over its ends whole"
         elif layout.zero_stage == 1 and case.precision.compute is Dtype.FP16:
             kept = count / shards + bucket_elements(case.workload.model)

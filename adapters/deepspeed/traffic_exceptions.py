@@ -129,17 +129,23 @@ def _for_modules(case: Case, flows: list[Flow], shards: int) -> tuple[TrafficExc
 
 
 def _norm(case: Case, rank: int, flows: list[Flow]) -> tuple[TrafficException, ...]:
-    """Computed whether or not anything is clipped."""
+    """Computed whether or not anything is clipped, of each of the optimizer's groups by itself."""
     if keeps_whole_gradients(case):
         return exceptions_for(flows, Purpose.NORM, "BF16_Optimizer keeps whole gradients on every rank")
     width = 8 if case.layout.zero_stage == 3 and case.layout.offload is Offload.NONE else 4
+    groups = 1 + case.workload.optimizer.groups_decay
+
+    def of_groups(flow: Flow) -> Flow:
+        return dataclasses.replace(flow, num_bytes=width * groups, fewest=groups, most=groups)
+
     if case.workload.optimizer.clip_norm is None:
-        told = tuple(scalar_flows(case, rank, Purpose.NORM, width))
+        told = tuple(map(of_groups, scalar_flows(case, rank, Purpose.NORM, width)))
         return (TrafficException(sends=told, reason="the norm is computed though nothing is clipped"),) if told else ()
-    if width == 4:
+    if width == 4 and groups == 1:
         return ()
-    reason = "squares of norms are summed in float64"
-    return exceptions_for(flows, Purpose.NORM, reason, lambda flow: dataclasses.replace(flow, num_bytes=width))
+    reasons = ["squares of norms are summed in float64"] if width == 8 else []
+    reasons += ["each group of parameters has a norm of its own"] if groups > 1 else []
+    return exceptions_for(flows, Purpose.NORM, "; ".join(reasons), of_groups)
 
 
 def _overflow(case: Case, rank: int, flows: list[Flow]) -> tuple[TrafficException, ...]:

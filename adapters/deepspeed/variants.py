@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapters.deepspeed import DeepSpeed
+from meshmark.adapters.deepspeed import DeepSpeed, sizes_by_group
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.adapters.deepspeed.operators import load, missing
 from meshmark.errors import AdapterError
@@ -107,7 +107,8 @@ def _kept_gradients(case: Case, rank: int) -> tuple[ExtraMemory, ...]:
     if layout.zero_stage == 1 or layout.num_micro_batches == 1:
         return found
     sizes = [math.prod(shape) for shape in parameter_shapes(model).values()]
-    kept = 4.0 * reaching_elements(sizes, layout.dp, layout.coordinates(rank).dp)
+    part = layout.coordinates(rank).dp
+    kept = 4.0 * sum(reaching_elements(group, layout.dp, part) for group in sizes_by_group(case, sizes))
     reason = "the host accumulates, as whole tensors and for life, those that reach into a rank's part"
     both = (ExtraMemory(category=category, num_bytes=kept, reason=reason) for category in ("gradients", "steady"))
     return (*found, *both)

@@ -122,7 +122,14 @@ def set_up(fabric: Any, case: Case, model: nn.Module, together: bool) -> tuple[A
         wrapped, prepared = fabric.setup(model, build_optimizer(spec, model.named_parameters()))
         return wrapped, prepared
     wrapped = fabric.setup_module(model)
-    return wrapped, fabric.setup_optimizers(build_optimizer(spec, wrapped.named_parameters()))
+    named = ((canonical(name), parameter) for name, parameter in wrapped.named_parameters())
+    return wrapped, fabric.setup_optimizers(build_optimizer(spec, named))
+
+
+def canonical(name: str) -> str:
+    """Return a parameter's name without the wrappers of Fabric, DDP and FSDP1 on its way."""
+    wrappers = ("_forward_module", "_original_module", "_fsdp_wrapped_module")
+    return ".".join(part for part in name.split(".") if part not in wrappers).removeprefix("module.")
 
 
 class FabricDDP(Adapter):

@@ -107,7 +107,9 @@ class FairScaleOSS(Adapter):
     def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         """OSS gives whole tensors away, each to the rank that owns least so far."""
         owned = [0] * case.layout.dp
-        for shape in parameter_shapes(case.workload.model).values():
+        shapes, spec = parameter_shapes(case.workload.model), case.workload.optimizer
+        by_group = sorted(shapes, key=lambda name: not spec.decays(name))  # a stable sort: the second group comes last
+        for shape in map(shapes.__getitem__, by_group):
             owned[owned.index(min(owned))] += math.prod(shape)
         beyond = owned[case.layout.coordinates(rank).dp] - sum(owned) / case.layout.dp
         reason, moments = "whole tensors have one owner, so shares are uneven", cls.recipe(case).states.moment_bytes

@@ -136,6 +136,8 @@ class HFTrainerRecommended(HFTrainer):
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
         if case.workload.optimizer.kind is not OptimizerKind.ADAMW:
             return f"{case.adapter} does not support {case.workload.optimizer.kind} (adamw is what it is asked for)"
+        if case.workload.optimizer.no_decay:
+            return f"{case.adapter} does not support weight-decay groups of your own (the Trainer makes its own)"
         return super().supports(case, device, backend)
 
 

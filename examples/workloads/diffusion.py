@@ -20,11 +20,12 @@ class Embedding(nn.Module):
         self.patches = nn.Conv2d(1, WIDTH, PATCH, PATCH)
         self.time, self.label = nn.Linear(16, WIDTH), nn.Embedding(4, WIDTH)
         self.positions = nn.Parameter(0.02 * torch.randn(NUM_PATCHES, WIDTH))
-        self.register_buffer("frequencies", torch.exp(-math.log(1e4) * torch.arange(8) / 8), persistent=False)
+        self.register_buffer("frequencies", torch.exp(-math.log(1e4) * torch.arange(8) / 8))
 
     def forward(self, noisy: Tensor, time: Tensor, label: Tensor) -> Tensor:
         angles = time[:, None] * self.frequencies
-        condition = torch.stack([self.time(torch.cat([angles.sin(), angles.cos()], 1)), self.label(label)], 1)
+        waves = torch.cat([angles.sin(), angles.cos()], 1).to(self.time.weight.dtype)  # which may be bf16
+        condition = torch.stack([self.time(waves), self.label(label)], 1)
         return torch.cat([condition, self.patches(noisy).flatten(2).transpose(1, 2) + self.positions], 1)
 
 

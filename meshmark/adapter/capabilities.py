@@ -46,7 +46,7 @@ def features(case: Case) -> frozenset[Feature]:
         Feature.TIED_EMBEDDINGS: workload.model.tied_embeddings,
         Feature.DROPOUT: workload.model.dropout > 0,
         Feature.FROZEN: bool(workload.frozen),
-        Feature.DECAY_GROUPS: workload.optimizer.decay_matrices_only,
+        Feature.DECAY_GROUPS: workload.optimizer.groups_decay,
         Feature.SCHEDULE: workload.optimizer.warmup_steps > 0,
         Feature.BUFFERS: workload.couples_rows,
         Feature.MATRIX_WISE: workload.optimizer.is_matrix_wise,

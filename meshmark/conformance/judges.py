@@ -222,7 +222,10 @@ def _saved(kept: MemoryEvidence, recomputed: MemoryEvidence) -> list[Finding]:
         spared = before.held.activations - after.held.activations
         plans = [evidence.planned[rank] for evidence in (kept, recomputed)]
         whole, least = (plan.activations if plan else None for plan in plans)
-        asked = LEAST_SAVED * (whole - least) if whole is not None and least is not None else 1.0
+        asked = 1.0
+        if whole is not None and least is not None:
+            # Below zero where blocks are so small that the random state which a checkpoint keeps is larger.
+            asked = min(LEAST_SAVED * (whole - least), (whole - least) / LEAST_SAVED)
         found.append(decide(spared >= asked, f"rank {rank} spares {spared:,} bytes of {before.held.activations:,}"))
     return found
 

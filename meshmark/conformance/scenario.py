@@ -12,13 +12,14 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.covering import combinations, takes
 from meshmark.adapter.matrix import layouts as matrix_layouts
 from meshmark.adapter.matrix import variants
-from meshmark.errors import AlgorithmError, LayoutError
+from meshmark.errors import AlgorithmError, LayoutError, MeshmarkError
 from meshmark.records.record import Status
 from meshmark.records.request import Task
 from meshmark.reference.data import on_corpus
 from meshmark.spec.algorithm import SYNCHRONOUS, algorithm_presets
 from meshmark.spec.case import Case, InvalidLayout, cell
 from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
+from meshmark.spec.model_config import Dataset
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.precision import Precision
@@ -33,6 +34,10 @@ ENDURED_STEPS = 50
 DROPOUT_STEPS = 24
 DROPOUT = 0.2
 FROZEN = ("embedding.", "blocks.0.attention.")
+
+
+class _NotInWorkload(MeshmarkError):
+    """A user's own workload has not got what a scenario varies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +58,17 @@ class Scenario:
     """The scenario that must have run before, for what it leaves."""
     ends: Status = Status.OK
     """How it is meant to end."""
+    varies_text: bool = False
+    """Varies what the built-in model of text alone has; a user's own workload is not put through it."""
 
     def varied(self, base: Case) -> tuple[Case, str | None]:
-        """The case that is run; `base` itself with a reason where its layout cannot be laid over the variant, or its
-        algorithm is not defined with the variant's optimizer."""
+        """The case that is run; `base` itself with a reason where its layout cannot be laid over the variant, its
+        algorithm is not defined with the variant's optimizer, or its workload has not got what is varied."""
+        if self.varies_text and base.workload.dataset is Dataset.OWN:
+            return base, "needs the built-in text model, and the workload is your own"
         try:
             return self.vary(base), None
-        except (AlgorithmError, LayoutError) as error:
+        except (AlgorithmError, LayoutError, _NotInWorkload) as error:
             return base, str(error)
 
 
@@ -122,8 +131,19 @@ def _scheduled(base: Case) -> Case:
     return _laying(lambda plain: replace(plain, num_micro_batches=2))(warmed)
 
 
+def _decaying_by_group(base: Case) -> Case:
+    """By the groups that a user's own workload names, or without norms and biases in the built-in model."""
+    if base.workload.dataset is not Dataset.OWN:
+        return _optimizing(lambda plain: replace(plain, decay_matrices_only=True))(base)
+    if not base.workload.optimizer.no_decay:
+        raise _NotInWorkload("the workload's optimizer has one group; no_decay names another")
+    return base
+
+
 def _shallow(base: Case) -> Case:
     """A layer a stage: what leaks does so whatever the depth, and many steps of ZeRO-3's gathers take their time."""
+    if base.workload.dataset is Dataset.OWN:
+        return base
     return _modelling(lambda plain: replace(plain, num_layers=base.layout.pp * base.layout.virtual_stages))(base)
 
 
@@ -145,18 +165,23 @@ SCENARIOS: dict[str, Scenario] = {
     for scenario in (
         Scenario(name="plain", metered=True),
         Scenario(name="accumulation", vary=_accumulated),
-        Scenario(name="uneven", vary=_uneven),
+        Scenario(name="uneven", vary=_uneven, varies_text=True),
         Scenario(name="clipping", vary=_optimizing(lambda plain: replace(plain, clip_norm=0.5)), evaluate=True),
-        Scenario(name="groups", vary=_optimizing(lambda plain: replace(plain, decay_matrices_only=True))),
-        Scenario(name="frozen", vary=_training(lambda plain: replace(plain, frozen=FROZEN))),
+        Scenario(name="groups", vary=_decaying_by_group),
+        Scenario(name="frozen", vary=_training(lambda plain: replace(plain, frozen=FROZEN)), varies_text=True),
         Scenario(name="schedule", vary=_scheduled, steps=RESUMED_STEPS),
-        Scenario(name="tied", vary=_modelling(lambda plain: replace(plain, tied_embeddings=True))),
-        Scenario(name="unused", vary=_training(lambda plain: replace(plain, skipped_block=1))),
+        Scenario(name="tied", vary=_modelling(lambda plain: replace(plain, tied_embeddings=True)), varies_text=True),
+        Scenario(name="unused", vary=_training(lambda plain: replace(plain, skipped_block=1)), varies_text=True),
         Scenario(name="recompute", vary=_recomputed, metered=True),
         Scenario(name="bf16", vary=_low, metered=True),
         Scenario(name="bf16 reduction", vary=_low_reduced, metered=True),
         Scenario(
-            name="dropout", vary=_unmoved, task=Task.DROPOUT, steps=DROPOUT_STEPS, needs=frozenset({Feature.EVALUATE})
+            name="dropout",
+            vary=_unmoved,
+            task=Task.DROPOUT,
+            steps=DROPOUT_STEPS,
+            needs=frozenset({Feature.EVALUATE}),
+            varies_text=True,
         ),
         Scenario(
             name="recomputed dropout",
@@ -164,6 +189,7 @@ SCENARIOS: dict[str, Scenario] = {
             task=Task.DROPOUT,
             steps=2,
             needs=frozenset({Feature.EVALUATE}),
+            varies_text=True,
         ),
         Scenario(name="fp16", vary=_half, task=Task.OVERFLOW),
         Scenario(name="endure", vary=_shallow, task=Task.ENDURE, steps=ENDURED_STEPS),
@@ -211,6 +237,11 @@ def plain_workload() -> Workload:
     return replace(mini, masked=False, optimizer=replace(mini.optimizer, clip_norm=None))
 
 
+def _plain(own: Workload) -> Workload:
+    """A user's own workload, with nothing clipped and a constant rate, as scenarios vary it."""
+    return replace(own, optimizer=replace(own.optimizer, clip_norm=None, warmup_steps=0))
+
+
 def _by_algorithm(plain: Workload, adapter: type[Adapter]) -> Workload:
     """`plain`, renamed and by an adapter's first algorithm that takes its optimizer, where it is not synchronous."""
     can = adapter.capabilities
@@ -243,11 +274,18 @@ def _grown(plain: Workload, layout: Layout, global_batch: int | None) -> Workloa
 
 
 def plain_cells(
-    name: str, adapter: type[Adapter], world_size: int, *, global_batch: int | None = None, corpus: str | None = None
+    name: str,
+    adapter: type[Adapter],
+    world_size: int,
+    *,
+    global_batch: int | None = None,
+    corpus: str | None = None,
+    own: Workload | None = None,
 ) -> list[Case | InvalidLayout]:
     """What a conformance pass of one adapter at a world size is made of: every ZeRO stage, every axis, the rest as
     plain as it has it; where it refuses that, as crossed as it must be. The workload grows with the world, but for a
-    `global_batch` that was asked for; it is of text, so a `corpus` of images is not for it."""
+    `global_batch` that was asked for; it is of text, so a `corpus` of images is not for it. A user's `own` workload
+    takes its place as it is, and does not grow."""
     text = None if corpus and Path(corpus).is_dir() else corpus
     can, layouts = adapter.capabilities, list[Layout]()
     plain = Layout(zero_stage=min(can.zero_stages), offload=next(where for where in Offload if where in can.offloads))
@@ -261,11 +299,15 @@ def plain_cells(
     elif "dp" in can.degrees or not can.degrees:
         dp = world_size if can.degrees else 1
         layouts = [replace(plain, dp=dp, zero_stage=stage) for stage in sorted(can.zero_stages)]
-    trained = _by_algorithm(plain_workload(), adapter)
+    trained = _by_algorithm(_plain(own) if own else plain_workload(), adapter)
 
     def made(layouts: Iterable[Layout]) -> list[Case | InvalidLayout]:
         return [
-            cell(adapter=name, workload=on_corpus(_grown(trained, layout, global_batch), text), layout=layout)
+            cell(
+                adapter=name,
+                workload=trained if own else on_corpus(_grown(trained, layout, global_batch), text),
+                layout=layout,
+            )
             for layout in layouts
         ]
 

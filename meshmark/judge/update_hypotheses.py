@@ -45,8 +45,9 @@ def update_hypotheses(spec: OptimizerSpec, failed_step: int) -> Iterator[UpdateH
         )
     if spec.weight_decay:
         yield variant(Fault.UPDATE, "without weight decay", replace(spec, weight_decay=0.0))
-    if spec.weight_decay and spec.decay_matrices_only:
-        yield variant(Fault.UPDATE, "with weight decay on norms and biases", replace(spec, decay_matrices_only=False))
+    if spec.weight_decay and spec.groups_decay:
+        detail = f"with weight decay on {', '.join(spec.no_decay) or 'norms and biases'}"
+        yield variant(Fault.UPDATE, detail, replace(spec, decay_matrices_only=False, no_decay=()))
     if spec.warmup_steps:
         yield variant(Fault.UPDATE, "without the schedule's warm-up", replace(spec, warmup_steps=0))
         for shift in (-1, 1):

@@ -40,6 +40,7 @@ from meshmark.run.runner import Runner, profile
 from meshmark.run.throughput import values_of
 from meshmark.spec.case import CHOOSE, Case, Cell, InvalidLayout, expect_fit
 from meshmark.spec.model_config import Dataset
+from meshmark.spec.workload import Workload
 
 pytest_plugins = [
     "meshmark.pytest_plugin.session_log",
@@ -84,13 +85,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         _parametrize(metafunc, "case", {cell.id: cell for cell in _cells(metafunc.config)})
     if "conforming" in metafunc.fixturenames:
         chosen = selection(metafunc.config)
-        plain = [
-            cell
+        own = [each for each in chosen.workloads if each.dataset is Dataset.OWN]
+        bases: list[Workload | None] = [*own, None] if len(own) < len(chosen.workloads) else [*own]
+        batch, corpus = chosen.global_batch, chosen.corpus
+        plain = {
+            "-".join([cell.adapter, cell.layout.id, *([base.id] if base else [])]): cell
+            for base in bases
             for name, adapter in chosen.adapters.items()
             for world in (chosen.worlds if adapter.capabilities.degrees else [1])
-            for cell in plain_cells(name, adapter, world, global_batch=chosen.global_batch, corpus=chosen.corpus)
-        ]
-        _parametrize(metafunc, "conforming", {f"{cell.adapter}-{cell.layout.id}": cell for cell in plain})
+            for cell in plain_cells(
+                name, adapter, world, global_batch=None if base else batch, corpus=None if base else corpus, own=base
+            )
+        }
+        _parametrize(metafunc, "conforming", plain)
 
 
 def _parametrize(metafunc: pytest.Metafunc, name: str, cells: dict[str, Case | InvalidLayout]) -> None:
@@ -162,9 +169,6 @@ def runner(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Itera
         stack.enter_context(contextlib.closing(running))
         stack.enter_context(contextlib.closing(progress))
         progress.expect(request.session.items, running.refusal)
-        conforming = any("conforming" in getattr(item, "fixturenames", ()) for item in request.session.items)
-        if conforming and any(each.dataset is Dataset.OWN for each in chosen.workloads):
-            progress.say("conformance trains gpt-mini in variants of its own, not your workload")
         crowded = crowding(chosen) if any(needs_all_ranks(item) for item in request.session.items) else []
         for warning in [*crowded, *unmatched_gaps(chosen.options.known_gaps, chosen.adapters)]:
             progress.say(warning)

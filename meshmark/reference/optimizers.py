@@ -128,7 +128,7 @@ def parameter_groups(spec: OptimizerSpec, parameters: Named) -> list[dict[str, A
     """What PyTorch's optimizers take: one group, or a second one without weight decay where `spec` asks for it."""
     trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     groups: list[dict[str, Any]] = [{"params": [p for name, p in trained if spec.decays(name)]}]
-    if spec.decay_matrices_only:
+    if spec.groups_decay:
         groups.append({"params": [p for name, p in trained if not spec.decays(name)], "weight_decay": 0.0})
     return groups
 

@@ -9,11 +9,15 @@ over the weight of the global batch, however rows are dealt.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import fnmatch
 import functools
+import glob
 import hashlib
 import inspect
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
@@ -131,6 +135,7 @@ def describe(target: str) -> Workload:
         block_sizes=tuple(sizes),
         shares_weights=sum(1 for _ in module.named_parameters(remove_duplicate=False)) > len(parameters),
         buffer_bytes=sum(b.numel() * b.element_size() for b in module.buffers()),
+        saves_buffers=not module.state_dict().keys() <= {n for n, _ in module.named_parameters(remove_duplicate=False)},
         unused=use.unused,
         gathers=use.gathers,
         indexed=use.indexed,
@@ -145,6 +150,7 @@ def describe(target: str) -> Workload:
         layers=layers,
         layers_share=layers_share,
         split=_split(target, own, module),
+        narrow_error=_narrow_error(own, module, batch),
         has_frozen=bool(frozen),
     )
     optimizer = getattr(own, "optimizer", _DEFAULT_OPTIMIZER)
@@ -157,12 +163,34 @@ def describe(target: str) -> Workload:
         model=config,
         dataset=Dataset.OWN,
         loss=Loss.OWN,
-        optimizer=optimizer,
+        optimizer=_grouped(target, optimizer, module),
         global_batch=_num_rows(batch),
         masked=False,
         frozen=frozen,
         algorithm=algorithm_of(target, getattr(own, "algorithm", SYNCHRONOUS)),
     )
+
+
+def _grouped(target: str, optimizer: OptimizerSpec, module: nn.Module) -> OptimizerSpec:
+    """Return the optimizer with its group without weight decay by canonical names.
+
+    A user's norms have any name, so `decay_matrices_only` goes by shapes here: what has fewer than two dimensions does
+    not decay. Raises `InputError` for a pattern that fits no parameter, or patterns that fit all.
+    """
+    trained = {name: p for name, p in OwnModel.around(module).named_parameters() if p.requires_grad}
+    if optimizer.decay_matrices_only:
+        vectors = tuple(glob.escape(name) for name, p in trained.items() if p.dim() < 2)
+        return dataclasses.replace(optimizer, decay_matrices_only=False, no_decay=vectors)
+    patterns = tuple(f"model.{pattern}" for pattern in optimizer.no_decay)
+    if unknown := [pattern for pattern in patterns if not fnmatch.filter(trained, pattern)]:
+        raise InputError(
+            f"workload {target!r}: no_decay names {unknown[0].removeprefix('model.')!r}, which fits no trained "
+            f"parameter; those are {', '.join(name.removeprefix('model.') for name in trained)}"
+        )
+    grouped = dataclasses.replace(optimizer, no_decay=patterns)
+    if patterns and not any(map(grouped.decays, trained)):
+        raise InputError(f"workload {target!r}: no_decay fits every parameter; give weight_decay=0.0 instead")
+    return grouped
 
 
 def algorithm_of(target: str, given: object) -> Algorithm:
@@ -178,6 +206,21 @@ def algorithm_of(target: str, given: object) -> Algorithm:
             "meshmark.spec.algorithm.Algorithm"
         )
     return given
+
+
+@torch.no_grad()
+def _narrow_error(own: OwnWorkload, module: nn.Module, batch: Any) -> str:  # noqa: ANN401
+    """Return what a module raises where its weights are cast to bf16, as FSDP2 and one half of the noise runs do."""
+    wrapper = OwnModel.around(module, own)
+    widened = module.register_forward_hook(_wide_outputs)
+    weights = {name: parameter.bfloat16() for name, parameter in wrapper.named_parameters()}
+    try:
+        torch.func.functional_call(wrapper, weights, (batch,))
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    finally:
+        widened.remove()
+    return ""
 
 
 def _frozen(target: str, module: nn.Module) -> tuple[str, ...]:
@@ -311,8 +354,27 @@ def _digest(target: str, own: OwnWorkload) -> str:
     given: str = getattr(own, "digest", "")
     if target.startswith(HUGGING_FACE):
         return given
-    source = Path(inspect.getfile(type(own))).read_bytes()
+    source = b"".join(path.read_bytes() for path in _sources(type(own)))
     return hashlib.sha256(source + given.encode()).hexdigest()[:8]
+
+
+def _sources(kind: type) -> list[Path]:
+    """Return the file of a class, and those beside it, or in its package, from which it and they import."""
+    first = Path(inspect.getfile(kind)).resolve()
+    top = sys.modules.get(kind.__module__.partition(".")[0])
+    root = Path(getattr(top, "__file__", None) or first).resolve().parent
+    found, left = {first}, [sys.modules[kind.__module__]]
+    while left:
+        for value in list(vars(left.pop()).values()):
+            name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+            module = sys.modules.get(name) if isinstance(name, str) and name.partition(".")[0] != "meshmark" else None
+            path = Path(getattr(module, "__file__", None) or "/").resolve()
+            if module is None or path in found or path.suffix != ".py" or not path.is_relative_to(root):
+                continue
+            if "site-packages" not in path.relative_to(root).parts:  # of an environment that lies beside the file
+                found.add(path)
+                left.append(module)
+    return [first, *sorted(found - {first})]
 
 
 def built(target: str, seed: int) -> nn.Module:

@@ -19,6 +19,7 @@ from meshmark.report.markdown import table as markdown
 from meshmark.report.missing_failures import missing_failures
 from meshmark.report.results import newest
 from meshmark.spec.case import Case
+from meshmark.spec.model_config import Dataset
 from meshmark.text import clip, pluralize, told
 
 _MARKS = {
@@ -52,7 +53,8 @@ class AdapterColumn:
     def title(self) -> str:
         layout = self.base.layout
         stage = f" ZeRO-{layout.zero_stage}" if layout.zero_stage and "fsdp" not in self.base.adapter else ""
-        return f"{self.base.adapter}{stage}"
+        own = f" on {self.base.workload.id}" if self.base.workload.dataset is Dataset.OWN else ""
+        return f"{self.base.adapter}{stage}{own}"
 
 
 def columns(records: Iterable[Record]) -> list[AdapterColumn]:

@@ -145,6 +145,11 @@ class ModelConfig:
         return False
 
     @property
+    def saves_buffers(self) -> bool:
+        """Whether a state dict of it holds tensors that are no parameters, as the statistics of batch norms."""
+        return self.couples_rows
+
+    @property
     def leaves_unused(self) -> bool:
         """Whether it has trained parameters that no step uses."""
         return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from fnmatch import fnmatchcase
 
 from meshmark.errors import InputError
 from meshmark.spec.precision import Dtype
@@ -64,6 +65,8 @@ class OptimizerSpec:
     """Steps over which the learning rate grows linearly; 0 starts with all of it."""
     decay_matrices_only: bool = False
     """Norms and biases form a group of their own, without weight decay."""
+    no_decay: tuple[str, ...] = ()
+    """Shell patterns of the names of parameters that form a group of their own, without weight decay."""
     momentum: float = 0.0
     """SGD's, Muon's and LARS's."""
     nesterov: bool = False
@@ -82,6 +85,8 @@ class OptimizerSpec:
             raise InputError("optimizer: nesterov looks ahead by the momentum, and momentum is 0")
         if self.nesterov and self.kind is OptimizerKind.LARS:
             raise InputError("optimizer: lars is defined without nesterov; take sgd, or leave it out")
+        if self.no_decay and self.decay_matrices_only:
+            raise InputError("optimizer: no_decay and decay_matrices_only both say what does not decay; leave one out")
         if self.beta2_decay > 0:
             raise InputError(f"optimizer: beta2_decay is {self.beta2_decay}, expected 0 or less")
 
@@ -91,7 +96,14 @@ class OptimizerSpec:
 
     def decays(self, name: str) -> bool:
         """Whether weight decay applies to the parameter with this canonical name."""
+        if self.no_decay:
+            return not any(fnmatchcase(name, pattern) for pattern in self.no_decay)
         return not self.decay_matrices_only or not (name.endswith("bias") or "norm." in name)
+
+    @property
+    def groups_decay(self) -> bool:
+        """Whether some parameters form a group without weight decay."""
+        return self.decay_matrices_only or bool(self.no_decay)
 
     @property
     def is_matrix_wise(self) -> bool:

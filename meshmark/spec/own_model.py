@@ -95,6 +95,8 @@ class OwnModelConfig(ModelConfig):
     """Whether two modules hold one parameter."""
     buffer_bytes: int = 0
     """Of tables and statistics that its modules keep, as they are built."""
+    saves_buffers: bool = False
+    """Whether some of these are persistent: in its state dict."""
     unused: tuple[str, ...] = ()
     """Parameters that have no part in the loss."""
     gathers: tuple[tuple[int, int], ...] = ()
@@ -115,6 +117,8 @@ class OwnModelConfig(ModelConfig):
     """Whether two of them hold one parameter."""
     split: TensorSplit | None = None
     """None where the workload has no tensor-parallel plan."""
+    narrow_error: str = ""
+    """What its modules raise where weights and batch are in bf16 and buffers are not; empty where they run so."""
     has_frozen: bool = False
     """Whether its own code freezes some parameters."""
 
@@ -204,6 +208,9 @@ class OwnModelConfig(ModelConfig):
             "picks experts)": self.chooses and case.precision.is_mixed,
             f"batch norms in {case.precision} (PyTorch's takes no weights in {case.precision.compute} beside "
             "statistics in float32)": self.has_batch_norms and case.precision.is_mixed,
+            f"precision {case.precision} (with 16-bit weights its modules raise {self.narrow_error!r}; let them cast "
+            "what they compute of buffers to the dtype of their weights)": bool(self.narrow_error)
+            and case.precision.is_mixed,
             "sequence parallelism (what lies between the modules of a plan is a model of your own)": (
                 layout.sequence_parallel
             ),

@@ -129,7 +129,7 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
     path = using.backward.gradient_path
     known = _temporaries_are_known(case) and (not case.precision.is_mixed or path not in DEEPSPEED_PATHS)
     known &= path is not GradientPath.MODULES and layout.offload is Offload.NONE
-    known &= path is not GradientPath.STREAMED or not case.workload.optimizer.decay_matrices_only
+    known &= path is not GradientPath.STREAMED or not case.workload.optimizer.groups_decay
     known &= layout.virtual_stages == 1 or using.backward.interleaves
     peak = backward = None
     if exact and known and layout.recompute is Recompute.NONE:
