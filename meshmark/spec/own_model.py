@@ -1,4 +1,4 @@
-"""What is known of a user's own model: where it is, and the sizes of its parameters. No torch, as in `model_config`."""
+"""Config of a user's own model: its location and the sizes of its parameters. No torch, like `model_config`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ HUGGING_FACE = "hf:"
 
 @dataclass(frozen=True, kw_only=True)
 class OwnModelConfig(ModelConfig):
-    """Any `torch.nn.Module`, as the workload at `target` builds it. What it holds is counted; what it saves is unknown.
+    """Any `torch.nn.Module`, as built by the workload at `target`.
 
-    `meshmark.reference.own_model.describe` makes one.
+    Its parameters and buffers are counted. What its autograd graph saves is unknown.
+    `meshmark.reference.own_model.describe` makes an instance.
     """
 
     kind: ClassVar[str] = "module"
@@ -37,25 +38,25 @@ class OwnModelConfig(ModelConfig):
     target: str
     """The workload's class, as "path/to/file.py:Class" or "package.module:Class"."""
     digest: str
-    """Of the source that the class is in, so that two versions of it are two models."""
+    """Hash of the class's source file, so that two versions of it count as two models."""
     num_parameters: int
     num_tensors: int
     block_sizes: tuple[int, ...]
-    """Parameters of each block, which frameworks wrap one by one."""
+    """Parameters of each block. Frameworks wrap blocks one by one."""
     shares_weights: bool = False
-    """Whether two modules hold one parameter."""
+    """True if two modules share one parameter."""
     buffer_bytes: int = 0
-    """Of tables and statistics that its modules keep, as they are built."""
+    """Bytes of the modules' buffers (tables and statistics) when the model is built."""
     unused: tuple[str, ...] = ()
-    """Parameters that have no part in the loss."""
+    """Names of parameters that do not affect the loss."""
     gathers: tuple[tuple[int, int], ...] = ()
     indexed: int = 0
     has_scalars: bool = False
     has_float_inputs: bool = False
     chooses: bool = False
-    """Whether it picks the largest of computed values, as a router picks experts: rounding may decide."""
+    """True if it selects the largest of computed values, as a router picks experts. Rounding may decide these."""
     repeats: bool = False
-    """Whether a block, or the whole module, runs more than once in a forward pass."""
+    """True if a block, or the whole module, runs more than once in a forward pass."""
     couples_rows: bool = False
     has_batch_norms: bool = False
 
@@ -85,12 +86,12 @@ class OwnModelConfig(ModelConfig):
 
     @property
     def embedding_parameters(self) -> int:
-        """All that is in no block."""
+        """Parameters outside all blocks."""
         return self.num_parameters - sum(self.block_sizes)
 
     @property
     def head_parameters(self) -> int:
-        """None: what is in no block counts as the embedding's."""
+        """Always 0: parameters outside all blocks count as the embedding's."""
         return 0
 
     @property
