@@ -5,8 +5,8 @@ BIN := $(VENV)/bin
 # `make report REPORT=reports/report.md` publishes. Nothing that git tracks is touched unless asked.
 REPORT ?= results/report.md
 
-.PHONY: help install report conformance test lint types docs clean \
-        tables twins validate convergence throttled scale dry-runs coatnet architectures roster roster-page \
+.PHONY: help install env report conformance test lint types docs clean \
+        tables twins validate convergence throttled scale dry-runs coatnet architectures trainers roster roster-page \
         power power-page power-long chaos fuzz gate cluster-test size bench gpu horovod
 
 help:  ## List the targets.
@@ -14,13 +14,18 @@ help:  ## List the targets.
 
 install: $(VENV)/.installed  ## Make .venv with every framework that PyPI has for this machine.
 
+env:  ## Make .environments/NAME for adapters that name it, of environments/NAME.txt: packages and their pins.
+	$(PYTHON) -m venv --clear .environments/$(NAME)
+	.environments/$(NAME)/bin/pip install -q -r environments/$(NAME).txt
+	.environments/$(NAME)/bin/pip install -q --no-build-isolation -e .
+
 # torch goes first, pinned: other packages would otherwise bring another build of it. deepspeed and fairscale look for
 # the installed torch while they build. megatron-core would bring packages that it does not need for its layers.
 # DeepSpeed's Adam for offloaded states is C++, compiled here once; where that fails, the adapters that need it skip.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch numpy setuptools wheel ninja py-cpuinfo
-	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e ".[deepspeed,accelerate,fairscale,lightning-fabric,transformers,html,dev]"
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e ".[deepspeed,accelerate,fairscale,lightning-fabric,transformers,pytorch-lightning,greenlet,html,dev]"
 	$(BIN)/pip install -q -c constraints.txt --no-deps megatron-core
 	-$(BIN)/python -m meshmark.adapters.deepspeed.operators cpu_adam
 	touch $@
@@ -95,6 +100,9 @@ coatnet: install  ## As a CoAtNet grows: data parallelism, ZeRO, offload or a pi
 
 architectures: install  ## Models of Hugging Face Transformers under four frameworks: reports/architectures.md.
 	$(BIN)/python -m studies.architectures
+
+trainers: install  ## What trainers that own their loop really optimise: reports/trainers.md.
+	$(BIN)/python -m studies.trainers
 
 roster: install  ## Every adapter, variants too, by capability: reports/roster.md. Goes on where it was cut off.
 	$(BIN)/python -m benchmarks.roster

@@ -83,5 +83,17 @@ ROSTER: dict[str, str] = {
     "accelerate-hsdp": "meshmark.adapters.accelerate:AccelerateHSDP",
     "accelerate-fsdp2-launched": "meshmark.adapters.accelerate.launched:AccelerateFSDP2Launched",
     "accelerate-fsdp1": "meshmark.adapters.accelerate.fsdp1:AccelerateFSDP1",
+    "plain-loop": "meshmark.adapters.plain_loop:PlainLoop",
+    "hf-trainer": "meshmark.adapters.hf_trainer:HFTrainer",
+    "hf-trainer-fsdp2": "meshmark.adapters.hf_trainer:HFTrainerFSDP2",
+    "hf-trainer-deepspeed": "meshmark.adapters.hf_trainer:HFTrainerDeepSpeed",
+    "hf-trainer-recommended": "meshmark.adapters.hf_trainer:HFTrainerRecommended",
+    "hf-trainer-deepspeed-given": "meshmark.adapters.hf_trainer:HFTrainerDeepSpeedGiven",
+    "hf-trainer-model-loss": "meshmark.adapters.hf_trainer:HFTrainerModelLoss",
+    "hf-trainer-rank-means": "meshmark.adapters.hf_trainer:HFTrainerRankMeans",
+    "lightning-trainer": "meshmark.adapters.pytorch_lightning:LightningTrainer",
+    "lightning-trainer-fsdp": "meshmark.adapters.pytorch_lightning:LightningTrainerFSDP",
+    "lightning-trainer-fsdp2": "meshmark.adapters.pytorch_lightning:LightningTrainerFSDP2",
+    "lightning-trainer-recommended": "meshmark.adapters.pytorch_lightning:LightningTrainerRecommended",
 }
 """What runs where it is named, or by `make roster`."""

@@ -19,13 +19,14 @@ from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.contract import Adapter, Track
 from meshmark.adapter.data_parallel import DataParallelEngine, initial_model
 from meshmark.adapter.engine import Engine, RankContext
-from meshmark.reference.build import parameter_shapes
+from meshmark.reference.build import buffer_shapes, parameter_shapes
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.spec.tuning import Knob
 from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException, exceptions_for
+from meshmark.theory.model_theory import theory_of
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.states import ExtraMemory
 from meshmark.theory.traffic import step_traffic
@@ -187,3 +188,21 @@ class DDPRecommended(DDP):
         )
         num_bytes = case.precision.accumulation.itemsize * trained
         return (ExtraMemory(category="steady", num_bytes=num_bytes, reason="buckets, beside the gradients themselves"),)
+
+    @classmethod
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        """The first rank's buffers, such as tables of positions, before the first forward pass of a step."""
+        found, layout = super().traffic_exceptions(case, rank), case.layout
+        count = len(buffer_shapes(case.workload.model))
+        if not count or layout.dp == 1 or step_traffic(case, rank) is None:
+            return found
+        flow = Flow(
+            kind="broadcast",
+            axes="dp",
+            ranks=layout.spanned(("dp",), rank),
+            purpose=Purpose.WEIGHTS,
+            num_bytes=int(theory_of(case.workload.model).table_bytes(layout, rank, case.precision)),
+            fewest=1,
+            most=count,
+        )
+        return (*found, TrafficException(sends=(flow,), reason="`broadcast_buffers`: buffers are the first rank's"))

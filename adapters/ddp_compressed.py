@@ -24,6 +24,7 @@ from meshmark.algorithms.compressed.compressors import Draw
 from meshmark.algorithms.compressed.traffic import summed_bytes, trained_shapes
 from meshmark.errors import AdapterError
 from meshmark.spec.case import Case
+from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.states import ExtraMemory
 
@@ -125,6 +126,7 @@ class DDPCompressed(DDP):
     engine: ClassVar = CompressedDDPEngine
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
+        families=TEXT_FAMILIES | {Family.OWN},
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
         algorithms=frozenset({Compressed.kind, ErrorFeedback.kind}),
         compressors=frozenset({CompressorKind.FP16, CompressorKind.BF16, CompressorKind.POWER_SGD}),

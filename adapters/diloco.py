@@ -19,6 +19,7 @@ from meshmark.adapters.checkpoint import load_own, save_own
 from meshmark.algorithms.local_sgd import DiLoCo as DiLoCoAlgorithm
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
+from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.model_theory import local_parameters
 from meshmark.theory.states import ExtraMemory
@@ -85,6 +86,7 @@ class DiLoCo(Adapter):
     arithmetic: ClassVar = Arithmetic(casting=Casting.AUTOCAST)
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
+        families=TEXT_FAMILIES | {Family.OWN},
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
         algorithms=frozenset({DiLoCoAlgorithm.kind}),
         lacks={

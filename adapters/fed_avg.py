@@ -22,6 +22,7 @@ from meshmark.algorithms.local_sgd.transition import client_rows
 from meshmark.reference.data import Batch
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
+from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.recipe import TrainingRecipe
 
@@ -70,6 +71,7 @@ class FedAvg(Adapter):
     arithmetic: ClassVar = Arithmetic(casting=Casting.AUTOCAST)
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
+        families=TEXT_FAMILIES | {Family.OWN},
         precisions=frozenset({Precision.FP64, Precision.FP32}),
         algorithms=frozenset({FedAvgAlgorithm.kind}),
         lacks={

@@ -185,6 +185,8 @@ def _padding(case: Case, sharding: Sharding) -> Padding:
     aligned = _ALIGNED_BYTES // case.precision.compute.itemsize
 
     def beyond(sizes: list[int]) -> int:
+        if not sizes:  # of a root whose only block is the model
+            return 0
         filled = sum(size + -size % aligned for size in sizes[:-1]) + sizes[-1]
         return filled + -filled % shards - sum(sizes)
 

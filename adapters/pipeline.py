@@ -19,11 +19,10 @@ from meshmark.adapter.data_parallel import optimizer_state_tensors, skip_block
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
-from meshmark.adapters.pipeline_stages import Part, chunk_of, examples, joined, receive_buffers, tell_shapes
+from meshmark.adapters.pipeline_stages import Part, chunk_of, examples, receive_buffers, tell_shapes
 from meshmark.reference.data import Batch
 from meshmark.reference.model import Model, drawn_name
 from meshmark.reference.objective import build_optimizer, build_schedule, cross_entropy, weighted_cross_entropy
-from meshmark.reference.transformer import stage_layers
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, Family
@@ -53,16 +52,16 @@ class PipelineEngine(Engine):
         num_stages = layout.pp * layout.virtual_stages
         own = layout.stages_of(self.stands.pp)
         self.first, self.last = own[0] == 0, own[-1] == num_stages - 1
-        self.chunks = [chunk_of(case, stage_layers(spec, num_stages, index), context.device) for index in own]
+        self.chunks = [chunk_of(case, spec.stage_layers(num_stages, index), context.device) for index in own]
         parts = [self.make_part(chunk) for chunk in self.chunks]
-        self.model = joined(self.chunks)
+        self.model = type(self.chunks[0]).join(self.chunks)
         self.optimizer = build_optimizer(case.workload.optimizer, self.model.named_parameters())
         self.learning_rates = build_schedule(case.workload.optimizer, self.optimizer)
         pipelines = layout.all_spanned(("pp",))
         replicated = layout.dp > 1
         self.pipeline = own_group(pipelines, rank) if layout.world_size > layout.pp else None
         self.replicas = own_group(layout.all_spanned(("dp",)), rank) if replicated else None
-        split = spec.tied_embeddings and layout.pp > 1
+        split = spec.ties_ends and layout.pp > 1
         self.tied_group = own_group([(ranks[0], ranks[-1]) for ranks in pipelines], rank) if split else None
         self.stages = [
             PipelineStage(part, index, num_stages, context.device, group=self.pipeline, **examples(case, index))
@@ -76,13 +75,17 @@ class PipelineEngine(Engine):
         return Part(chunk, self.case.precision, self.context.device)
 
     def _targets(self, shard: Batch) -> Tensor:
-        """What the last stage is given with its micro-batches, as one tensor: schedules split no more. Targets, or rows
-        of a target and its weight, float64 [B, 2]."""
+        """What the last stage is given with its micro-batches, as one tensor: schedules split no more. Targets, rows of
+        a target and its weight, float64 [B, 2], or the numbers of the rows, of which the model has a loss."""
         if self.case.workload.loss is Loss.CROSS_ENTROPY:
             return shard.targets
+        if self.case.workload.loss is Loss.OWN:
+            return self.chunks[-1].stage_inputs(shard)
         return torch.stack((shard.targets.double(), shard.weights.double()), 1)
 
     def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        if self.case.workload.loss is Loss.OWN:
+            return self.chunks[-1].stage_loss(logits_BTV, targets_BT) / self.total_weight
         if self.case.workload.loss is Loss.WEIGHTED_CROSS_ENTROPY:
             targets_B, weights_B = targets_BT.unbind(1)
             return weighted_cross_entropy(logits_BTV, targets_B.long(), weights_B.float()) / self.total_weight
@@ -116,8 +119,9 @@ class PipelineEngine(Engine):
         self.total_weight = shard.total_weight
         for chunk in self.chunks:
             skip_block(chunk, batch, self.case.workload)
+            chunk.hold(shard)
         losses: list[Tensor] = []
-        inputs = (shard.inputs,) if self.first else ()
+        inputs = (self.chunks[0].stage_inputs(shard),) if self.first else ()
         pipeline(*inputs, target=self._targets(shard) if self.last else None, losses=losses, return_outputs=False)
         return torch.stack([loss.detach() for loss in losses]).sum() if self.last else torch.zeros(())
 
@@ -239,6 +243,8 @@ class Pipeline(Adapter):
         """PyTorch's 1F1B takes a micro-batch a stage. What is no multiple of the ranks it interleaves in other rounds
         than the paper's."""
         layout = case.layout
+        if refusal := case.workload.model.stage_refusal:
+            return refusal
         if layout.pp > 1 and layout.schedule is Schedule.ONE_F_ONE_B and layout.num_micro_batches < layout.pp:
             return f"1F1B over {layout.pp} stages takes at least as many micro-batches, got {layout.num_micro_batches}"
         if layout.virtual_stages > 1 and (layout.pp == 1 or layout.num_micro_batches % layout.pp):

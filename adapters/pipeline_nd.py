@@ -122,6 +122,7 @@ class PipelineTensorParallel(Pipeline):
             **Pipeline.capabilities.lacks,
             **NO_IMAGES,
             Family.MIXTURE: "a gate and its experts are not split",
+            Family.OWN: "not tried: a stage whose modules are split by a plan",
             Precision.BF16: "autocast, whose copies DTensor does not plan; not tried",
             Precision.FP64: "not tried",
             Feature.DROPOUT: "ranks draw the same masks for their own heads, which the single process does not",

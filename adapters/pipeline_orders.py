@@ -13,7 +13,8 @@ from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.theory.activations import num_in_flight, passes_in_flight_bytes
 from meshmark.theory.grid import Column, layout_grid
-from meshmark.theory.states import ExtraMemory, micro_batch_tokens
+from meshmark.theory.model_theory import theory_of
+from meshmark.theory.states import ExtraMemory
 
 _INPUTS = "gradients of stages' inputs are kept until the next step, for the backward pass is in two parts"
 
@@ -41,11 +42,10 @@ class LoopedBFS(Pipeline):
     def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         """Activations of other forward passes than 1F1B's; and on the last rank logits of as many micro-batches."""
         layout, index = case.layout, case.layout.coordinates(rank).pp
-        grid, model, using = (
-            layout_grid(layout, case.workload.global_batch),
-            case.workload.transformer,
-            cls.recipe(case),
-        )
+        model, using = theory_of(case.workload.model).transformer, cls.recipe(case)
+        if model is None:  # whose activations are not planned in chunks
+            return super().extra_memory(case, rank)
+        grid = layout_grid(layout, case.workload.global_batch)
         usual = num_in_flight(grid, index)
         own, theirs = (
             float(passes_in_flight_bytes(model, grid, using, index, flight)[0])
@@ -76,8 +76,8 @@ class InterleavedZeroBubble(LoopedBFS):
     @classmethod
     def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         layout, width = case.layout, case.precision.wide.itemsize
-        inputs = layout.num_micro_batches * (layout.virtual_stages - (layout.coordinates(rank).pp == 0))
-        num_bytes = inputs * micro_batch_tokens(case) * case.workload.transformer.hidden * width
+        stages = [stage for stage in layout.stages_of(layout.coordinates(rank).pp) if stage]
+        num_bytes = layout.num_micro_batches * width * sum(_received(case, stage) for stage in stages)
         return (*super().extra_memory(case, rank), ExtraMemory(category="steady", num_bytes=num_bytes, reason=_INPUTS))
 
     @classmethod
@@ -130,11 +130,12 @@ class ZeroBubbleV(Pipeline):
         index = layout.coordinates(rank).pp
         first, second = layout.stages_of(index)
         counts, together = cls.in_two_parts(layout, index), second == first + 1
-        inputs = counts[0] * (first > 0) + counts[1] * (not together)
-        each = micro_batch_tokens(case) * case.workload.transformer.hidden * width
-        handed = 2 * layout.num_micro_batches * each * together
+        inputs = counts[0] * (_received(case, first) if first else 0) + counts[1] * (
+            0 if together else _received(case, second)
+        )
+        handed = 2 * layout.num_micro_batches * width * (_received(case, second) if together else 0)
         return (
-            ExtraMemory(category="steady", num_bytes=inputs * each, reason=_INPUTS),
+            ExtraMemory(category="steady", num_bytes=inputs * width, reason=_INPUTS),
             *([ExtraMemory(category="steady", num_bytes=handed, reason=_HANDED)] if handed else []),
         )
 
@@ -155,3 +156,11 @@ class DualPipeV(ZeroBubbleV):
         """Where the bubble is: while a rank waits for those after it, and in the second half of its last passes."""
         after = layout.pp - 1 - index
         return after + (index + 2) // 2, after + (index + 1) // 2
+
+
+def _received(case: Case, stage: int) -> int:
+    """Return how many numbers of one micro-batch a stage is given by the one before it."""
+    layout, workload = case.layout, case.workload
+    rows = workload.global_batch // (layout.dp * layout.num_micro_batches)
+    each = theory_of(workload.model).boundary_numbers(layout.pp * layout.virtual_stages, stage - 1)
+    return rows * (each or 0)

@@ -12,7 +12,6 @@ from meshmark.adapter.data_parallel import AUTOCAST, configure
 from meshmark.reference.build import build_model
 from meshmark.reference.data import make_batch
 from meshmark.reference.model import Model
-from meshmark.reference.transformer import stage_layers
 from meshmark.spec.case import Case
 from meshmark.spec.model_config import Dataset
 from meshmark.spec.precision import Dtype, Precision
@@ -56,18 +55,30 @@ def examples(case: Case, stage: int) -> _Examples:
     (adapters/gaps/pipelining_batch_norm.py). And it would receive gradients as that run's happen to lie, which images
     do not in the order of messages. Nothing of other models."""
     layout, model = case.layout, case.workload.model
-    if case.workload.dataset is not Dataset.DIGITS:
-        return {}
     num_stages, found = layout.pp * layout.virtual_stages, []
     rows = case.workload.global_batch // (layout.dp * layout.num_micro_batches)
+    if model.row_shape(0) is not None:
+        layers = model.stage_layers(num_stages, stage)
+        given = _example(case, rows, layers[0] - 1) if stage else torch.arange(rows, device="meta")
+        return {"input_args": given, "output_args": _example(case, rows, layers[-1])}
+    if case.workload.dataset is not Dataset.DIGITS:
+        return {}
     x = make_batch(case.workload, 0).inputs[:1].expand(rows, -1, -1, -1).to("meta")
     for index in range(stage + 1):
         found.append(x)
         with torch.device("meta"):
-            x = build_model(model, stage_layers(model, num_stages, index))(x)
+            x = build_model(model, model.stage_layers(num_stages, index))(x)
         x = x.to(getattr(torch, case.precision.wide if index < num_stages - 1 else case.precision.compute))
         x = x.detach().contiguous().requires_grad_()
     return {"input_args": found[-1], "output_args": x}
+
+
+def _example(case: Case, rows: int, layer: int) -> Tensor:
+    """Return a tensor like those behind a layer, without values."""
+    shape = case.workload.model.row_shape(layer)
+    assert shape is not None
+    wide: torch.dtype = getattr(torch, case.precision.wide)
+    return torch.empty(rows, *shape, dtype=wide, device="meta", requires_grad=True)
 
 
 def tell_shapes(case: Case, stages: Sequence[PipelineStage]) -> None:
@@ -79,7 +90,7 @@ def tell_shapes(case: Case, stages: Sequence[PipelineStage]) -> None:
     rows = case.workload.global_batch // (layout.dp * layout.num_micro_batches)
     wide: torch.dtype = getattr(torch, case.precision.wide)
     for stage in stages:
-        if case.workload.dataset is not Dataset.DIGITS:
+        if case.workload.dataset is not Dataset.DIGITS and case.workload.model.row_shape(0) is None:
             model = case.workload.transformer
             stream = torch.empty(rows, model.seq_len, model.hidden, dtype=wide, requires_grad=True)
             tokens = torch.empty(rows, model.seq_len, dtype=torch.int64)
@@ -93,17 +104,6 @@ def tell_shapes(case: Case, stages: Sequence[PipelineStage]) -> None:
 def _all_know(*_: object, **__: object) -> Tensor:
     """The vote of all stages that shapes are known."""
     return torch.ones(1, dtype=torch.int32)
-
-
-def joined(chunks: Sequence[Model]) -> Model:
-    """All that `chunks` hold under one root, for names, optimizer and checkpoints; what runs is the chunks."""
-    if len(chunks) == 1:
-        return chunks[0]
-    joined = build_model(chunks[0].spec, layers=())
-    joined.embedding, joined.head = chunks[0].embedding, chunks[-1].head
-    for chunk in chunks:
-        joined.blocks.update(dict(chunk.blocks.items()))
-    return joined
 
 
 def receive_buffers(stages: Sequence[PipelineStage]) -> list[Tensor]:

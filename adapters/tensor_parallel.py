@@ -15,16 +15,19 @@ from torch import Tensor, nn
 
 from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.contract import Adapter
-from meshmark.adapter.data_parallel import DataParallelEngine, configure
+from meshmark.adapter.data_parallel import DataParallelEngine, configure, initial_model
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
 from meshmark.adapters.fsdp2 import fill_shards, mesh_extra_memory
 from meshmark.reference.data import Batch
 from meshmark.reference.initial import initial_value
+from meshmark.reference.model import Model
 from meshmark.reference.objective import build_optimizer
+from meshmark.reference.tensor_plan import parallelize_by
 from meshmark.reference.transformer import Transformer
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
+from meshmark.spec.own_model import OwnModelConfig
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.flow import Flow, Purpose, TrafficException, besides, exceptions_for
 from meshmark.theory.model_theory import local_parameters
@@ -116,7 +119,7 @@ class TensorParallelEngine(DataParallelEngine):
 
 def summed_embedding(case: Case) -> tuple[ExtraMemory, ...]:
     """Of an embedding that is split by rows. With positions added, the sum over ranks is another tensor."""
-    if case.workload.transformer.family is not Family.LLAMA:
+    if case.workload.model.family is not Family.LLAMA:
         return ()
     summed = stream_bytes(case) / case.layout.num_micro_batches
     there = {"activations": -summed, "peak": summed}
@@ -128,7 +131,7 @@ class TensorParallel(Adapter):
 
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"tp", "dp"}),
-        families=TEXT_FAMILIES,
+        families=TEXT_FAMILIES | {Family.OWN},
         precisions=frozenset({Precision.FP64, Precision.FP32}),
         sequence_parallel=True,
         lacks={
@@ -160,10 +163,11 @@ class TensorParallel(Adapter):
         """DTensor's norms: a scalar of every tensor that is split, those by rows and those by columns together."""
         flows = step_traffic(case, rank)
         share = Fraction(_unsplit(case), local_parameters(case.workload.model, case.layout, rank) or 1)
+        reduced = num_split(case)
 
         def by_tensor(norm: Flow) -> Flow:
-            whole = 1  # the embedding's gradient
-            return replace(norm, num_bytes=norm.num_bytes * (num_split(case) - whole), fewest=2, most=2)
+            calls = sum(map(bool, reduced))
+            return replace(norm, num_bytes=norm.num_bytes * sum(reduced), fewest=calls, most=calls)
 
         return (
             *exceptions_for(flows, Purpose.NORM, NORMS, by_tensor),
@@ -175,6 +179,21 @@ class TensorParallel(Adapter):
 
         layout = case.layout
         mesh = init_device_mesh(context.device.type, (layout.dp, layout.tp), mesh_dim_names=("dp", "tp"))
+        model = self.parallel_model(case, context, mesh)
+        optimizer = build_optimizer(case.workload.optimizer, model.named_parameters())
+        engine = TensorParallelEngine(case, context, model, optimizer)
+        if layout.dp > 1 and not layout.zero_stage:
+            engine.replicas = mesh["dp"].get_group()
+        return engine
+
+    def parallel_model(self, case: Case, context: RankContext, mesh: DeviceMesh) -> Model:
+        """Return a rank's part of the model, with its initial values."""
+        layout = case.layout
+        if case.workload.model.brings_plan:
+            whole = initial_model(case, context.device)
+            split(whole, mesh["tp"], case)
+            self.shard(whole, mesh["dp"])
+            return whole
         with torch.device("meta"):
             model = configure(Transformer(case.workload.transformer), case)
         if case.precision.master is Dtype.FP64:
@@ -185,18 +204,20 @@ class TensorParallel(Adapter):
         self.shard(model, mesh["dp"])
         model.to_empty(device=context.device)
         fill(model, case)
-        optimizer = build_optimizer(case.workload.optimizer, model.named_parameters())
-        engine = TensorParallelEngine(case, context, model, optimizer)
-        if layout.dp > 1 and not layout.zero_stage:
-            engine.replicas = mesh["dp"].get_group()
-        return engine
+        return model
 
-    def shard(self, model: Transformer, mesh: DeviceMesh) -> None:
+    def shard(self, model: Model, mesh: DeviceMesh) -> None:
         """Over the mesh of data-parallel ranks: replicas share nothing."""
 
 
 class TensorParallelWholeLoss(TensorParallel):
     """Without `loss_parallel`: logits are gathered, and every rank computes the loss over the whole vocabulary."""
+
+    capabilities: ClassVar = replace(
+        TensorParallel.capabilities,
+        families=TEXT_FAMILIES,
+        lacks={**TensorParallel.capabilities.lacks, Family.OWN: "its plan says what its loss is given; take tp"},
+    )
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
@@ -219,17 +240,33 @@ class TensorParallelWholeLoss(TensorParallel):
         )
 
 
-def num_split(case: Case) -> int:
-    """Tensors that tensor parallelism splits: embedding and head, products by columns and their biases, and by rows."""
-    model = case.workload.transformer
+def num_split(case: Case) -> tuple[int, int]:
+    """Return how many tensors tensor parallelism splits along their first and along their second dimension, whose norms
+    are reduced: not the embedding that is split by its vocabulary, whose gradient is whole."""
+    model = case.workload.model
+    if isinstance(model, OwnModelConfig):
+        split = model.split
+        return (len(split.by_rows) - split.num_looked_up, len(split.by_columns)) if split else (0, 0)
     by_columns = 8 if model.family is Family.GPT else 5
-    return 2 + model.num_layers * (by_columns + 2)
+    return 1 + model.num_layers * by_columns, 2 * model.num_layers
 
 
 def _unsplit(case: Case) -> int:
-    """Elements of the embedding's gradient beyond a rank's share."""
-    model, tp = case.workload.transformer, case.layout.tp
-    return model.vocab_size * model.hidden // tp * (tp - 1)
+    """Elements of embeddings' gradients beyond a rank's share."""
+    model, tp = case.workload.model, case.layout.tp
+    if isinstance(model, OwnModelConfig):
+        looked_up = model.split.looked_up if model.split else 0
+    else:
+        looked_up = case.workload.transformer.vocab_size * case.workload.transformer.hidden
+    return looked_up // tp * (tp - 1)
+
+
+def split(model: Model, mesh: DeviceMesh, case: Case) -> None:
+    """Split a model over tensor-parallel ranks: by its own plan where it brings one, as it has its values then."""
+    if not case.workload.model.brings_plan:
+        parallelize(cast(Transformer, model), mesh, sequence_parallel=case.layout.sequence_parallel)
+    elif case.layout.tp > 1:
+        parallelize_by(model.get_submodule("model"), mesh, model.tensor_parallel_plan())
 
 
 def parallelize(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, whole_logits: bool = False) -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from meshmark.adapters.fsdp2 import ROWS, dealt_rows, mesh_extra_memory
 from meshmark.adapters.tensor_parallel import NORMS, TensorParallel, num_split, summed_embedding
-from meshmark.reference.build import parameter_shapes
-from meshmark.reference.transformer import Transformer
+from meshmark.reference.build import parameter_shapes, skeleton
+from meshmark.reference.model import Model
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Axis
 from meshmark.spec.model_spec import Family
@@ -59,7 +59,7 @@ class TensorParallelFSDP2(TensorParallel):
         those that split by rows and by columns."""
         layout, shapes, flows = case.layout, _local_shapes(case), step_traffic(case, rank)
         norms = [flow for flow in flows or () if flow.purpose is Purpose.NORM]
-        ways = 4 if case.workload.model.family is Family.GPT else 3  # biases of what is split by columns are whole
+        splits, ways = _ways(case)
         width = case.precision.wide.itemsize
 
         def along(axis: Axis, norm: Flow, count: int, calls: int) -> Flow:
@@ -71,7 +71,7 @@ class TensorParallelFSDP2(TensorParallel):
         by_tensor = tuple(
             TrafficException(
                 instead_of=(norm,),
-                sends=(along("tp", norm, num_split(case), 2), along("dp", norm, len(shapes), ways)),
+                sends=(along("tp", norm, *splits), along("dp", norm, len(shapes), ways)),
                 reason=NORMS,
             )
             for norm in norms
@@ -79,7 +79,7 @@ class TensorParallelFSDP2(TensorParallel):
         padded = [besides(flows, purpose, share, ROWS) for purpose in (Purpose.GRADIENTS, Purpose.WEIGHTS)]
         return by_tensor + padded[0] + padded[1]
 
-    def shard(self, model: Transformer, mesh: DeviceMesh) -> None:
+    def shard(self, model: Model, mesh: DeviceMesh) -> None:
         from torch.distributed.fsdp import fully_shard
 
         for block in model.blocks.values():
@@ -87,8 +87,27 @@ class TensorParallelFSDP2(TensorParallel):
         fully_shard(model, mesh=mesh, reshard_after_forward=True)
 
 
+def _ways(case: Case) -> tuple[tuple[int, int], int]:
+    """Return how many tensors tensor parallelism splits and along how many dimensions, and in how many ways tensors lie
+    on ranks: biases of what is split by columns are whole on a mesh of both axes."""
+    model = case.workload.model
+    if not model.brings_plan:
+        return (1 + sum(num_split(case)), 2), 4 if model.family is Family.GPT else 3
+    dims, names = skeleton(model).split_dims(), parameter_shapes(model).keys()
+    by_columns = {name.rpartition(".")[0] for name, dim in dims.items() if dim == 1}
+    biases = {f"{module}.bias" for module in by_columns} & names
+    kinds = len(set(dims.values()))
+    return (len(dims), kinds), kinds + bool(biases) + bool(names - dims.keys() - biases)
+
+
 def _local_shapes(case: Case) -> dict[str, tuple[int, ...]]:
-    """What a tensor-parallel rank has of every parameter, as `parallelize` splits them."""
+    """What a tensor-parallel rank has of every parameter, as `parallelize` splits them, or the model's own plan."""
+    if case.workload.model.brings_plan:
+        dims, whole = skeleton(case.workload.model).split_dims(), parameter_shapes(case.workload.model)
+        return {
+            name: tuple(size // case.layout.tp if dim == dims.get(name) else size for dim, size in enumerate(shape))
+            for name, shape in whole.items()
+        }
     tp, found = case.layout.tp, dict[str, tuple[int, ...]]()
     for name, shape in parameter_shapes(case.workload.model).items():
         module, _, kind = name.rpartition(".")

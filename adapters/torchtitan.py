@@ -53,6 +53,7 @@ class SimpleFSDP(FSDP2):
             Feature.TIED_EMBEDDINGS: "what two modules share is sharded for each, and is two parameters",
             Feature.RECOMPUTE: "not tried: its weights are gathered once more",
             **dict.fromkeys(set(Family) - TEXT_FAMILIES, "not tried"),
+            Family.OWN: "which gathered weights autograd keeps depends on each operation of a model",
         },
     )
     sharding: ClassVar = Sharding(reshards_blocks=False, reshards_root=False)

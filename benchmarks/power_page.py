@@ -19,6 +19,7 @@ from meshmark.judge.tolerance_model import FALSE_ALARMS, SMALLEST_FACTORS, compa
 from meshmark.records.record import Record, Status
 from meshmark.report.markdown import table as markdown
 from meshmark.run.verdict import detection_limits
+from meshmark.spec.model_config import Dataset
 from tests.broken.sizes import SIZED
 
 
@@ -121,6 +122,11 @@ def _summary(power: Power) -> Iterable[str]:
     if power.complaints:
         yield f"Not good: {'; '.join(power.complaints)}"
     yield markdown(list(_by_catcher(power.trials)))
+    own = [trial for trial in power.trials if trial.mutant.workload.dataset is Dataset.OWN]
+    yield (
+        f"Of these, {len(own)} train a user's own model, of {len({t.mutant.adapter for t in own})} adapters: "
+        f"{sum(t.caught for t in own)} caught, {sum(t.named for t in own)} diagnosed rightly."
+    )
 
 
 SUITES = ("equivalence", "memory", "communication", "throughput")

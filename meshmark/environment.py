@@ -32,6 +32,7 @@ PACKAGES = (
     "horovod",
     "torchtitan",
     "transformers",
+    "pytorch-lightning",
 )
 DEFAULT_THREADS = "1"
 """OMP_NUM_THREADS of the ranks if it is not set. Ranks share the machine's cores."""
@@ -87,6 +88,16 @@ def describe(device: str, backend: str, nnodes: int, command: Iterable[str] | No
         project_commit=project.commit,
         project_date=project.date,
     )
+
+
+ENVIRONMENTS = "MESHMARK_ENVIRONMENTS"
+"""Variable with the folder of virtual environments that adapters name; by default .environments beside this one."""
+
+
+def interpreter_of(name: str) -> Path:
+    """Return the Python of the virtual environment called `name`, whether or not it is there."""
+    folder = os.environ.get(ENVIRONMENTS) or str(Path(sys.prefix).parent / ".environments")
+    return Path(folder) / name / "bin" / "python"
 
 
 def installed(distribution: str) -> str | None:

@@ -15,9 +15,22 @@ class Workload(ABC):
     `--workload path/to/file.py:Class` trains and judges it under every adapter that wraps a module. Any class with
     these three methods works; deriving from this one is optional.
 
-    Optional class attributes: `optimizer`, a `meshmark.spec.optimizer.OptimizerSpec` (by default AdamW with clipping);
-    `couples_rows`, True if rows affect each other's loss, as in a contrastive loss, which is then judged by
-    micro-batches. An optional method `weight(batch)` returns only the weight, for a loss that is slow.
+    Optional class attributes:
+
+    - `optimizer`, a `meshmark.spec.optimizer.OptimizerSpec`; by default AdamW with clipping.
+    - `units`, names of the classes whose modules are sharded, wrapped or recomputed one by one.
+    - `algorithm`, the id of an algorithm such as "local-sgd2", or a `meshmark.spec.algorithm.Algorithm`.
+    - `couples_rows`, True if rows affect each other's loss, as in a contrastive loss. It is then judged by
+      micro-batches.
+
+    Optional methods:
+
+    - `layers(model)` returns the parts of the model's forward pass in order, between which a pipeline is cut. The first
+      takes what the loss gives the model; each of the others takes the one tensor that the part before it returned.
+    - `tensor_parallel_plan()` returns a style for every module that is split, by its path, in which `*` stands for one
+      part: `{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}`. Styles have Transformers' names, or are PyTorch's
+      objects, such as `ColwiseParallel()`.
+    - `weight(batch)` returns only the weight, for a loss that is slow.
     """
 
     @abstractmethod

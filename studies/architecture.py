@@ -52,7 +52,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         "meshmark/conformance/judges.py",
         "meshmark/conformance/clauses.py",
     ),
-    "have ranks do something new": ("meshmark/records/request.py", "meshmark/run/passes", "meshmark/launch/rank.py"),
+    "have ranks do something new": ("meshmark/records/request.py", "meshmark/passes", "meshmark/launch/rank.py"),
     "change how ranks are started and ended": (
         "meshmark/launch/launchers.py",
         "meshmark/launch/launchers.py",

@@ -32,6 +32,7 @@ SOME = [
     "gpipe_NeverUpdates",
     "fsdp2_ShardingIgnored",
     "ddp_ReducesOneAgain",
+    "hf_trainer_DividesByOwnTokens",
 ]
 SLIGHT = sized("ddp", "NormGradient", 3e-6)
 OF_SOME_STEPS = [

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from meshmark.reference.build import parameter_shapes
 from meshmark.reference.data import Batch, make_batch
 from meshmark.reference.objective import loss_share
-from meshmark.reference.transformer import Attention, RMSNorm, Transformer, rotate, stage_layers
+from meshmark.reference.transformer import Attention, RMSNorm, Transformer, rotate
 from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.workload import Loss
 from tests.factories import make_model, make_workload
@@ -44,13 +44,13 @@ def test_stages_one_after_the_other_are_the_whole(spec: ModelSpec, tied: bool, n
     x = whole = some_tokens(spec)
     whole = build(spec)(whole)
     for stage in range(num_stages):
-        x = build(spec, stage_layers(spec, num_stages, stage))(x)
+        x = build(spec, spec.stage_layers(num_stages, stage))(x)
     assert torch.equal(x, whole)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 5])
 def test_stages_partition_the_layers_evenly_and_in_order(num_stages: int) -> None:
-    stages = [stage_layers(GPT, num_stages, stage) for stage in range(num_stages)]
+    stages = [GPT.stage_layers(num_stages, stage) for stage in range(num_stages)]
     assert sum(stages, []) == list(range(7))
     blocks = [len(set(stage) & set(range(1, 6))) for stage in stages]
     assert max(blocks) - min(blocks) <= 1
@@ -61,7 +61,7 @@ def test_stages_partition_the_layers_evenly_and_in_order(num_stages: int) -> Non
 def test_names_and_values_of_a_part_are_those_of_the_whole(spec: ModelSpec) -> None:
     whole = build(spec).state_dict()
     for stage in range(3):
-        for name, value in build(spec, stage_layers(spec, 3, stage)).state_dict().items():
+        for name, value in build(spec, spec.stage_layers(3, stage)).state_dict().items():
             assert torch.equal(value, whole[name]), name
 
 
@@ -195,7 +195,7 @@ def test_a_tied_head_shares_the_embedding_and_collects_both_gradients() -> None:
 
 def test_a_tied_head_in_a_stage_of_its_own_starts_as_the_embedding() -> None:
     spec = make_model(tied_embeddings=True)
-    first, last = (build(spec, stage_layers(spec, 2, stage)) for stage in (0, 1))
+    first, last = (build(spec, spec.stage_layers(2, stage)) for stage in (0, 1))
     assert torch.equal(last.head.output.weight, first.embedding.tokens.weight)
 
 

@@ -12,18 +12,23 @@ import numpy as np
 import pytest
 import torch
 
+from meshmark.adapter.data_parallel import PYTORCHS_CHECKPOINT
 from meshmark.cli.options import chosen_workloads
 from meshmark.errors import InputError
 from meshmark.judge.truth import assess_replicas, initial_values
 from meshmark.records.record_file import read_records
-from meshmark.reference.build import block_of, build_model, parameter_shapes, sizes_by_block
+from meshmark.reference.build import block_of, build_model, parameter_shapes, sizes_by_block, skeleton
 from meshmark.reference.data import make_batch, on_corpus
 from meshmark.reference.own_model import OwnModel, describe, load_workload, reference_values
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
+from meshmark.spec.own_model import OwnModelConfig
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload
+from meshmark.theory.flow import Purpose
+from meshmark.theory.model_theory import local_parameters
+from meshmark.theory.traffic import step_traffic
 from tests.trained import Trial, furthest, train_all
 
 ROOT = Path(__file__).parent.parent
@@ -249,7 +254,7 @@ def test_what_is_not_judged_yet_is_refused_with_its_reason() -> None:
     own = describe(TARGETS["two_towers"])
     assert "casts them to fp16" in reason("fairscale-fsdp", Layout(dp=2, zero_stage=3), Precision.BF16)
     assert "model family own" in reason("megatron-gpt", Layout(dp=2))
-    with pytest.raises(InputError, match="a model of your own is not cut into stages yet"):
+    with pytest.raises(InputError, match=r"the workload has no layers\(model\)"):
         Case(adapter="pipeline", workload=own, layout=Layout(pp=2, num_micro_batches=2))
     assert dataclasses.replace(own, seed=1) != own
 
@@ -272,4 +277,128 @@ def test_a_tiny_model_and_a_contrastive_loss_are_right_under_an_adapter_of_ones_
         "ddp": False,
         "mine": True,  # the loss runs the model twice, and how often that is gathered is not planned
     }
+    assert all(record.memory.planned[0].activations for record in records)  # type: ignore[union-attr]
+
+
+CUT = (EXAMPLES / "diffusion.py", "Diffusion")
+
+
+def test_a_plan_and_layers_say_what_ranks_hold_and_send() -> None:
+    """By hand: four products by columns and two by rows a block, of 32 x 32 and 32 x 128."""
+    own = describe(f"{CUT[0]}:{CUT[1]}")
+    model = own.model
+    assert isinstance(model, OwnModelConfig) and model.split is not None
+    assert (model.split.sizes, len(model.split.by_rows), len(model.split.by_columns)) == ((32, 128), 32, 8)
+    split = 4 * (3 * (32 * 32 + 32) + 128 * 32 + 128 + 32 * 32 + 32 * 128)
+    layout = Layout(tp=2, num_micro_batches=2)
+    assert local_parameters(model, layout, 0) == model.num_parameters - split // 2
+    flows = step_traffic(Case(adapter="tp", workload=own, layout=layout), 0)
+    (activations,) = [flow for flow in flows or () if flow.purpose is Purpose.ACTIVATIONS]
+    stream = 16 * 18 * 32 * 4  # rows, tokens, width, bytes
+    assert (activations.num_bytes, activations.most) == (4 * 6 * stream, 4 * 6 * 2)
+    assert [layer.row_shape for layer in model.layers] == [*[(18, 32)] * 5, (1, 8, 8)]
+    held = [local_parameters(model, Layout(pp=3, num_micro_batches=2), rank) or 0 for rank in range(3)]
+    assert sum(held) == model.num_parameters and held[1] == 2 * model.block_parameters
+
+
+def test_parts_of_a_model_are_the_model() -> None:
+    own = describe(f"{CUT[0]}:{CUT[1]}")
+    whole, batch = build_model(own.model), make_batch(own, 0)
+    whole.initialize(own.seed)
+    parts = [build_model(own.model, own.model.stage_layers(2, stage)) for stage in range(2)]
+    names = [name for part in parts for name, _ in part.named_parameters()]
+    assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
+    for part in parts:
+        part.initialize(own.seed)
+        part.hold(batch)
+    outputs = parts[1](parts[0](parts[0].stage_inputs(batch)))
+    assert parts[1].stage_loss(outputs, parts[1].stage_inputs(batch)).item() == pytest.approx(
+        whole(batch.inputs).item()
+    )
+    joined = type(parts[0]).join(parts)
+    assert {name for name, _ in joined.named_parameters()} == set(names)
+
+
+@pytest.mark.parametrize(
+    "method, reason",
+    [
+        ("def layers(self, m): return [m.layers[0]]", "layers.1.weight is in none of the layers"),
+        ("def layers(self, m): return [m.layers[1], m.layers[0]]", "expected the parts of its forward pass in order"),
+        ("def tensor_parallel_plan(self): return {'layer.*': 'colwise'}", "no module is called so"),
+        ("def tensor_parallel_plan(self): return {'layers.0': 'column'}", "expected one of colwise"),
+        ("def tensor_parallel_plan(self): return {'layers': 'colwise'}", "PyTorch's styles split Linear and Embedding"),
+        ("units = ('Conv',)", "units names Conv, which is the class of none of the model's modules"),
+        ("algorithm = 'local-sgd'", "unknown algorithm of workload"),
+    ],
+)
+def test_what_a_workload_adds_is_checked(method: str, reason: str, tmp_path: Path) -> None:
+    target = written(tmp_path)
+    path = Path(target.removesuffix(":W"))
+    path.write_text(f"{path.read_text()}    {method}\n")
+    with pytest.raises(InputError, match=reason):
+        describe(target)
+
+
+def test_what_a_workload_adds_is_followed(tmp_path: Path) -> None:
+    target = written(tmp_path, built="self.layers[0].bias.requires_grad_(False)")
+    path = Path(target.removesuffix(":W"))
+    path.write_text(f"{path.read_text()}    units = ('Net',)\n    algorithm = 'local-sgd2'\n")
+    own = describe(target)
+    assert own.frozen == ("model.layers.0.bias",) and own.algorithm.id == "local-sgd2"
+    assert block_of(own.model, "model.layers.1.weight") == "model"
+    (by_name,) = chosen_workloads(f"{TARGETS['two_towers']}-diloco2", None, None)
+    assert by_name.algorithm.id == "diloco2"
+
+
+def test_styles_of_pytorch_are_those_of_the_same_name(tmp_path: Path) -> None:
+    found = []
+    for index, (columns, rows) in enumerate(
+        [("'colwise'", "'rowwise'"), ("P.ColwiseParallel()", "P.RowwiseParallel()")]
+    ):
+        (folder := tmp_path / str(index)).mkdir()
+        target = written(folder)
+        path = Path(target.removesuffix(":W"))
+        plan = f"{{'layers.0': {columns}, 'layers.1': {rows}}}"
+        start = "import torch.distributed.tensor.parallel as P\n"
+        path.write_text(f"{start}{path.read_text()}    def tensor_parallel_plan(self): return {plan}\n")
+        found.append(describe(target).model)
+    assert isinstance(found[0], OwnModelConfig) and isinstance(found[1], OwnModelConfig)
+    assert found[0].split == found[1].split and found[0].split is not None and found[0].split.is_planned
+
+
+def test_an_lstm_on_the_meta_device_keeps_no_weights_elsewhere(tmp_path: Path) -> None:
+    """It keeps a list of its weights beside them, and memory would find a second copy."""
+    target = written(
+        tmp_path, built="self.rnn = nn.LSTM(4, 4, batch_first=True)", forward=" + self.rnn(x[:, None])[0][:, 0]"
+    )
+    rnn = skeleton(describe(target).model).get_submodule("model.rnn")
+    assert isinstance(rnn, torch.nn.LSTM) and {weight.device.type for weight in rnn._flat_weights} == {"meta"}
+
+
+def test_blocks_that_are_run_again_have_the_same_gradients() -> None:
+    own = describe(TARGETS["message_passing"])
+    found = []
+    for recompute in (None, PYTORCHS_CHECKPOINT):
+        model = build_model(own.model)
+        model.initialize(own.seed)
+        model.recompute = recompute
+        runs = list[object]()
+        for block in model.blocks.values():
+            block.message.register_forward_pre_hook(lambda part, _, runs=runs: runs.append(part))
+        model(make_batch(own, 0).inputs).backward()
+        found.append(([p.grad for p in model.parameters()], len(runs)))
+    (plain, once), (again, twice) = found
+    assert twice == 2 * once and all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def test_a_plan_and_a_pipeline_are_judged_by_one_command(tmp_path: Path) -> None:
+    """To the byte, with blocks that are run again in the pipeline."""
+    suites = [f"suites/test_{name}.py" for name in ("equivalence", "memory", "communication")]
+    asked = ["--adapters", "tp,gpipe", "--layouts", "tp2.mb2,pp2.mb4.recompute_full"]
+    asked += ["--workload", f"{CUT[0]}:{CUT[1]}", "--results", str(tmp_path)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", *suites, *asked]
+    run = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
+    records = [record for record in read_records(tmp_path).records if record.verdicts]
+    assert {record.case.adapter: len(record.verdicts) for record in records} == {"tp": 3, "gpipe": 3}
     assert all(record.memory.planned[0].activations for record in records)  # type: ignore[union-attr]

@@ -10,7 +10,7 @@ import torch
 
 from meshmark.measure.readings import Collective, wire_factor
 from meshmark.reference.build import parameter_shapes
-from meshmark.reference.transformer import Transformer, stage_layers
+from meshmark.reference.transformer import Transformer
 from meshmark.spec.layout import Layout
 from meshmark.spec.model_spec import MODELS, Family, ModelSpec
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
@@ -32,7 +32,7 @@ EVERY_SPEC = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 
 def real_parameters(spec: ModelSpec, num_stages: int, stage: int) -> int:
     with torch.device("meta"):
-        return sum(p.numel() for p in Transformer(spec, stage_layers(spec, num_stages, stage)).parameters())
+        return sum(p.numel() for p in Transformer(spec, spec.stage_layers(num_stages, stage)).parameters())
 
 
 @EVERY_SPEC

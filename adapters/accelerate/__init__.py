@@ -172,8 +172,8 @@ class AccelerateFSDP2(Adapter):
     """Blocks are sharded each on its own, the rest with the model; bf16 as by `adapters.fsdp2`: bf16 weights are
     gathered from fp32 shards, and gradients reduced as the precision says (Accelerate's own choice would be bf16)."""
 
-    requires: ClassVar = (REQUIREMENT,)
-    preload: ClassVar = ("deepspeed",)
+    requires: ClassVar[tuple[Requirement, ...]] = (REQUIREMENT,)
+    preload: ClassVar[tuple[str, ...]] = ("deepspeed",)
     """Accelerate imports it, where it is installed, to see whether a model is DeepSpeed's."""
     arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, reduces_each=True, divides=True, sums=Summing.BLOCKS)
     capabilities: ClassVar = Capabilities(

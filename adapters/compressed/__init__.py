@@ -15,6 +15,7 @@ from meshmark.algorithms import compressed, one_bit
 from meshmark.algorithms.compressed.compressor import SPARSE, CompressorKind
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
+from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.states import ExtraMemory
 
@@ -23,6 +24,7 @@ class Compressed(Adapter):
     arithmetic: ClassVar = Arithmetic(casting=Casting.AUTOCAST)
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
+        families=TEXT_FAMILIES | {Family.OWN},
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
         algorithms=frozenset(one.kind for one in (*compressed.ALGORITHMS, *one_bit.ALGORITHMS)),
         compressors=SPARSE | {CompressorKind.SIGN, CompressorKind.QSGD},

@@ -32,6 +32,7 @@ from meshmark.reference.model import Model
 from meshmark.reference.objective import build_optimizer, build_schedule
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
+from meshmark.spec.layout import Recompute
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.flow import OneTimeTraffic, TrafficException
@@ -44,7 +45,7 @@ from meshmark.theory.states import ExtraMemory
 class DeepSpeed(Adapter):
     engine: ClassVar[type[DeepSpeedEngine]] = DeepSpeedEngine
     requires: ClassVar[tuple[Requirement, ...]] = (Requirement(module="deepspeed", distribution="deepspeed"),)
-    preload: ClassVar = ("deepspeed.runtime.zero.muon.muon_optimizer",)
+    preload: ClassVar[tuple[str, ...]] = ("deepspeed.runtime.zero.muon.muon_optimizer",)
     """What DeepSpeed imports while it builds: it decorates functions with `torch.compile`, which takes seconds."""
     arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, sums=Summing.MODULES)
     capabilities: ClassVar = Capabilities(
@@ -85,9 +86,10 @@ class DeepSpeed(Adapter):
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
-        """DeepSpeed runs fp16 on no CPU without AVX512-FP16, and shards no scalars."""
-        if case.layout.zero_stage == 3 and case.workload.model.has_scalars:
-            return f"{case.adapter} does not support {Feature.SCALARS} at stage 3 (it narrows the first dimension)"
+        """DeepSpeed runs fp16 on no CPU without AVX512-FP16, and takes no scalars."""
+        if case.workload.model.has_scalars:
+            why = "it narrows the first dimension" if case.layout.zero_stage == 3 else "it broadcasts them as bytes"
+            return f"{case.adapter} does not support {Feature.SCALARS} at stage {case.layout.zero_stage} ({why})"
         if case.precision.compute is Dtype.FP16 and device == "cpu":
             return f"{case.adapter} runs precision fp16 on CUDA alone"
         return super().supports(case, device, backend)
@@ -96,8 +98,12 @@ class DeepSpeed(Adapter):
     def recipe(cls, case: Case) -> TrainingRecipe:
         """In float32 too, weights and masters are two copies (at stage 3 two shards: DeepSpeed means to share them, but
         compares a `torch.device` with a string). In bf16, stage 1 is another optimizer, `BF16_Optimizer`, which keeps
-        the whole float32 gradient for life and the bf16 one besides."""
+        the whole float32 gradient for life and the bf16 one besides. Where autograd keeps a view of a weight that
+        stage 3 gathers for every run of a module, how many copies stay is not known."""
         using = eager_recipe(case, f"eager-deepspeed-{case.layout.zero_stage}", casts_weights=True)
+        model = case.workload.model
+        if case.layout.zero_stage == 3 and model.indexed and model.runs > 1:
+            using = dataclasses.replace(using, activations_known=False)
         if not case.precision.is_mixed:
             return using
         states = using.states
@@ -132,6 +138,11 @@ class DeepSpeed(Adapter):
     def held_sizes(cls, case: Case) -> list[int]:
         """Elements of the tensors that a rank computes with, in order."""
         return [math.prod(shape) for shape in parameter_shapes(case.workload.model).values()]
+
+    @classmethod
+    def plans_traffic(cls, case: Case) -> bool:
+        """Stage 3 gathers for each module; how often for one that runs again is its prefetcher's choice."""
+        return not (case.layout.zero_stage == 3 and case.workload.model.runs > 1)
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
@@ -182,7 +193,8 @@ class DeepSpeed(Adapter):
 
 def _kept_weights(case: Case, rank: int) -> tuple[ExtraMemory, ...]:
     """Weights that stage 3 gathers and does not free before the backward pass (tests/gaps/test_deepspeed.py)."""
-    indexed, (shards, _) = case.workload.model.indexed, state_shards(case.layout, rank)
+    model, (shards, _) = case.workload.model, state_shards(case.layout, rank)
+    indexed = model.indexed - (model.indexed_in_blocks if case.layout.recompute is Recompute.FULL else 0)
     if case.layout.zero_stage < 3 or shards == 1 or not indexed:
         return ()
     reason = "a gathered weight stays while autograd keeps a view of it, such as one expert's part or a GRU's transpose"

@@ -108,6 +108,7 @@ class DeepSpeedAutoTP(DeepSpeed):
         lacks={
             **DeepSpeed.capabilities.lacks,
             Family.VIT: "its names are not in the patterns given here",
+            Family.OWN: "its patterns of names are not mapped to a plan; tp takes one",
             **dict.fromkeys(CONVOLUTIONAL_FAMILIES, "AutoTP splits linear layers"),
             Family.MIXTURE: "its names are not in the patterns given here",
             Precision.BF16: "not tried",

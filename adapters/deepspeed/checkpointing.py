@@ -15,7 +15,7 @@ from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.errors import AdapterError
-from meshmark.reference.build import parameter_shapes
+from meshmark.reference.build import parameter_shapes, sizes_by_block
 from meshmark.reference.model import Model
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
@@ -55,12 +55,13 @@ class DeepSpeedCheckpointing(DeepSpeed):
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
-        found = super().traffic_exceptions(case, rank)
+        kept = dataclasses.replace(case, layout=dataclasses.replace(case.layout, recompute=Recompute.NONE))
+        found = super().traffic_exceptions(kept, rank)
         if case.layout.recompute is not Recompute.FULL or case.layout.zero_stage < 3:
             return found
         units, dp = parameter_shapes(case.workload.model), case.layout.dp
-        blocks = [math.prod(shape) for name, shape in units.items() if name.startswith("blocks.")]
-        share = Fraction(sum(n + -n % dp for n in blocks), 2 * sum(map(math.prod, units.values())))
+        again = [n + -n % dp for block, sizes in sizes_by_block(case.workload.model).items() if block for n in sizes]
+        share = Fraction(sum(again), 2 * sum(map(math.prod, units.values())))
         reason = "a block's weights are gathered once more: to compute it again, and then for its backward"
         return (*found, *besides(step_traffic(case, rank), Purpose.WEIGHTS, share, reason))
 

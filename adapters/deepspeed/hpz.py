@@ -18,7 +18,6 @@ from meshmark.adapters.deepspeed.traffic_exceptions import zero_exceptions
 from meshmark.errors import AdapterError
 from meshmark.reference.build import parameter_shapes
 from meshmark.spec.case import Case
-from meshmark.spec.model_spec import ModelSpec
 from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException
 from meshmark.theory.sharding import neighbours
 from meshmark.theory.states import ExtraMemory
@@ -49,8 +48,6 @@ class DeepSpeedHPZ(DeepSpeed):
     def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         """The second copies are made in a step's first forward pass and forgotten in its update. Those of a module's
         only tensor are what goes on the wire, and count as communication."""
-        if not isinstance(case.workload.model, ModelSpec):
-            return ()
         modules = Counter(name.rpartition(".")[0] for name in parameter_shapes(case.workload.model))
         copies = (
             case.precision.weights.itemsize * _padded_elements(case, {m for m, n in modules.items() if n > 1}) / NODE

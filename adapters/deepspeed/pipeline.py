@@ -20,7 +20,7 @@ from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.adapters.deepspeed.traffic_exceptions import zero_exceptions
 from meshmark.reference.data import Batch
 from meshmark.reference.objective import build_optimizer, build_schedule, cross_entropy
-from meshmark.reference.transformer import Transformer, stage_layers
+from meshmark.reference.transformer import Transformer
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Axis, Recompute, Schedule
 from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
@@ -123,6 +123,7 @@ class DeepSpeedPipeline(DeepSpeed):
         lacks={
             **DeepSpeed.capabilities.lacks,
             Family.VIT: "its stages pass targets to the loss, and no weights",
+            Family.OWN: "its stages pass targets to the loss, and no weights",
             **dict.fromkeys(CONVOLUTIONAL_FAMILIES, "its stages pass targets to the loss, and no weights"),
             Family.MIXTURE: "its stages are layers of a dense model",
             Precision.BF16: "not tried",
@@ -235,6 +236,6 @@ def _meta_stage(case: Case, stage: int) -> list[nn.Parameter]:
     with torch.device("meta"):
         return [
             *Transformer(
-                case.workload.transformer, stage_layers(case.workload.transformer, case.layout.pp, stage)
+                case.workload.transformer, case.workload.transformer.stage_layers(case.layout.pp, stage)
             ).parameters()
         ]

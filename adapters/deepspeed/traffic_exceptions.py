@@ -8,9 +8,10 @@ from fractions import Fraction
 
 from meshmark.reference.build import parameter_shapes
 from meshmark.spec.case import Case
-from meshmark.spec.layout import Layout, Offload
+from meshmark.spec.layout import Layout, Offload, Recompute
 from meshmark.spec.precision import Dtype
 from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException, besides, exceptions_for
+from meshmark.theory.model_theory import theory_of
 from meshmark.theory.traffic import scalar_flows, step_traffic
 
 
@@ -42,7 +43,7 @@ def compared_orders(case: Case) -> tuple[OneTimeTraffic, ...]:
     if case.layout.zero_stage < 3:
         return ()
     count = len(parameter_shapes(case.workload.model))
-    most = 4 + 4 * _USES * count
+    most = 4 + 4 * _USES * case.workload.model.runs * count
     reason = "until they have recorded in which order modules use weights, ranks see whether theirs is rank 0's"
     steps = (0, 1) if case.layout.num_micro_batches == 1 else (0,)
     return (OneTimeTraffic(kind="broadcast", steps=steps, most_bytes=8 * most, most_calls=8, reason=reason),)
@@ -98,7 +99,20 @@ def _sharded(case: Case, flows: list[Flow], shards: int, sizes: list[int]) -> tu
         *besides(flows, Purpose.GRADIENTS, padding, reason),
         *besides(flows, Purpose.WEIGHTS, padding, reason),
         *_for_modules(case, flows, shards),
+        *(_recomputed(case, flows, shards) if case.layout.recompute is Recompute.FULL else ()),
     )
+
+
+def _recomputed(case: Case, flows: list[Flow], shards: int) -> tuple[TrafficException, ...]:
+    """Modules gather once more, to run a block again. Not where a module's backward pass, which has gathered its
+    weights, begins that."""
+    found, width = theory_of(case.workload.model).recomputed_gathers(), case.precision.weights.itemsize
+    rounds = case.layout.num_micro_batches
+    more = sum((size + -size % shards) * times for size, times in found) * rounds * width
+    own = (flow for flow in flows if flow.purpose is Purpose.WEIGHTS)
+    sends = tuple(dataclasses.replace(flow, num_bytes=more, fewest=0, most=len(found) * rounds) for flow in own)
+    reason = "weights are gathered once more, to compute blocks again"
+    return (TrafficException(sends=sends, reason=reason),) if sends and found else ()
 
 
 def _for_modules(case: Case, flows: list[Flow], shards: int) -> tuple[TrafficException, ...]:

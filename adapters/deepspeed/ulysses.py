@@ -95,6 +95,7 @@ class DeepSpeedUlysses(DeepSpeed):
         lacks={
             **DeepSpeed.capabilities.lacks,
             Family.VIT: "an image's patches and its class token are not dealt out",
+            Family.OWN: "its rows have no sequence to deal out",
             **dict.fromkeys(CONVOLUTIONAL_FAMILIES, "it has no sequences to deal out"),
             Family.MIXTURE: "its experts were not tried on parts of sequences",
             Precision.BF16: "not tried",

@@ -15,6 +15,7 @@ from meshmark.algorithms.compressed.traffic import trained_shapes
 from meshmark.algorithms.downpour import Downpour as DownpourAlgorithm
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
+from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.states import ExtraMemory
@@ -26,6 +27,7 @@ COUNT_BYTES = 4
 class Downpour(Adapter):
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
+        families=TEXT_FAMILIES | {Family.OWN},
         precisions=frozenset({Precision.FP64, Precision.FP32}),
         algorithms=frozenset({DownpourAlgorithm.kind}),
         devices=frozenset({"cpu"}),

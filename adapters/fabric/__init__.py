@@ -26,7 +26,7 @@ from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.ddp import DDPEngine
 from meshmark.adapters.fsdp1 import FSDP1, FSDP1Engine
 from meshmark.errors import AdapterError
-from meshmark.reference.build import block_classes, buffer_shapes, parameter_shapes
+from meshmark.reference.build import block_classes, block_of, buffer_shapes, parameter_shapes
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
@@ -189,7 +189,8 @@ class FabricFSDP(FSDP1):
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         """PyTorch makes units of their own of batch norms where it is given a precision beside a policy of wrapping, as
         it is by Fabric in float32 too."""
-        outside = sum(math.prod(shape) for name, shape in _batch_norms(case).items() if not name.startswith("blocks."))
+        norms = _batch_norms(case).items()
+        outside = sum(math.prod(shape) for name, shape in norms if not block_of(case.workload.model, name))
         share = Fraction(outside, 2 * case.workload.model.num_parameters)
         reason = "a batch norm in no block is a unit of its own, gathered again for its backward"
         again = besides(step_traffic(case, rank), Purpose.WEIGHTS, share, reason)
@@ -224,7 +225,8 @@ class FabricFSDP(FSDP1):
 
 def _batch_norms(case: Case) -> dict[str, tuple[int, ...]]:
     """Shapes of the parameters of modules that keep running statistics."""
-    keeping = {name.rpartition(".")[0] for name in buffer_shapes(case.workload.model)}
+    buffers = (name.rpartition(".") for name in buffer_shapes(case.workload.model))
+    keeping = {module for module, _, name in buffers if name == "running_mean"}  # others keep tables, of positions say
     shapes = parameter_shapes(case.workload.model)
     return {name: shape for name, shape in shapes.items() if name.rpartition(".")[0] in keeping}
 

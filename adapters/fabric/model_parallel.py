@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshmark.adapter.data_parallel import initial_model
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.fabric import FABRIC, ON_CPU, ThroughFabric, launched, set_up
-from meshmark.adapters.tensor_parallel import TensorParallelEngine, parallelize
+from meshmark.adapters.tensor_parallel import TensorParallelEngine, split
 from meshmark.adapters.tensor_parallel_fsdp2 import TensorParallelFSDP2
 from meshmark.spec.case import Case
 
@@ -44,7 +44,7 @@ class FabricTensorParallelFSDP2(TensorParallelFSDP2):
         from lightning_fabric.strategies import ModelParallelStrategy
 
         def parallelized(model: Any, mesh: DeviceMesh) -> nn.Module:  # noqa: ANN401
-            parallelize(model, mesh["tensor_parallel"], sequence_parallel=case.layout.sequence_parallel)
+            split(model, mesh["tensor_parallel"], case)
             self.shard(model, mesh["data_parallel"])
             module: nn.Module = model
             return module

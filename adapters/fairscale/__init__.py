@@ -201,7 +201,7 @@ def _flats(module: nn.Module) -> Iterator[tuple[str, Any]]:
     from fairscale.nn.data_parallel import FullyShardedDataParallel
 
     for path, part in module.named_modules():
-        if isinstance(part, FullyShardedDataParallel):
+        if isinstance(part, FullyShardedDataParallel) and part.module.flat_params:  # none where all is in blocks
             yield path, part.module.flat_param
 
 
@@ -273,11 +273,11 @@ class FairScaleFSDP(Adapter):
             run_without_cuda()
         arguments = {**_arguments(case, context), **self.choices(case)}
         model = initial_model(case, context.device)
+        recomputes, model.recompute = model.recompute is not None, None
         for key, block in model.blocks.items():
             # Recomputation must come inside a wrapper: FairScale's own, which keeps the block's names.
-            inner = checkpoint_wrapper(block, offload_to_cpu=self.offloads_inputs) if model.recompute else block
+            inner = checkpoint_wrapper(block, offload_to_cpu=self.offloads_inputs) if recomputes else block
             model.blocks[key] = FullyShardedDataParallel(inner, **arguments)
-        model.recompute = None
         module = FullyShardedDataParallel(model, **arguments)
         named = [(canonical(name), parameter) for name, parameter in module.named_parameters()]
         return self.engine(case, context, module, build_optimizer(case.workload.optimizer, named))

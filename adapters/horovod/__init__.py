@@ -23,7 +23,7 @@ from meshmark.algorithms.compressed.compressor import CompressorKind
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
-from meshmark.spec.model_spec import Family
+from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.states import ExtraMemory
 
@@ -140,6 +140,7 @@ class HorovodFP16(Horovod):
     compression: ClassVar = "fp16"
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
+        families=TEXT_FAMILIES | {Family.OWN},
         precisions=frozenset({Precision.FP64, Precision.FP32}),
         algorithms=frozenset({Compressed.kind}),
         compressors=frozenset({CompressorKind.FP16}),

@@ -45,6 +45,7 @@ class Megatron(Adapter):
         precisions=frozenset({Precision.FP32, Precision.BF16}),
         lacks={
             Family.VIT: "embedding and loss are replaced by those that are parallel in a vocabulary",
+            Family.OWN: "its layers are megatron-core's, in a transformer over tokens",
             **dict.fromkeys(CONVOLUTIONAL_FAMILIES, "convolutions are not split"),
             Family.MIXTURE: "megatron-core's experts are layers of its own",
             Precision.FP64: "the vocabulary-parallel loss and the gradient norm are float32 whatever they are given",

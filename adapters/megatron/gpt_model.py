@@ -69,6 +69,7 @@ class MegatronGPT(Adapter):
             Precision.FP16: "its loss scaling was not tried",
             Precision.BF16_REDUCE_BF16: "not tried",
             Family.VIT: "GPTModel has an embedding and a loss over a vocabulary",
+            Family.OWN: "it builds a GPTModel of its own",
             **dict.fromkeys(CONVOLUTIONAL_FAMILIES, "GPTModel is a transformer"),
             Family.MIXTURE: "megatron-core's experts are not mapped",
             Precision.FP64: "the vocabulary-parallel loss and the gradient norm are float32 whatever they are given",

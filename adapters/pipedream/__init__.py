@@ -40,6 +40,7 @@ class PipeDream(Pipeline):
             **Pipeline.capabilities.lacks,
             **NO_IMAGES,
             Family.MIXTURE: "which experts are chosen was not tried of several versions of the weights",
+            Family.OWN: "not tried of several versions of the weights",
             Precision.BF16: "its gradients would be held against a twin of one set of weights",
             Feature.TIED_EMBEDDINGS: "two stages would hold two versions of one weight",
             Feature.UNUSED: "a micro-batch makes an update of every weight",

@@ -54,3 +54,7 @@ class GatedConvolution(meshmark.Workload):
         logits = model(batch["tokens"])
         total = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), ignore_index=-100, reduction="sum")
         return total, (batch["targets"] != -100).sum()
+
+    def layers(self, model: nn.Module) -> list[nn.Module]:
+        """What a pipeline is cut between: each takes what the one before it returns."""
+        return [model.tokens, *model.blocks, model.head]

@@ -15,6 +15,7 @@ from meshmark.adapter.arithmetic import Arithmetic
 from meshmark.adapter.buckets import rebuilt_buckets
 from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.engine import Engine, RankContext
+from meshmark.environment import interpreter_of
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.theory.flow import OneTimeTraffic, TrafficException
@@ -41,6 +42,9 @@ class Adapter(ABC):
 
     track: ClassVar[Track] = Track.THEORY
     requires: ClassVar[tuple[Requirement, ...]] = ()
+    virtual_environment: ClassVar[str] = ""
+    """Name of the virtual environment that ranks start in, for a framework whose pins do not fit Meshmark's own; empty
+    for the one that Meshmark runs in. `make env NAME=...` makes it, with environments/NAME.txt for its constraints."""
     preload: ClassVar[tuple[str, ...]] = ()
     """Modules that `build` will import besides, slow enough to be worth importing once for all ranks."""
     arithmetic: ClassVar[Arithmetic | None] = None
@@ -61,6 +65,8 @@ class Adapter(ABC):
     @classmethod
     def modules(cls) -> list[str]:
         """What ranks will import; nothing when the framework is not installed."""
+        if cls.virtual_environment:  # another interpreter, whose packages are not seen from here
+            return [*(r.module for r in cls.requires), *cls.preload]
         return [*(r.module for r in cls.requires), *cls.preload] if not any(r.missing for r in cls.requires) else []
 
     @classmethod
@@ -98,6 +104,11 @@ class Adapter(ABC):
         return ()
 
     @classmethod
+    def plans_traffic(cls, case: Case) -> bool:
+        """Return whether it is known what this framework sends; what is not is *not judged*."""
+        return True
+
+    @classmethod
     def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
         """Return what this framework sends in some steps besides what it sends in all, to set itself up.
 
@@ -131,4 +142,7 @@ class Adapter(ABC):
         reason, lacking = cls.supports(case, device, backend), cls.capabilities.lacking(needs)
         if reason or lacking:
             return ", ".join([reason or f"{case.adapter} does not support {lacking.pop(0)}", *lacking])
+        if name := cls.virtual_environment:
+            there = interpreter_of(name).exists()
+            return None if there else f"the environment {name} of {case.adapter} is not there: make env NAME={name}"
         return next((reason for requirement in cls.requires if (reason := requirement.missing)), None)

@@ -64,7 +64,8 @@ def chosen_layouts(world: str | None, layouts: str | None) -> tuple[list[int], L
 
 def chosen_workloads(names: str, model: str | None, global_batch: int | None) -> list[Workload]:
     """Presets, renamed where their model or batch is another, for then their numbers are too; and users' own workloads,
-    as FILE.py:CLASS or package.module:Class, or by a name of the entry points `meshmark.workloads`."""
+    as FILE.py:CLASS or package.module:Class, or by a name of the entry points `meshmark.workloads`; behind a
+    class, after a hyphen, the id of an algorithm."""
     return [_in_batches(_of_model(_named(name), model), global_batch) for name in split_values("--workload", names)]
 
 
@@ -73,9 +74,13 @@ def _named(name: str) -> Workload:
     target = next((point.value for point in points), name)
     if ":" not in target:
         return workload(name)
-    from meshmark.reference.own_model import describe  # torch, which presets do not need
+    from meshmark.reference.own_model import algorithm_of, describe  # torch, which presets do not need
 
-    return describe(target)
+    where, _, cls = target.rpartition(":")
+    cls, dash, algorithm = cls.partition("-")
+    if not (dash and cls.isidentifier()) or target.endswith(".json"):  # in "hf:some-file.json" a name
+        return describe(target)
+    return dataclasses.replace(describe(f"{where}:{cls}"), algorithm=algorithm_of(name, algorithm))
 
 
 def _of_model(preset: Workload, text: str | None) -> Workload:

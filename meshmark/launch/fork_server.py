@@ -46,31 +46,38 @@ _GONE = "the process that ranks are forked from has ended: killed, for want of m
 _SILENT = "the process that ranks are forked from does not answer, and was ended; the next case gets a new one"
 
 
+def _is_installed(place: str) -> bool:
+    """Whether an entry of `sys.path` belongs to this interpreter, and not to a project."""
+    return place.startswith((sys.prefix, sys.base_prefix))
+
+
 class ForkServer:
     """The launcher's end of a server."""
 
-    def __init__(self, channel: Connection, pid: int, process: subprocess.Popen[bytes] | None) -> None:
-        """`process`: where it is this process's own child."""
-        self.pid, self.lost = pid, False
+    def __init__(
+        self, channel: Connection, pid: int, process: subprocess.Popen[bytes] | None, python: str = sys.executable
+    ) -> None:
+        """`process`: where it is this process's own child. `python`: the interpreter that it runs."""
+        self.pid, self.lost, self._python = pid, False, python
         self._channel, self._exit_codes = channel, dict[int, int]()
         with socket.socket(fileno=os.dup(channel.fileno())) as end:  # a stopped server reads nothing
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _ANSWER_SECONDS, 0))
         self._finalizer = weakref.finalize(self, _close, channel, process)
 
     @classmethod
-    def start(cls, environment: Mapping[str, str], modules: Sequence[str]) -> ForkServer:
+    def start(cls, environment: Mapping[str, str], modules: Sequence[str], python: str = sys.executable) -> ForkServer:
         """A server with the whole of `environment`, not yet ready; it ends with this process."""
         channel, its_end = Pipe()
         code = f"import sys; from meshmark.launch.server_process import main; main({its_end.fileno()})"
         process = subprocess.Popen(
-            [sys.executable, "-c", code, *modules],
+            [python, "-c", code, *modules],
             env={**environment, LAUNCHER: str(os.getpid()), FOLDERS: f"{tempfile.gettempdir()}/{folder_prefix()}"},
             stdin=subprocess.DEVNULL,
             pass_fds=[its_end.fileno()],
             start_new_session=True,  # Ctrl-C is the launcher's
         )
         its_end.close()
-        return cls(channel, process.pid, process)
+        return cls(channel, process.pid, process, python)
 
     def branch(self, environment: Mapping[str, str], modules: Sequence[str]) -> ForkServer:
         """A server with all that this one has, and more; not yet ready."""
@@ -79,7 +86,7 @@ class ForkServer:
             self._send(Branch(environment=environment, modules=modules))
             with contextlib.suppress(OSError):  # then there is no answer either
                 send_handle(self._channel, its_end.fileno(), self.pid)
-        return ForkServer(channel, self._answer_pid(), None)
+        return ForkServer(channel, self._answer_pid(), None, self._python)
 
     def await_ready(self, what: str, *, seconds: float) -> None:
         """Until its modules are imported. Raises `MeshmarkError` when that takes too long, and ends it."""
@@ -102,7 +109,9 @@ class ForkServer:
     def call(self, function: Callable[..., object], *arguments: object) -> int:
         """Id of a new process that calls `function`, and exits with 0 unless it raises. Raises `MeshmarkError` when
         the server is gone, or does not answer; then it is ended."""
-        self._send(Call(pickled=pickle.dumps((function, arguments)), path=list(sys.path), folder=os.getcwd()))
+        keeps = self._python != sys.executable
+        path = [place for place in sys.path if not (keeps and _is_installed(place))]
+        self._send(Call(pickled=pickle.dumps((function, arguments)), path=path, keeps=keeps, folder=os.getcwd()))
         return self._answer_pid()
 
     def serves(self) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from meshmark.adapter.registry import load_adapter
+from meshmark.environment import interpreter_of
 from meshmark.errors import InputError
 from meshmark.launch.cluster import Cluster
 from meshmark.launch.fork_server import ForkServer
@@ -47,9 +48,10 @@ class ForkserverLauncher:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self._trunks: dict[bool, ForkServer] = {}
-        """By whether they cache freed memory, which the C library reads when a process starts. They fork no ranks."""
-        self._servers: dict[tuple[bool, tuple[str, ...], tuple[tuple[str, str], ...]], ForkServer] = {}
+        self._trunks: dict[tuple[bool, str], ForkServer] = {}
+        """By whether they cache freed memory, which the C library reads when a process starts, and by interpreter. They
+        fork no ranks."""
+        self._servers: dict[tuple[bool, str, tuple[str, ...], tuple[tuple[str, str], ...]], ForkServer] = {}
         """By trunk, modules and environment, started when they are first needed."""
 
     def launch(self, request: Request, world_size: int, *, alone: bool = False) -> LaunchResult:
@@ -68,21 +70,23 @@ class ForkserverLauncher:
         adapter = load_adapter(request.adapter)
         modules = [*adapter.modules(), *request.case.workload.model.preload]
         environment = adapter.environment(request.device)
-        key = caches_freed(request.task), tuple(modules), tuple(sorted(environment.items()))
+        name = adapter.virtual_environment
+        python = str(interpreter_of(name)) if name else sys.executable
+        key = caches_freed(request.task), python, tuple(modules), tuple(sorted(environment.items()))
         if key not in self._servers or _is_lost(self._servers[key]):
-            self._servers[key] = self._root(request.task).branch(environment, modules)
+            self._servers[key] = self._root(request.task, python).branch(environment, modules)
             limit = max(_IMPORT_SECONDS, request.time_limit_seconds)
             self._servers[key].await_ready(", ".join(modules) or "nothing", seconds=limit)
         return self._servers[key]
 
-    def _root(self, task: Task) -> ForkServer:
-        caches = caches_freed(task)
-        if caches in self._trunks and _is_lost(self._trunks[caches]):
+    def _root(self, task: Task, python: str) -> ForkServer:
+        key = caches_freed(task), python
+        if key in self._trunks and _is_lost(self._trunks[key]):
             self.close()
-        if caches not in self._trunks:
-            self._trunks[caches] = ForkServer.start(process_environment(self.cluster.spec, task), _ALWAYS)
-            self._trunks[caches].await_ready("torch", seconds=_IMPORT_SECONDS)
-        return self._trunks[caches]
+        if key not in self._trunks:
+            self._trunks[key] = ForkServer.start(process_environment(self.cluster.spec, task), _ALWAYS, python)
+            self._trunks[key].await_ready("torch", seconds=_IMPORT_SECONDS)
+        return self._trunks[key]
 
 
 def _is_lost(server: ForkServer) -> bool:

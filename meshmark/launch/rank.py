@@ -26,7 +26,7 @@ from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr
 from meshmark import rank_progress
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.registry import load_adapter
-from meshmark.environment import DEFAULT_THREADS
+from meshmark.environment import DEFAULT_THREADS, versions
 from meshmark.errors import ClusterError
 from meshmark.launch.folders import means_no_space
 from meshmark.launch.processes import die_with_parent
@@ -37,6 +37,7 @@ from meshmark.passes import kernels
 from meshmark.passes.clauses import endure, fail, overflow, repeat_with_dropout
 from meshmark.passes.kernels import pinned
 from meshmark.passes.links import measure_links
+from meshmark.passes.localise import localise
 from meshmark.passes.noise import measure_noise
 from meshmark.passes.observe import observe, observe_alone, retrace
 from meshmark.passes.resume import lose_a_rank, resume, save_halfway
@@ -63,6 +64,7 @@ _TASKS = {
     Task.ENDURE: endure,
     Task.DROPOUT: repeat_with_dropout,
     Task.OVERFLOW: overflow,
+    Task.LOCALISE: localise,
     Task.FAIL: fail,
 }
 
@@ -83,6 +85,8 @@ def perform(request: Request, info: RankInfo) -> RankReport | RankFailure:
         with pinned(request.case.tuning):
             report = _TASKS[request.task](request, load_adapter(request.adapter)(), context, started)
             report = dataclasses.replace(report, kernels=kernels.told() | report.kernels)
+            if name := load_adapter(request.adapter).virtual_environment:
+                report = dataclasses.replace(report, versions={"virtual environment": name, **versions()})
         torch.distributed.destroy_process_group()
     except BaseException as error:  # whatever it was, it is this rank's outcome
         return RankFailure(

@@ -44,7 +44,9 @@ class Call:
     pickled: bytes
     """The function and its arguments: for the fork to open, so that the server imports nothing for it."""
     path: list[str]
-    """The launcher's `sys.path`."""
+    """The launcher's `sys.path`; or, in another virtual environment, what of it is in none."""
+    keeps: bool
+    """Whether the server's own `sys.path` follows, as in another virtual environment."""
     folder: str
     """And its working directory."""
 
@@ -180,7 +182,7 @@ def _act(order: Call | Branch, branch: Connection | None, server: int) -> NoRetu
             _serve(branch, order.modules)
         for ending in (signal.SIGTERM, signal.SIGHUP):  # the server ignores them
             signal.signal(ending, signal.SIG_DFL)
-        sys.path[:] = order.path
+        sys.path[:] = [*order.path, *(place for place in sys.path if order.keeps and place not in order.path)]
         os.chdir(order.folder)
         function, arguments = pickle.loads(order.pickled)
         function(*arguments)

@@ -39,6 +39,7 @@ from meshmark.run.resume import Held, is_committed
 from meshmark.run.runner import Runner, profile
 from meshmark.run.throughput import values_of
 from meshmark.spec.case import CHOOSE, Case, Cell, InvalidLayout, expect_fit
+from meshmark.spec.model_config import Dataset
 
 pytest_plugins = [
     "meshmark.pytest_plugin.session_log",
@@ -154,6 +155,9 @@ def runner(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Itera
         stack.enter_context(contextlib.closing(running))
         stack.enter_context(contextlib.closing(progress))
         progress.expect(request.session.items, running.refusal)
+        conforming = any("conforming" in getattr(item, "fixturenames", ()) for item in request.session.items)
+        if conforming and any(each.dataset is Dataset.OWN for each in chosen.workloads):
+            progress.say("conformance trains gpt-mini in variants of its own, not your workload")
         crowded = crowding(chosen) if any(needs_all_ranks(item) for item in request.session.items) else []
         for warning in [*crowded, *unmatched_gaps(chosen.options.known_gaps, chosen.adapters)]:
             progress.say(warning)

@@ -153,6 +153,11 @@ def add_options(parser: pytest.Parser) -> None:
         help="what is held against the float64 truth: full, sampled (all tensors of 2 steps, by few noise runs) or off "
         f"(default: full up to {LARGEST_FULL // 10**6} million parameters, sampled beyond)",
     )
+    group.addoption(
+        "--localise",
+        action="store_true",
+        help="run a case that is not equivalent once more, and name the module in which it begins to deviate",
+    )
     steps = "optimizer steps of a pass (default: 5 observed, 3 where that is sampled, at least 10 timed)"
     group.addoption("--steps", type=int, default=None, metavar="N", help=steps)
     group.addoption(
@@ -345,6 +350,7 @@ def _run_options(config: pytest.Config) -> RunOptions:
         num_gpus=num_gpus(),
         time_limit_seconds=limit,
         assess=_assess(config),
+        localise=config.getoption("--localise"),
         on_node_loss=node_loss(config.getoption("--on-node-loss")),
     )
     named = config.getoption("--known-gaps")

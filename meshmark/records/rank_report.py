@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from meshmark.judge.beginning import Beginning
 from meshmark.judge.deviation import Deviations, Drift
 from meshmark.judge.faults import Diagnosis
 from meshmark.judge.tolerance_model import Comparisons
@@ -68,6 +69,8 @@ class RankReport:
     """TIME: monotonic clock before the first lap and after the last."""
     device_memory: DeviceMemory | None = None
     """TIME, on a GPU: memory during the timed steps."""
+    beginning: Beginning | None = None
+    """LOCALISE: the first deviation of this rank, or None."""
     profile: Profile | None = None
     """PROFILE: the profile of this rank."""
     samples: dict[str, list[float]] = field(default_factory=dict)
@@ -78,6 +81,8 @@ class RankReport:
     """LINKS: times of all-reduces over all ranks."""
     digests: list[str] = field(default_factory=list)
     """On rank 0, for all ranks: a hash of every parameter's bits before the first step and after each step."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """Versions of packages, if the rank ran in a virtual environment of its adapter."""
     num_replicated: int = 0
     """On rank 0, for all ranks: number of tensors that several ranks reported, and that were compared bit for bit."""
     gathering_bytes: int = 0

@@ -43,6 +43,8 @@ class Task(StrEnum):
     """The same step again and again: is dropout random where it should be, and of the right strength?"""
     OVERFLOW = "overflow"
     """fp16: one rank's gradients overflow."""
+    LOCALISE = "localise"
+    """A case that failed once more, to find the module in which it begins to deviate."""
     FAIL = "fail"
     """One rank raises an error while the others train on."""
     FAKE_WORLD = "fake world"

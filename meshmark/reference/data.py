@@ -52,7 +52,8 @@ class Batch:
     def __len__(self) -> int:
         return len(self.targets)
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+    def each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The same rows, with `change` made to every tensor."""
         inputs = pytree.tree_map(change, self.inputs)
         return dataclasses.replace(self, inputs=inputs, targets=change(self.targets), weights=change(self.weights))
 
@@ -62,10 +63,10 @@ class Batch:
 
     def take(self, index: Tensor) -> Batch:
         """The rows at these positions, in this order."""
-        return self._each(lambda tensor: tensor[index])
+        return self.each(lambda tensor: tensor[index])
 
     def rows(self, start: int, stop: int) -> Batch:
-        return self._each(lambda tensor: tensor[start:stop])
+        return self.each(lambda tensor: tensor[start:stop])
 
     def shard(self, rank: int, num_ranks: int) -> Batch:
         """The rows of data-parallel `rank`: a contiguous 1/num_ranks of them."""
@@ -78,11 +79,11 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Where this is pinned, without waiting for the copy."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> Batch:
         """In host memory that a GPU copies from by itself: copies of any other hold its stream up."""
-        return self._each(Tensor.pin_memory)
+        return self.each(Tensor.pin_memory)
 
 
 def standard_text() -> bytes:

@@ -8,19 +8,22 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from meshmark.reference.build import build_model
 from meshmark.reference.data import make_batch
-from meshmark.reference.own_model import OwnModel, OwnWorkload
+from meshmark.reference.own_model import OwnModel, OwnWorkload, arguments_of, layers_of, load_workload, returning
+from meshmark.reference.tensor_plan import Split, Style, split_dim
 from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.own_model import OwnModelConfig
 
 LARGEST = 100_000_000
@@ -37,8 +40,12 @@ class Use:
     """As `ModelConfig.gathers`."""
     indexed: int
     """As `ModelConfig.indexed`."""
+    indexed_in_blocks: int
+    """As `ModelConfig.indexed_in_blocks`."""
     repeats: bool
     """As `OwnModelConfig.repeats`."""
+    runs: int
+    """As `ModelConfig.runs`."""
     chooses: bool
     """As `OwnModelConfig.chooses`."""
 
@@ -50,6 +57,7 @@ def use_of(own: OwnWorkload, module: nn.Module, batch: Any) -> Use:  # noqa: ANN
 
     def enter(part: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ANN401
         differentiable = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves((args, kwargs)))
+        calls[id(part)] += bool(part._parameters)
         for parameter in map(id, part.parameters(recurse=False)):
             if not inside[parameter]:  # else a module around it reads it already
                 reads[parameter].append(differentiable)
@@ -58,13 +66,15 @@ def use_of(own: OwnWorkload, module: nn.Module, batch: Any) -> Use:  # noqa: ANN
     def leave(part: nn.Module, _args: object, _output: object) -> None:
         inside.subtract(id(p) for p in part.parameters(recurse=False))
 
-    units = {module, *OwnModel.around(module).blocks.values()}
-    runs = Counter[int]()
+    units = {module, *OwnModel.around(module, own).blocks.values()}
+    runs, calls = Counter[int](), Counter[int]()
     handles = [unit.register_forward_pre_hook(lambda part, _: runs.update([id(part)])) for unit in units]
     handles += [part.register_forward_pre_hook(enter, with_kwargs=True) for part in module.modules()]
     handles += [part.register_forward_hook(leave) for part in module.modules()]
     wholes = {p.untyped_storage().data_ptr(): p for p in module.parameters()}
     indexed = set[int]()
+    blocks = OwnModel.around(module, own).blocks.values()
+    in_blocks = {p.untyped_storage().data_ptr() for block in blocks for p in block.parameters()}
     linear = torch.nn.functional.linear
 
     def note(tensor: Tensor) -> Tensor:
@@ -96,7 +106,9 @@ def use_of(own: OwnWorkload, module: nn.Module, batch: Any) -> Use:  # noqa: ANN
         unused=tuple(name for name, p in named if p.requires_grad and p.grad is None),
         gathers=tuple((elements, times) for elements, times in more if times),
         indexed=sum(wholes[address].numel() for address in indexed),
+        indexed_in_blocks=sum(wholes[address].numel() for address in indexed & in_blocks),
         repeats=max(runs.values(), default=0) > 1,
+        runs=max(calls.values(), default=1),
         chooses=choices.found,
     )
 
@@ -144,14 +156,30 @@ def activation_bytes(case: Case, rank: int, step: int, casts_weights: bool) -> i
     assert isinstance(config, OwnModelConfig)
     if config.num_parameters > LARGEST:
         return None
-    precision, low = case.precision, getattr(torch, case.precision.compute)
+    layout, precision, low = case.layout, case.precision, getattr(torch, case.precision.compute)
+    if layout.tp > 1 and config.chooses:
+        return None  # which part a rank would choose, a part of its sums does not tell
     model = build_model(config)
     model.initialize(case.workload.seed)
     if not precision.is_mixed:
         model.to(low)
-    part = make_batch(case.workload, step).shard(case.layout.coordinates(rank).dp, case.layout.dp)
-    inputs = next(part.micro_batches(case.layout.num_micro_batches)).inputs
-    whole = _storages([*model.parameters(), *model.buffers(), *pytree.tree_leaves(part.inputs)])
+    assert isinstance(model, OwnModel)
+    sent: list[Tensor] = []
+    if layout.tp > 1:
+        _take_part(model, layout.tp, layout.coordinates(rank).tp, sent)
+    blocks: list[Any] = []
+
+    def recompute(block: Any, *args: Tensor) -> Tensor:  # noqa: ANN401
+        blocks.append(block)
+        return cast(Tensor, checkpoint(block, *args, use_reentrant=False))
+
+    if layout.recompute is Recompute.FULL:
+        model.recompute = recompute
+    part = make_batch(case.workload, step).shard(layout.coordinates(rank).dp, layout.dp)
+    inputs = next(part.micro_batches(layout.num_micro_batches)).inputs
+    forward, given = (model, inputs) if layout.pp == 1 else _stage_of(case, rank, model, inputs, sent)
+    blocks.clear()  # of the stages before
+    whole = _storages([*model.parameters(), *model.buffers(), *pytree.tree_leaves(part.inputs), given])
     saved = weakref.WeakSet[_Saved]()  # what only a part of the graph that is forgotten again has saved, is gone
 
     def note(tensor: Tensor) -> _Saved:
@@ -164,10 +192,191 @@ def activation_bytes(case: Case, rank: int, step: int, casts_weights: bool) -> i
         whole |= _storages(weights.values())
     autocast = precision.is_mixed and not casts_weights
     with torch.autograd.graph.saved_tensors_hooks(note, lambda each: each.tensor), torch.autocast("cpu", low, autocast):
-        kept = torch.func.functional_call(model, weights, (inputs,))
-    found = sum(size for address, size in _storages(each.tensor for each in saved).items() if address not in whole)
+        kept = torch.func.functional_call(model, weights, (given,)) if forward is model else forward(given)
+    whole |= _storages(sent)
+    # A block that is computed again keeps its arguments by name too, such as masks.
+    named = [leaf for block in blocks for leaf in pytree.tree_leaves(block.keywords)]
+    there = _storages([*(each.tensor for each in saved), *(kept[1:] if isinstance(kept, tuple) else ()), *named])
+    found = sum(size for address, size in there.items() if address not in whole)
     del kept
-    return found
+    found += len(blocks) * torch.get_rng_state().nbytes  # which PyTorch keeps for each block that it will run again
+    return found * _in_flight(layout, layout.coordinates(rank).pp)
+
+
+def _in_flight(layout: Layout, stage: int) -> int:
+    """Return how many micro-batches a stage has run forward when its first backward pass begins."""
+    if layout.pp == 1:
+        return 1
+    all_first = layout.schedule is Schedule.GPIPE
+    return layout.num_micro_batches if all_first else min(layout.num_micro_batches, layout.pp - stage)
+
+
+def _stage_of(
+    case: Case,
+    rank: int,
+    model: OwnModel,
+    inputs: Any,  # noqa: ANN401
+    sent: list[Tensor],
+) -> tuple[Callable[[Any], object], Any]:
+    """Return what one pipeline stage computes, and what it is given of a micro-batch.
+
+    `sent` gets what it sends on, which is communication and no activation. The last stage keeps its outputs, as
+    PyTorch's does.
+    """
+    layout, config = case.layout, case.workload.model
+    assert isinstance(config, OwnModelConfig)
+    (stage,) = layout.stages_of(layout.coordinates(rank).pp)
+    own = load_workload(config.target)
+    layers, kept = layers_of(own, model.model), config.stage_layers(layout.pp, stage)
+    args, kwargs = arguments_of(own.loss, inputs)
+    x: Any = None
+
+    def through(index: int, x: Any) -> Any:  # noqa: ANN401
+        return layers[index](x) if index else layers[0](*args, **kwargs)
+
+    with torch.no_grad():
+        for index in range(kept[0]):
+            x = through(index, x)
+    is_last = len(layers) - 1 in kept
+
+    def run(x: Any) -> object:  # noqa: ANN401
+        for index in kept:
+            x = through(index, x)
+        if not is_last:
+            sent.append(x.detach())
+            return x
+        return own.loss(returning(x), inputs)[0], x
+
+    return run, x.detach().requires_grad_() if stage else None
+
+
+def _take_part(model: OwnModel, tp: int, rank: int, sent: list[Tensor]) -> None:
+    """Leave in each module that a plan splits a rank's part of its weights, and put no communication between ranks.
+
+    Values are then those of no training, but all shapes are those of one rank. `sent` gets what a collective would have
+    put, which is communication and no activation.
+    """
+
+    def collective(output: Tensor) -> Tensor:
+        sent.append(output.detach())
+        return output
+
+    for path, style in model.tensor_parallel_plan().items():
+        part = model.model.get_submodule(path)
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if (dim := split_dim(part, style, name)) is not None:
+                setattr(part, name, nn.Parameter(parameter.detach().chunk(tp, dim)[rank].clone()))
+        if isinstance(part, nn.Embedding):
+            if style.split is Split.ROWS:
+                part.register_forward_pre_hook(lambda part, args: (args[0].clamp(max=len(part.weight) - 1),))
+        elif style.splits_inputs:
+            part.register_forward_pre_hook(lambda _, args: (args[0].chunk(tp, -1)[rank].clone(),))
+        if style.split is Split.ROWS:
+            part.register_forward_hook(lambda _part, _args, output: collective(output.clone()))
+        elif style.gathers_outputs:
+            part.register_forward_hook(lambda _part, _args, output: collective(torch.cat([output] * tp, -1)))
+
+
+@functools.lru_cache(maxsize=256)
+def tensor_parallel_sends(case: Case, rank: int, step: int) -> tuple[tuple[str, int, int], ...]:
+    """Return what a rank's modules send over the tensor-parallel ranks in a step: kind, bytes and calls.
+
+    A module that is split by columns adds up the gradients of its input, where that has any; one that is split by rows
+    its output (arXiv:1909.08053, section 3).
+    """
+    layout = case.layout
+    model = build_model(case.workload.model)
+    model.initialize(case.workload.seed)
+    assert isinstance(model, OwnModel)
+    model.to(getattr(torch, case.precision.compute))
+    plan = model.tensor_parallel_plan()
+    sent = dict[str, list[int]]()
+    part = make_batch(case.workload, step).shard(layout.coordinates(rank).dp, layout.dp)
+    if layout.recompute is Recompute.FULL:
+        model.recompute = functools.partial(checkpoint, use_reentrant=False)
+    in_backward = False
+
+    def note(kind: str, tensor: Tensor) -> None:
+        entry = sent.setdefault(kind, [0, 0])
+        entry[0] += tensor.nbytes
+        entry[1] += 1
+
+    def watch(module: nn.Module, style: Style) -> None:
+        def hook(_module: nn.Module, args: Any, output: Tensor) -> None:  # noqa: ANN401
+            """In a backward pass, of a block that is computed again, as far as it is needed."""
+            if style.split is Split.ROWS:
+                note("all_reduce", output)
+            if style.gathers_outputs:
+                note("all_gather", output)
+            if in_backward:
+                return
+            if style.split is not Split.NONE and args[0].requires_grad:
+                if style.split is Split.COLUMNS:
+                    note("all_reduce", args[0])
+                elif style.splits_inputs:
+                    note("all_gather", args[0])
+            for parameter in module.parameters() if style.sums_gradients else ():
+                note("all_reduce", parameter)
+
+        module.register_forward_hook(hook)
+
+    for path, style in plan.items():
+        watch(model.model.get_submodule(path), style)
+    for micro in part.micro_batches(layout.num_micro_batches):
+        total, in_backward = model(micro.inputs), True
+        total.backward()
+        in_backward = False
+    return tuple((kind, num_bytes, calls) for kind, (num_bytes, calls) in sorted(sent.items()))
+
+
+@functools.lru_cache(maxsize=16)
+def recomputed_gathers(config: OwnModelConfig) -> tuple[tuple[int, int], ...]:
+    """Return, of parameters by their elements, how much more often modules gather them where blocks are recomputed.
+
+    A module gathers what it reads before its forward and before its backward pass, and gives it up after it. What it
+    gathered for a backward pass is still there when that pass computes the block again.
+    """
+    plain, again = (_module_gathers(config, recomputes) for recomputes in (False, True))
+    sizes = {name: p.numel() for name, p in build_model(config).named_parameters()}
+    return tuple((sizes[name], again[name] - plain[name]) for name in sizes if again[name] != plain[name])
+
+
+def _module_gathers(config: OwnModelConfig, recomputes: bool) -> Counter[str]:
+    model = build_model(config)
+    model.initialize(0)
+    model.recompute = functools.partial(checkpoint, use_reentrant=False) if recomputes else None
+    named = {id(p): name for name, p in model.named_parameters()}
+    there, backward, counts = set[str](), set[int](), Counter[str]()
+
+    def gather(module: nn.Module) -> None:
+        for name in (named[id(p)] for p in module.parameters(recurse=False)):
+            counts[name] += name not in there
+            there.add(name)
+
+    def release(module: nn.Module) -> None:
+        there.difference_update(named[id(p)] for p in module.parameters(recurse=False))
+
+    def forward_ends(module: nn.Module, _args: object, _output: object) -> None:
+        if id(module) not in backward:
+            release(module)
+
+    def backward_begins(module: nn.Module, _gradients: object) -> None:
+        backward.add(id(module))
+        gather(module)
+
+    def backward_ends(module: nn.Module, _inputs: object, _outputs: object) -> None:
+        backward.discard(id(module))
+        release(module)
+
+    for module in model.model.modules() if isinstance(model, OwnModel) else ():
+        if any(True for _ in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(lambda part, _: gather(part))
+            module.register_forward_hook(forward_ends)
+            module.register_full_backward_pre_hook(backward_begins)
+            module.register_full_backward_hook(backward_ends)
+    own = load_workload(config.target)
+    model(own.batch(0)).backward()
+    return counts
 
 
 class _Saved:

@@ -6,14 +6,18 @@ Shape suffixes: B rows, T positions, C hidden.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import ClassVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from meshmark.reference.initial import initial_value
 from meshmark.spec.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from meshmark.reference.data import Batch
+    from meshmark.reference.tensor_plan import Style
 
 Recomputer = Callable[[nn.Module, Tensor], Tensor]
 """`torch.utils.checkpoint.checkpoint`, or a framework's own."""
@@ -54,6 +58,17 @@ class Model(nn.Module, ABC):
         """Last layer: the residual stream to logits, one row of them for every target."""
 
     @classmethod
+    def join(cls, chunks: Sequence[Model]) -> Model:
+        """Return a model that holds all that some parts hold, for names, optimizer and checkpoints."""
+        if len(chunks) == 1:
+            return chunks[0]
+        joined = cls(chunks[0].spec, layers=())
+        joined.embedding, joined.head = chunks[0].embedding, chunks[-1].head
+        for chunk in chunks:
+            joined.blocks.update(dict(chunk.blocks.items()))
+        return joined
+
+    @classmethod
     def skeleton(cls, spec: ModelConfig) -> Model:
         """Return a model whose parameters are replaced by others before it computes; here it has no values at all."""
         with torch.device("meta"):
@@ -72,6 +87,25 @@ class Model(nn.Module, ABC):
             name: torch.full(shape, initial_buffer(name), dtype=torch.float64 if shape else torch.int64)
             for name, shape in shapes.items()
         }
+
+    def hold(self, batch: Batch) -> None:
+        """Keep what stages of a pipeline look up in a step, before it is run; here nothing."""
+
+    def stage_inputs(self, batch: Batch) -> Tensor:
+        """Return what the first stage of a pipeline is given, dealt to micro-batches along its first dimension."""
+        return cast(Tensor, batch.inputs)
+
+    def stage_loss(self, outputs: Tensor, numbers: Tensor) -> Tensor:
+        """Return the sum of the loss of the rows with these numbers, where the model has a loss of its own."""
+        raise NotImplementedError
+
+    def tensor_parallel_plan(self) -> Mapping[str, Style]:
+        """Return how each module is split, where `ModelConfig.brings_plan`."""
+        raise NotImplementedError
+
+    def split_dims(self) -> Mapping[str, int]:
+        """Return the dimension along which each parameter that the plan splits is split, by canonical name."""
+        raise NotImplementedError
 
     def block_of(self, name: str) -> str:
         """Return the key of the block that holds the parameter `name`; empty where none does."""

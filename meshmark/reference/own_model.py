@@ -26,15 +26,17 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from meshmark.errors import InputError
+from meshmark.errors import InputError, UnknownNameError
 from meshmark.import_target import import_file_again, import_module_of
 from meshmark.reference.build import skeleton
 from meshmark.reference.data import Batch
 from meshmark.reference.initial import Block
-from meshmark.reference.model import Model
+from meshmark.reference.model import Model, Recomputer
+from meshmark.reference.tensor_plan import Style, plan_of, split_dim, split_of
+from meshmark.spec.algorithm import SYNCHRONOUS, Algorithm, algorithm_presets
 from meshmark.spec.model_config import Dataset, ModelConfig
 from meshmark.spec.optimizer import OptimizerSpec
-from meshmark.spec.own_model import HUGGING_FACE, OwnModelConfig
+from meshmark.spec.own_model import HUGGING_FACE, LayerCount, OwnModelConfig, TensorSplit
 from meshmark.spec.workload import Loss, Workload
 
 _NARROW = (torch.bfloat16, torch.float16)
@@ -110,11 +112,13 @@ def describe(target: str) -> Workload:
     couples = bool(getattr(own, "couples_rows", False)) or has_batch_norms
     _expect_a_sum_and_a_weight(target, own, module, batch, couples)
     _expect_the_same_on_every_rank(target)
-    blocks = OwnModel.around(module).blocks.values()
+    blocks = OwnModel.around(module, own).blocks.values()
     sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
     parameters = list(module.parameters())
     if not parameters:
         raise InputError(f"workload {target!r}: its model has no parameters")
+    frozen = _frozen(target, module)
+    layers, layers_share = _counted_layers(target, own, module, batch)
     use = dry_run.use_of(own, module, batch)
     digest = _digest(target, own)
     label = f"{re.sub('[^A-Za-z0-9-]+', '_', type(own).__name__).lower()}.{digest}"
@@ -130,12 +134,18 @@ def describe(target: str) -> Workload:
         unused=use.unused,
         gathers=use.gathers,
         indexed=use.indexed,
+        indexed_in_blocks=use.indexed_in_blocks,
         repeats=use.repeats,
+        runs=use.runs,
         has_scalars=any(p.dim() == 0 for p in parameters),
         has_float_inputs=any(leaf.is_floating_point() for leaf in _leaves(batch)),
         chooses=use.chooses,
         couples_rows=couples,
         has_batch_norms=has_batch_norms,
+        layers=layers,
+        layers_share=layers_share,
+        split=_split(target, own, module),
+        has_frozen=bool(frozen),
     )
     optimizer = getattr(own, "optimizer", _DEFAULT_OPTIMIZER)
     if not isinstance(optimizer, OptimizerSpec):
@@ -150,7 +160,135 @@ def describe(target: str) -> Workload:
         optimizer=optimizer,
         global_batch=_num_rows(batch),
         masked=False,
+        frozen=frozen,
+        algorithm=algorithm_of(target, getattr(own, "algorithm", SYNCHRONOUS)),
     )
+
+
+def algorithm_of(target: str, given: object) -> Algorithm:
+    """Return the algorithm that a workload asks for, by an object or by the id of a preset, such as "local-sgd2"."""
+    if isinstance(given, str):
+        presets = algorithm_presets()
+        if given not in presets:
+            raise UnknownNameError(f"algorithm of workload {target!r}", given, presets)
+        return presets[given]
+    if not isinstance(given, Algorithm):
+        raise InputError(
+            f"workload {target!r}: algorithm is {given!r:.80}, expected the id of a preset or a "
+            "meshmark.spec.algorithm.Algorithm"
+        )
+    return given
+
+
+def _frozen(target: str, module: nn.Module) -> tuple[str, ...]:
+    """Return the names of parameters that the module's own code freezes, as starts of names."""
+    trained = dict(OwnModel.around(module).named_parameters())
+    frozen = tuple(name for name, parameter in trained.items() if not parameter.requires_grad)
+    if len(frozen) == len(trained):
+        raise InputError(f"workload {target!r}: its model has no parameter that requires a gradient")
+    for name in trained.keys() - set(frozen):
+        if longer := [start for start in frozen if name.startswith(start)]:
+            raise InputError(
+                f"workload {target!r}: {longer[0]} is frozen and {name} is trained; rename one, for a name that starts "
+                "with a frozen one is taken for frozen"
+            )
+    return frozen
+
+
+def _split(target: str, own: OwnWorkload, module: nn.Module) -> TensorSplit | None:
+    """Return what a plan splits; why it cannot, where the plan is not the user's own."""
+    try:
+        plan = plan_of(target, own, module)
+    except InputError as error:
+        if hasattr(own, "tensor_parallel_plan"):
+            raise
+        return TensorSplit(sizes=(), by_rows=(), by_columns=(), refusal=str(error).partition(": ")[2])
+    return None if plan is None else split_of(module, plan)
+
+
+@torch.no_grad()
+def _counted_layers(
+    target: str,
+    own: OwnWorkload,
+    module: nn.Module,
+    batch: Any,  # noqa: ANN401
+) -> tuple[tuple[LayerCount, ...], bool]:
+    """Return what each of a workload's layers holds and puts out, and whether two of them share a parameter.
+
+    Raises `InputError` for layers that, run one after another, are not the model.
+    """
+    layers = layers_of(own, module)
+    if not layers:
+        return (), False
+    held = [dict[int, nn.Parameter]() for _ in layers]
+    for found, layer in zip(held, layers, strict=True):
+        found.update((id(p), p) for p in (layer.parameters() if isinstance(layer, nn.Module) else ()))
+    everywhere = {key for found in held for key in found}
+    if outside := [name for name, p in module.named_parameters() if id(p) not in everywhere]:
+        raise InputError(f"workload {target!r}: {outside[0]} is in none of the layers that layers(model) returned")
+    args, kwargs = arguments_of(own.loss, batch)
+    counts, rows = list[LayerCount](), _num_rows(batch)
+    x: Any = None
+    for index, layer in enumerate(layers):
+        x = layer(x) if index else layer(*args, **kwargs)
+        if not (isinstance(x, Tensor) and x.is_floating_point() and len(x) == rows):
+            raise InputError(
+                f"workload {target!r}: layer {index} of layers(model) returned {type(x).__name__}; expected one "
+                f"floating-point tensor of {rows} rows, which the next layer takes alone"
+            )
+        buffers = layer.buffers() if isinstance(layer, nn.Module) else ()
+        counts.append(
+            LayerCount(
+                num_parameters=sum(p.numel() for p in held[index].values()),
+                num_tensors=len(held[index]),
+                row_shape=tuple(x.shape[1:]),
+                buffer_bytes=sum(b.numel() * b.element_size() for b in buffers),
+            )
+        )
+    cut, whole = float(own.loss(returning(x), batch)[0]), float(own.loss(module, batch)[0])
+    if abs(cut - whole) > _COUPLED * max(abs(whole), 1e-30):
+        raise InputError(
+            f"workload {target!r}: the layers of layers(model), one after another, have a loss of {cut}, and the model "
+            f"of {whole}; expected the parts of its forward pass in order"
+        )
+    return tuple(counts), sum(map(len, held)) > len(everywhere)
+
+
+def layers_of(own: OwnWorkload, module: nn.Module) -> list[Callable[..., Any]]:
+    """Return the parts of a module's forward pass that a workload names, in order; none where it does not."""
+    named = getattr(own, "layers", None)
+    return list(named(module)) if callable(named) else []
+
+
+class _CalledWith(Exception):
+    """Ends a loss where it calls its model."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.args_of_model, self.kwargs_of_model = args, kwargs
+
+
+def arguments_of(loss: Callable[..., Any], batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:  # noqa: ANN401
+    """Return what a loss calls its model with. Raises `InputError` where it does something else with it."""
+
+    def model(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        raise _CalledWith(args, kwargs)
+
+    try:
+        loss(model, batch)
+    except _CalledWith as called:
+        return called.args_of_model, called.kwargs_of_model
+    except AttributeError as error:
+        raise InputError(
+            f"loss(model, batch) does more with its model than to call it ({error}); a model that is cut into layers "
+            "is called once"
+        ) from error
+    raise InputError("loss(model, batch) does not call its model, which layers(model) cuts")
+
+
+def returning(outputs: Tensor) -> nn.Module:
+    """Return a stand-in for a model, whose outputs are there already."""
+    return cast(nn.Module, lambda *_args, **_kwargs: outputs)
 
 
 def _from_here(target: str) -> str:
@@ -262,10 +400,10 @@ class OwnModel(Model):
     block = nn.Module
 
     def __init__(self, spec: ModelConfig, layers: Sequence[int] | None = None) -> None:
-        assert isinstance(spec, OwnModelConfig) and layers is None, "a model of one's own is built whole"
+        assert isinstance(spec, OwnModelConfig)
         nn.Module.__init__(self)
         self.spec, self.skipped_block = spec, None
-        self.embedding = self.head = self.recompute = None
+        self.embedding = self.head = None
         own = load_workload(spec.target)
         if torch.get_default_device().type == "meta":
             # Built on the CPU first, for the module's own code may not build on the meta device.
@@ -273,20 +411,89 @@ class OwnModel(Model):
                 module = _to_meta(own.model())
         else:
             module = own.model()
-        self._wrap(module, own.loss)
+        self._wrap(module, own)
         module.register_forward_hook(_wide_outputs)
+        if layers is not None:
+            self._keep(layers_of(own, module), layers)
 
-    def _wrap(self, module: nn.Module, loss: Callable[[nn.Module, Any], tuple[Tensor, Tensor]] | None) -> None:
-        self.model, self._loss = module, loss
+    def _wrap(self, module: nn.Module, own: OwnWorkload | None) -> None:
+        self.model, self._loss = module, own.loss if own else None
+        self.__dict__.update(own=own, part=None, part_is_first=True, held=None, recomputer=None)
         self.__dict__["blocks"] = BlocksOf(self)  # no submodule: its blocks have their names in the user's module
 
+    def _keep(self, layers: Sequence[Callable[..., Any]], kept: Sequence[int]) -> None:
+        """Become a part of the model: some of its layers, which keep their names, and no other parameters."""
+        part = [layers[index] for index in kept]
+        # No submodule: these are registered where the user's module has them.
+        self.__dict__.update(part=part, part_is_first=0 in kept)
+        modules = [layer for layer in part if isinstance(layer, nn.Module)]
+        inside = {id(t) for layer in modules for t in (*layer.parameters(), *layer.buffers())}
+        for module in self.model.modules():
+            for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                if id(tensor) not in inside:
+                    setattr(module, name, None)
+
     @classmethod
-    def around(cls, module: nn.Module) -> OwnModel:
+    def join(cls, chunks: Sequence[Model]) -> Model:
+        """Return a model that holds what all parts hold."""
+        if len(chunks) == 1:
+            return chunks[0]
+        joined = cls.__new__(cls)
+        nn.Module.__init__(joined)
+        first = cast(OwnModel, chunks[0])
+        joined.spec, joined.skipped_block = first.spec, None
+        joined.embedding = joined.head = None
+        with torch.device("meta"):
+            assert isinstance(first.spec, OwnModelConfig)
+            joined._wrap(load_workload(first.spec.target).model(), None)
+        for path, module in joined.model.named_modules():
+            own = [cast(OwnModel, chunk).model.get_submodule(path) for chunk in chunks]
+            for kind in ("_parameters", "_buffers"):
+                tensors = getattr(module, kind)
+                for name in tensors:
+                    held = (getattr(part, kind)[name] for part in own)
+                    setattr(module, name, next((tensor for tensor in held if tensor is not None), None))
+        return joined
+
+    @classmethod
+    def around(cls, module: nn.Module, own: OwnWorkload | None = None) -> OwnModel:
         """Return the wrapper of a module that is there already; its names are canonical."""
         made = cls.__new__(cls)
         nn.Module.__init__(made)
-        made._wrap(module, None)
+        made._wrap(module, own)
         return made
+
+    @property
+    def recompute(self) -> Recomputer | None:
+        """Runs a block so that its activations are computed again; None keeps them."""
+        found: Recomputer | None = self.__dict__["recomputer"]
+        return found
+
+    @recompute.setter
+    def recompute(self, recomputer: Recomputer | None) -> None:
+        self.__dict__["recomputer"] = recomputer
+        for block in self.blocks.values():
+            if "_plain_forward" in block.__dict__:
+                del block.__dict__["_plain_forward"], block.__dict__["forward"]
+            if recomputer:
+                block.__dict__["_plain_forward"] = plain = block.forward
+                block.__dict__["forward"] = _recomputed(block, plain, recomputer)
+
+    def tensor_parallel_plan(self) -> dict[str, Style]:
+        """Return the style of every module that tensor parallelism splits, by its path in the user's module."""
+        assert isinstance(self.spec, OwnModelConfig)
+        plan = plan_of(self.spec.target, self.own, self.model)
+        assert plan is not None, "a layout with tensor parallelism does not fit a model without a plan"
+        return plan
+
+    def split_dims(self) -> dict[str, int]:
+        found = dict[str, int]()
+        for path, style in self.tensor_parallel_plan().items():
+            part = self.model.get_submodule(path)
+            for name, _ in part.named_parameters(recurse=False):
+                if (dim := split_dim(part, style, name)) is not None:
+                    found[f"model.{path}.{name}"] = dim
+        return found
 
     @classmethod
     def skeleton(cls, spec: ModelConfig) -> Model:
@@ -318,8 +525,36 @@ class OwnModel(Model):
         keys = (key for key in self.blocks if name.startswith(f"{key}."))
         return next(keys, "")
 
+    def hold(self, batch: Batch) -> None:
+        """Keep the rows of a step, which the first part of a model and the loss behind the last one look up."""
+        self.__dict__["held"] = batch.inputs
+
+    def stage_inputs(self, batch: Batch) -> Tensor:
+        """Return the numbers of the rows, which a pipeline deals to micro-batches, whatever a row is."""
+        return torch.arange(len(batch), device=batch.targets.device)
+
+    def _rows(self, numbers: Tensor) -> Any:  # noqa: ANN401
+        """Return consecutive rows of the step, as views."""
+        start, stop = int(numbers[0]), int(numbers[-1]) + 1
+        return pytree.tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) else leaf, self.held)
+
+    def stage_loss(self, outputs: Tensor, numbers: Tensor) -> Tensor:
+        """Return the sum of the loss of the rows with these numbers, whose outputs are there."""
+        return cast(OwnWorkload, self.own).loss(returning(outputs), self._rows(numbers))[0]
+
     def forward(self, x: Any) -> Tensor:  # noqa: ANN401
-        """Return the sum of the loss. Weights that are narrow meet a batch as narrow, as FSDP2 casts it at its root."""
+        """Return the sum of the loss; of a part, what its last layer puts out: the first part takes numbers of rows.
+
+        Weights that are narrow meet a batch as narrow, as FSDP2 casts it at its root.
+        """
+        if self.part is not None:
+            for index, layer in enumerate(cast("list[Callable[..., Any]]", self.part)):
+                if index or not self.part_is_first:
+                    x = layer(x)
+                else:
+                    args, kwargs = arguments_of(cast(OwnWorkload, self.own).loss, self._rows(x))
+                    x = layer(*args, **kwargs)
+            return cast(Tensor, x)
         assert self._loss is not None
         weights = next(self.parameters()).dtype
         if weights is torch.float64:
@@ -343,6 +578,17 @@ class OwnModel(Model):
             buffer.copy_(values[name])
 
 
+def _recomputed(block: nn.Module, plain: Callable[..., Any], recomputer: Recomputer) -> Callable[..., Any]:
+    """Return a forward pass of a block whose activations are computed again in the backward pass."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        if not block.training:
+            return plain(*args, **kwargs)
+        return recomputer(functools.partial(plain, **kwargs), *args)  # type: ignore[arg-type]
+
+    return forward
+
+
 def _to_meta(module: nn.Module) -> nn.Module:
     """Put a module's tensors on the meta device; `Module.to` would give every module that shares one its own."""
     there: dict[int, Tensor] = {}
@@ -355,10 +601,9 @@ def _to_meta(module: nn.Module) -> nn.Module:
         return there[id(tensor)]
 
     for part in module.modules():
-        for tensors in (part._parameters, part._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    tensors[name] = moved(tensor)  # type: ignore[assignment]
+        for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
+            if tensor is not None:
+                setattr(part, name, moved(tensor))  # an LSTM keeps a list of its weights besides, and sets it so
     return module
 
 
@@ -403,8 +648,11 @@ def _block_classes(module: nn.Module) -> set[type[nn.Module]]:
     Transformers names and whose weight is that of the head.
     """
     named = (getattr(part, "_no_split_modules", None) for part in module.modules())
-    names = set[str](next(filter(None, named), ()))
+    chosen = getattr(module.__dict__.get("own"), "units", None)
+    names = set[str](chosen or next(filter(None, named), ()))
     classes = {type(part) for part in module.modules() if type(part).__name__ in names}
+    if chosen and (absent := names - {kind.__name__ for kind in classes}):
+        raise InputError(f"units names {', '.join(sorted(absent))}, which is the class of none of the model's modules")
     if not classes:
         entries = _longest(module, nn.ModuleList) or _longest(module, nn.Sequential)
         classes = {kind for kind, _ in Counter(map(type, entries)).most_common(1)}

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from meshmark.reference.model import Model
 from meshmark.spec.mixture_spec import MixtureSpec
-from meshmark.spec.model_config import ModelConfig
 from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.vision_spec import TransformerSpec
 
@@ -206,12 +205,3 @@ class Transformer(Model):
 
     def make_head(self) -> Head:
         return Head(self.spec)
-
-
-def stage_layers(spec: ModelConfig, num_stages: int, stage: int) -> list[int]:
-    """The layers of one of `num_stages` pipeline stages: blocks split as evenly as they go, the first stages taking the
-    rest; the embedding joins the first stage and the head the last."""
-    share, rest = divmod(spec.num_layers, num_stages)
-    first = 1 + stage * share + min(stage, rest)
-    layers = list(range(first, first + share + (stage < rest)))
-    return [0] * (stage == 0) + layers + [spec.num_layers + 1] * (stage == num_stages - 1)

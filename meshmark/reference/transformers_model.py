@@ -69,6 +69,11 @@ class TransformersWorkload:
         import transformers
 
         config = copy.deepcopy(self._config)
+        for part in (config, config.get_text_config()):
+            if getattr(part, "use_cache", False):
+                part.use_cache = (
+                    False  # keys and values for generation, which a block that is run again would add twice
+                )
         auto = getattr(transformers, self.head)
         # Grouped products over experts sort tokens, and have no float64.
         arguments = {"experts_implementation": "eager"} if _has_experts(config) else {}

@@ -58,6 +58,8 @@ def of_verdict(record: Record, verdict: Verdict) -> str:
     facts, (summary, *mend) = verdict.evidence, verdict.summary.split("; ")
     likely = str(facts.get("diagnosis", ""))
     rows = [("how much", summary)] if likely else []
+    if begins := facts.get("begins"):
+        rows.append(("begins", str(begins)))
     rows += [*_of_tensors(facts), *_of_bytes(facts), *(("mend", line) for line in mend)]
     return _text(f"{record.case.id}: {likely or summary}", rows)
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import known_adapters
-from meshmark.environment import describe
+from meshmark.environment import Environment, describe
 from meshmark.judge.observed_path import ObservedPath
 from meshmark.launch.launch import LaunchResult
 from meshmark.measure.gpu_power import spoilt
@@ -72,16 +72,17 @@ def declare(adapter: type[Adapter], case: Case, ranks: Sequence[int], device: st
             failed.setdefault(suite, f"Adapter.{method} raised {told(error)}")
             return []
 
+    planned = adapter.plans_traffic(case)
     return Declared(
         states=ask("memory", "recipe", lambda rank: model_states(case, rank, adapter.recipe(case))),
         extra_memory=ask(
             "memory", "extra_memory", lambda rank: _extra_memory(adapter.extra_memory(case, rank), device)
         ),
-        traffic=[step_traffic(case, rank) for rank in ranks],
+        traffic=[step_traffic(case, rank) if planned else None for rank in ranks],
         traffic_exceptions=ask(
             "communication",
             "traffic_exceptions",
-            lambda rank: _exceptions(case, rank, adapter.traffic_exceptions(case, rank)),
+            lambda rank: _exceptions(case, rank, adapter.traffic_exceptions(case, rank) if planned else ()),
         ),
         one_time_traffic=ask(
             "communication",
@@ -180,7 +181,7 @@ def assemble(
         steps=request.steps,
         warmup=request.warmup,
         timing_budget_seconds=request.timing_budget_seconds,
-        environment=describe(request.device, request.backend, nnodes),
+        environment=_environment(request, nnodes, reports),
         sources=sources_of(request.adapter, case.workload),
         outcome=outcome,
         launch=LaunchSeconds(
@@ -239,6 +240,13 @@ def assemble(
     verdicts += [verdict for verdict in (*planned, timed) if verdict]
     judged = dataclasses.replace(draft, verdicts=verdicts)
     return dataclasses.replace(judged, not_judged=not_judged(judged, adapter)) if observed else judged
+
+
+def _environment(request: Request, nnodes: int, reports: Sequence[RankReport]) -> Environment:
+    """Return where the run took place: with the versions of its ranks' own virtual environment, where they had one."""
+    here = describe(request.device, request.backend, nnodes)
+    told = reports[0].versions if reports else {}
+    return dataclasses.replace(here, versions=told) if told else here
 
 
 def _training(reports: list[RankReport], whole: bool) -> TrainingCurves:

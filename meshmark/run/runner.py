@@ -14,6 +14,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import load_adapter
 from meshmark.environment import Environment, describe, refuses_to_share
 from meshmark.errors import AdapterError, ClusterError, NodeLostError, ResultsError
+from meshmark.judge.beginning import describe as describe_beginning
 from meshmark.judge.observed_path import ObservedPath
 from meshmark.judge.sample import (
     ENDURANCE_STEPS,
@@ -106,6 +107,8 @@ class RunOptions:
     time_limit_seconds: float = 120.0
     assess: Assess | None = None
     """None decides by the size of the model."""
+    localise: bool = False
+    """A case that is not equivalent is run once more, to find the module in which it begins to deviate."""
     on_node_loss: NodeLoss = NodeLoss.END
     known_gaps: tuple[tuple[str, KnownGap], ...] = ()
     """Beside those of adapters: pattern of an adapter's name, and gap."""
@@ -378,7 +381,23 @@ class Runner:
         if request.task is Task.TIME and outcome.status is Status.OK:
             request = dataclasses.replace(request, peak_flops_per_second=self._peaks.of(request))
             request = self._with_path(request, launches) if request.assess else request
-        return self._record(request, outcome, launches)
+        record = self._record(request, outcome, launches)
+        return self._localised(request, record) if self.options.localise else record
+
+    def _localised(self, request: Request, record: Record) -> Record:
+        """Return `record` with where it begins to deviate in the evidence of its equivalence, where that fails."""
+        verdict = record.verdict("equivalence")
+        if verdict is None or verdict.passed or verdict.undecided or request.task is not Task.OBSERVE:
+            return record
+        again = dataclasses.replace(request, task=Task.LOCALISE, metered=False, tolerance_model=None)
+        launched = self.launcher.launch(again, request.case.world_size)
+        outcome = outcome_of_launch(launched, request.case.world_size)
+        found = [report.beginning for report in launched.reports if report.beginning]
+        why = f"not found out: {outcome.message.partition(chr(10))[0]}"
+        text = describe_beginning(found, request.case.world_size) if outcome.status is Status.OK else why
+        told = dataclasses.replace(verdict, evidence={**verdict.evidence, "begins": text})
+        verdicts = [told if each is verdict else each for each in record.verdicts]
+        return dataclasses.replace(record, verdicts=verdicts)
 
     def _run_alone(self, request: Request) -> Record:
         """Each of the ranks in a launch of its own, one after the other: on a GPU each has all of it."""

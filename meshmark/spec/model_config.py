@@ -61,6 +61,8 @@ class ModelConfig:
     """Modules that are slow to import, for a server that forks ranks."""
     routes: ClassVar[bool] = False
     """True if values decide which weights a token uses. Rounding then decides close calls."""
+    brings_plan: ClassVar[bool] = False
+    """True if the model itself defines how tensor parallelism splits its modules."""
     name: str
 
     if TYPE_CHECKING:  # fields of some families, properties of others
@@ -121,6 +123,28 @@ class ModelConfig:
             """Return why the model cannot be split this way, one reason each."""
 
     @property
+    def stage_refusal(self) -> str:
+        """Why no part of the model can be a stage of a pipeline, not even all of it; empty where it can."""
+        return ""
+
+    def row_shape(self, layer: int) -> tuple[int, ...] | None:
+        """Return the shape of one row behind a layer, where the model knows it without being run."""
+        return None
+
+    def stage_layers(self, num_stages: int, stage: int) -> Sequence[int]:
+        """Return the layers of one of `num_stages` pipeline stages: blocks split as evenly as they go, the first stages
+        taking the rest; the embedding joins the first stage and the head the last."""
+        share, rest = divmod(self.num_layers, num_stages)
+        first = 1 + stage * share + min(stage, rest)
+        layers = list(range(first, first + share + (stage < rest)))
+        return [0] * (stage == 0) + layers + [self.num_layers + 1] * (stage == num_stages - 1)
+
+    @property
+    def ties_ends(self) -> bool:
+        """Whether the first and the last stage of a pipeline each hold a copy of one weight."""
+        return self.tied_embeddings
+
+    @property
     def couples_rows(self) -> bool:
         """True if rows of a micro-batch affect each other's gradients, as under a batch norm."""
         return False
@@ -137,6 +161,11 @@ class ModelConfig:
         A framework that gathers a parameter for each module gathers these as often as modules read them.
         """
         return ()
+
+    @property
+    def runs(self) -> int:
+        """How often a module with parameters runs in one forward pass at most: several times as a recurrence's cell."""
+        return 1
 
     @property
     def has_scalars(self) -> bool:
@@ -157,6 +186,11 @@ class ModelConfig:
 
         The view is a part, such as one of several experts in one tensor, or a transpose, such as in a GRU cell.
         """
+        return 0
+
+    @property
+    def indexed_in_blocks(self) -> int:
+        """How many of these are of blocks, which keep none where they are recomputed."""
         return 0
 
     def refusals(self, case: Case) -> list[str]:

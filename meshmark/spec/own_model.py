@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -14,6 +15,49 @@ if TYPE_CHECKING:
 
 HUGGING_FACE = "hf:"
 """Start of a target that names a config.json of Hugging Face Transformers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCount:
+    """One of the layers that a user's model is cut between, as a pipeline runs them one after another."""
+
+    num_parameters: int
+    num_tensors: int
+    row_shape: tuple[int, ...]
+    """Of one row as it goes out: what a stage sends on."""
+    buffer_bytes: int = 0
+
+    @property
+    def outputs(self) -> int:
+        return math.prod(self.row_shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSplit:
+    """What a workload's tensor-parallel plan splits, as `parallelize_module` does."""
+
+    sizes: tuple[int, ...]
+    """Sizes of the dimensions that are split, each once: what the degree must divide."""
+    by_rows: tuple[int, ...]
+    """Elements of every parameter that is split along its first dimension."""
+    by_columns: tuple[int, ...]
+    """Elements of every parameter that is split along its second dimension."""
+    looked_up: int = 0
+    """Elements of the embeddings that are split by their vocabulary."""
+    num_looked_up: int = 0
+    """In how many tensors these are."""
+    refusal: str = ""
+    """Why a model cannot be split by it; empty where it can."""
+    is_planned: bool = True
+    """Whether theory knows what each style of the plan sends and keeps."""
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(self.by_rows) + sum(self.by_columns)
+
+    @property
+    def num_tensors(self) -> int:
+        return len(self.by_rows) + len(self.by_columns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +74,11 @@ class OwnModelConfig(ModelConfig):
     initial_values: ClassVar[str] = "meshmark.reference.own_model:initial_value"
     dry_run: ClassVar[str] = "meshmark.reference.dry_run:activation_bytes"
     """Function that counts what autograd saves in one process, as "package.module:function"."""
+    brings_plan: ClassVar[bool] = True
+    sends: ClassVar[str] = "meshmark.reference.dry_run:tensor_parallel_sends"
+    """Function that counts what a plan's modules send over tensor-parallel ranks, as "package.module:function"."""
+    recomputed: ClassVar[str] = "meshmark.reference.dry_run:recomputed_gathers"
+    """Function that counts what modules gather besides where blocks are recomputed, as "package.module:function"."""
     unit: ClassVar[str] = "rows"
     family: ClassVar[Family] = Family.OWN
     seq_len: ClassVar[int] = 1
@@ -51,6 +100,8 @@ class OwnModelConfig(ModelConfig):
     """Names of parameters that do not affect the loss."""
     gathers: tuple[tuple[int, int], ...] = ()
     indexed: int = 0
+    indexed_in_blocks: int = 0
+    runs: int = 1
     has_scalars: bool = False
     has_float_inputs: bool = False
     chooses: bool = False
@@ -59,6 +110,14 @@ class OwnModelConfig(ModelConfig):
     """True if a block, or the whole module, runs more than once in a forward pass."""
     couples_rows: bool = False
     has_batch_norms: bool = False
+    layers: tuple[LayerCount, ...] = ()
+    """What a pipeline is cut between; empty where the workload does not say."""
+    layers_share: bool = False
+    """Whether two of them hold one parameter."""
+    split: TensorSplit | None = None
+    """None where the workload has no tensor-parallel plan."""
+    has_frozen: bool = False
+    """Whether its own code freezes some parameters."""
 
     @property
     def preload(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -67,6 +126,10 @@ class OwnModelConfig(ModelConfig):
     @property
     def tied_embeddings(self) -> bool:
         return self.shares_weights
+
+    @property
+    def ties_ends(self) -> bool:
+        return False
 
     @property
     def leaves_unused(self) -> bool:
@@ -96,28 +159,62 @@ class OwnModelConfig(ModelConfig):
 
     @property
     def outputs_per_row(self) -> int:
-        return 1
+        """None that are known: a dry run counts what is kept of them."""
+        return 0
 
     @property
     def widest(self) -> int:
         return max(self.block_parameters, 1)
 
+    @property
+    def stage_refusal(self) -> str:
+        return "" if self.layers else "a stage takes and makes one tensor, and the workload has no layers(model)"
+
+    def row_shape(self, layer: int) -> tuple[int, ...]:
+        return self.layers[layer].row_shape
+
+    def stage_layers(self, num_stages: int, stage: int) -> range:
+        """As evenly as they go, the first stages taking the rest."""
+        share, rest = divmod(len(self.layers), num_stages)
+        first = stage * share + min(stage, rest)
+        return range(first, first + share + (stage < rest))
+
     def misfits(self, *, tp: int, num_stages: int, cp: int) -> list[str]:
-        asked = {
-            f"tp {tp}: a model of your own is not split yet": tp > 1,
-            f"pp {num_stages}: a model of your own is not cut into stages yet": num_stages > 1,
-            f"cp {cp}: the rows of a model of your own have no sequence": cp > 1,
-        }
-        return [problem for problem, there in asked.items() if there]
+        found = []
+        if tp > 1 and self.split is None:
+            found.append(f"tp {tp}: the workload has no tensor_parallel_plan(), which says how its modules are split")
+        elif tp > 1 and self.split is not None and self.split.refusal:
+            found.append(f"tp {tp}: {self.split.refusal}")
+        elif tp > 1 and self.split is not None and (uneven := [n for n in self.split.sizes if n % tp]):
+            sizes = ", ".join(map(str, uneven))
+            found.append(f"tp {tp}: the plan splits dimensions of {sizes}, which it does not divide")
+        if num_stages > 1 and not self.layers:
+            found.append(f"pp {num_stages}: the workload has no layers(model) to be cut into stages")
+        elif num_stages > len(self.layers) and num_stages > 1:
+            found.append(f"pp {num_stages}: more stages than the {len(self.layers)} layers of layers(model)")
+        elif num_stages > 1 and self.layers_share:
+            found.append(f"pp {num_stages}: two of its layers share a weight, which would be two on two stages")
+        if cp > 1:
+            found.append(f"cp {cp}: the rows of a model of your own have no sequence")
+        return found
 
     def refusals(self, case: Case) -> list[str]:
+        layout = case.layout
         asked = {
             f"precision {case.precision} (rounding would decide what the model picks by topk or argmax, as a router "
             "picks experts)": self.chooses and case.precision.is_mixed,
             f"batch norms in {case.precision} (PyTorch's takes no weights in {case.precision.compute} beside "
             "statistics in float32)": self.has_batch_norms and case.precision.is_mixed,
-            "recomputation (which of a model of your own is not yet asked for)": case.layout.recompute
-            is not Recompute.NONE,
+            "sequence parallelism (what lies between the modules of a plan is a model of your own)": (
+                layout.sequence_parallel
+            ),
+            "selective recomputation (which of a block's operations is not asked for)": (
+                layout.recompute is Recompute.SELECTIVE
+            ),
+            "recomputation of a block with a batch norm (its statistics would be updated twice)": (
+                self.has_batch_norms and layout.recompute is not Recompute.NONE
+            ),
+            "a pipeline of rows that enter one another's loss (not tried)": self.couples_rows and layout.pp > 1,
             "tuning (which of a model of your own is not yet asked for)": bool(case.tuning.knobs),
         }
         return [reason for reason, refused in asked.items() if refused]

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Callable
+from typing import Any
 
 from meshmark.spec.case import Case
-from meshmark.spec.layout import Layout
+from meshmark.spec.layout import Layout, Recompute
 from meshmark.spec.mixture_spec import MixtureSpec
 from meshmark.spec.model_config import ImageModelConfig, LayerSizes, ModelConfig
 from meshmark.spec.model_spec import Family, ModelSpec
-from meshmark.spec.own_model import OwnModelConfig
+from meshmark.spec.own_model import LayerCount, OwnModelConfig
 from meshmark.spec.precision import Precision
 from meshmark.theory.flops import model_flops_per_token
 from meshmark.theory.parameter_order import parameter_shapes
 from meshmark.theory.parameters import stage_parameters
-from meshmark.theory.partition import held_layers, held_stage, sent_on
+from meshmark.theory.partition import Stage, held_layers, held_stage, sent_on
 
 
 class UnknownTheory:
@@ -51,6 +53,11 @@ class UnknownTheory:
         """Return how many numbers of one row go over the boundary behind a pipeline stage."""
         return None
 
+    def tensor_parallel_sends(self, case: Case, rank: int, step: int) -> tuple[tuple[str, int, int], ...] | None:
+        """Return kind, bytes and calls of what modules send over tensor-parallel ranks, where that is counted; None
+        where a formula tells it."""
+        return None
+
     def table_bytes(self, layout: Layout, rank: int, precision: Precision) -> float:
         """Return the bytes of tables and buffers, such as rotary positions and running statistics."""
         return 0.0
@@ -58,6 +65,11 @@ class UnknownTheory:
     def activation_bytes(self, case: Case, rank: int, step: int, *, casts_weights: bool) -> float | None:
         """Return what autograd keeps of the first micro-batch of `step`, where that is counted and not computed."""
         return None
+
+    def recomputed_gathers(self) -> tuple[tuple[int, int], ...]:
+        """Return, of parameters by their elements, how much more often modules gather them where PyTorch's
+        checkpointing recomputes blocks."""
+        return ()
 
     def bucket_elements(self) -> int:
         """Return the elements of the larger of a block and the embedding, which a bucket holds at most."""
@@ -95,6 +107,11 @@ class TransformerTheory(UnknownTheory):
         if self.model.family is not Family.LLAMA:
             return 0.0
         return self.model.seq_len / layout.cp * self.model.head_dim * max(precision.compute.itemsize, 4)
+
+    def recomputed_gathers(self) -> tuple[tuple[int, int], ...]:
+        """All of a block but its last product, whose backward pass has gathered it when the block is run again."""
+        shapes = parameter_shapes(self.model, Stage(num_layers=self.model.num_layers))
+        return tuple((math.prod(shape), 1) for name, shape in shapes.items() if ".feed_forward.down." not in name)
 
     def bucket_elements(self) -> int:
         return max(self.model.block_parameters, self.model.vocab_size * self.model.hidden)
@@ -166,32 +183,70 @@ class CountedTheory(UnknownTheory):
     model: OwnModelConfig
 
     def num_parameters(self, layout: Layout, rank: int) -> int | None:
-        return self.model.num_parameters if layout.tp * layout.cp * layout.pp == 1 else None
+        """A frozen parameter has no gradient and no moments, which formulas do not tell apart: not planned."""
+        model = self.model
+        if layout.cp > 1 or model.has_frozen or layout.tp * layout.pp > max(layout.tp, layout.pp):
+            return None
+        if layout.pp > 1:
+            return sum(layer.num_parameters for layer in self._held(layout, rank))
+        split = model.split.num_parameters if model.split and layout.tp > 1 else 0
+        return model.num_parameters - split + split // layout.tp
 
     def num_tensors(self, layout: Layout, rank: int) -> int | None:
-        return self.model.num_tensors if layout.tp * layout.cp * layout.pp == 1 else None
+        if layout.pp > 1:
+            return sum(layer.num_tensors for layer in self._held(layout, rank))
+        return self.model.num_tensors if layout.cp == 1 else None
+
+    def _held(self, layout: Layout, rank: int) -> list[LayerCount]:
+        num_stages, stages = layout.pp * layout.virtual_stages, layout.stages_of(layout.coordinates(rank).pp)
+        return [self.model.layers[i] for stage in stages for i in self.model.stage_layers(num_stages, stage)]
+
+    def boundary_numbers(self, num_stages: int, boundary: int) -> int:
+        return self.model.layers[self.model.stage_layers(num_stages, boundary)[-1]].outputs
 
     def plans_traffic(self, layout: Layout) -> bool:
-        """Where a block runs several times, a framework may gather it for each, or keep it."""
-        return not (self.model.repeats and layout.zero_stage == 3)
+        """Where a block runs several times, a framework may gather it for each, or keep it; and how often modules of a
+        block whose values choose between others gather to run again is not known."""
+        planned = layout.tp == 1 or bool(self.model.split and self.model.split.is_planned)
+        recomputes = layout.recompute is not Recompute.NONE
+        unknown = layout.zero_stage == 3 and (self.model.repeats or (self.model.chooses and recomputes))
+        return planned and not unknown
 
     def table_bytes(self, layout: Layout, rank: int, precision: Precision) -> float:
+        if layout.pp > 1:
+            return sum(layer.buffer_bytes for layer in self._held(layout, rank))
         return self.model.buffer_bytes
 
     def activation_bytes(self, case: Case, rank: int, step: int, *, casts_weights: bool) -> float | None:
-        where, _, name = self.model.dry_run.partition(":")
-        counted: Callable[..., float | None] = getattr(importlib.import_module(where), name)
+        """A plan's other styles may keep other tensors, and chunks of one rank run in an order of their own."""
+        layout = case.layout
+        if layout.virtual_stages > 1 or (layout.tp > 1 and not (self.model.split and self.model.split.is_planned)):
+            return None
+        counted: Callable[..., float | None] = _imported(self.model.dry_run)
         return counted(case, rank, step, casts_weights)
+
+    def tensor_parallel_sends(self, case: Case, rank: int, step: int) -> tuple[tuple[str, int, int], ...] | None:
+        counted: Callable[..., tuple[tuple[str, int, int], ...]] = _imported(self.model.sends)
+        return counted(case, rank, step)
+
+    def recomputed_gathers(self) -> tuple[tuple[int, int], ...]:
+        counted: Callable[..., tuple[tuple[int, int], ...]] = _imported(self.model.recomputed)
+        return counted(self.model)
 
     def bucket_elements(self) -> int:
         return self.model.num_parameters
 
 
+def _imported(target: str) -> Any:  # noqa: ANN401
+    """Return what is at "package.module:name"."""
+    where, _, name = target.partition(":")
+    return getattr(importlib.import_module(where), name)
+
+
 @functools.lru_cache(maxsize=64)
 def theory_of(model: ModelConfig) -> UnknownTheory:
     """Return the closed forms of a model, those that its family names."""
-    where, _, name = model.theory.partition(":")
-    found: UnknownTheory = getattr(importlib.import_module(where), name)(model)
+    found: UnknownTheory = _imported(model.theory)(model)
     return found
 
 

@@ -94,7 +94,8 @@ def _weights(case: Case, rank: int, flow: Flow, sharding: Sharding, padding: Pad
     def gathered(ranks: tuple[int, ...], root_times: int, block_times: int) -> _Sent:
         num_bytes = element * (root_times * root + block_times * blocks)
         more = element * (root_times * padding.root + block_times * padding.blocks)
-        return _Sent(flow=replace(flow, ranks=ranks, num_bytes=num_bytes), padding_bytes=more)
+        fewest = flow.fewest // 2 * max(root_times * (root > 0), block_times * (blocks > 0))
+        return _Sent(flow=replace(flow, ranks=ranks, num_bytes=num_bytes, fewest=fewest), padding_bytes=more)
 
     if sharding.resharded_over is None:
         return [gathered(shards, times, 1 + sharding.reshards_blocks)]

@@ -112,8 +112,8 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
         if _is_exact(case) and using.activations_known and using.eager:
             casts = using.eager.casts_weights
             activations = theory_of(model).activation_bytes(case, rank, METERED_STEP, casts_weights=casts)
-            if activations is not None and using.backward.keeps_root and layout.dp * layout.cp > 1:
-                activations += using.wire.gather_bytes * (model.embedding_parameters + model.head_parameters)
+            if activations is not None:
+                activations += _kept_weights(case, using)
         return ModelStates(
             parameters=float(states["parameters"][0]),
             gradients=float(states["gradients"][0]),
@@ -146,6 +146,17 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
         peak=peak,
         backward_peak=backward,
     )
+
+
+def _kept_weights(case: Case, using: TrainingRecipe) -> float:
+    """Return the bytes of gathered weights that stay from a forward pass to its backward: of blocks, and of the
+    rest."""
+    layout, model = case.layout, case.workload.model
+    if layout.dp * layout.cp <= using.replicas:
+        return 0.0
+    root = model.embedding_parameters + model.head_parameters
+    kept = using.backward.kept_share * (model.num_parameters - root) + using.backward.keeps_root * root
+    return using.wire.gather_bytes * kept
 
 
 def _received(case: Case, rank: int, using: TrainingRecipe) -> float:

@@ -119,6 +119,13 @@ def tensor_parallel_traffic(case: Case, rank: int) -> list[Flow]:
     layout, workload = case.layout, case.workload
     if layout.tp == 1:
         return []
+    if (sends := theory_of(workload.model).tensor_parallel_sends(case, rank, METERED_STEP)) is not None:
+        along = Group.along(layout, rank, ("tp",))
+        return [
+            flow
+            for kind, num_bytes, calls in sends
+            for flow in _collective(along, kind, Purpose.ACTIVATIONS, num_bytes, (calls, calls))
+        ]
     stage = held_stage(workload.transformer, layout, rank)
     blocks = 6 if layout.recompute is Recompute.FULL else 4
     times = blocks * stage.num_layers + stage.has_embedding + stage.has_head
@@ -169,7 +176,7 @@ def pipeline_traffic(case: Case, rank: int) -> list[Flow]:
     for peer, sizes in boundaries.items():
         calls = len(sizes) * layout.num_micro_batches
         flows += [messages("pp", kind, (rank, peer), sum(sizes), (calls, calls)) for kind in ("send", "recv")]
-    if model.tied_embeddings and stage in (0, layout.pp - 1) and not layout.folded:
+    if model.ties_ends and stage in (0, layout.pp - 1) and not layout.folded:
         flows.append(_tied_weight(case, (line[0], line[-1])))
     return flows
 

@@ -47,6 +47,10 @@ LAYOUTS = {
     "deepspeed-offload/1": Layout(dp=2, zero_stage=1, num_micro_batches=4, offload=Offload.CPU),
     "deepspeed-offload/2": Layout(dp=2, zero_stage=2, num_micro_batches=4, offload=Offload.CPU),
     "deepspeed-offload/3": Layout(dp=2, zero_stage=3, num_micro_batches=4, offload=Offload.CPU),
+    "hf-trainer": Layout(dp=2, num_micro_batches=4),
+    "hf-trainer-fsdp2": Layout(dp=2, zero_stage=3, num_micro_batches=4),
+    "hf-trainer-deepspeed": Layout(dp=2, zero_stage=2, num_micro_batches=4),
+    "lightning-trainer": Layout(dp=2, num_micro_batches=4),
     "pipeline": Layout(pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B),
 }
 """By adapter, and ZeRO stage where it has several. Degree and micro-batches differ, so that one is not taken for the

@@ -10,11 +10,12 @@ from meshmark.spec.model_config import Dataset
 from meshmark.spec.precision import Precision
 from tests.broken import gradients as g
 from tests.broken import mixed as m
+from tests.broken.modules import ONE_MODULE
 from tests.broken.mutant import Mutant, on
 from tests.broken.suite_mutants import SUITE_MUTANTS
 
-_ASKED_FOR = (g.Bf16Forward,)
-"""What is a defect in fp32 alone."""
+_ASKED_FOR = (g.Bf16Forward, *ONE_MODULE)
+"""What is a defect in fp32 alone, or as small as only fp32 shows it."""
 
 
 def _runs_in_bf16(mutant: Mutant) -> bool:

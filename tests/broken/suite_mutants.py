@@ -15,6 +15,7 @@ from tests.broken import convolutions as k
 from tests.broken import experts as e
 from tests.broken import gradients as g
 from tests.broken import later as w
+from tests.broken import loops as y
 from tests.broken import mixed as m
 from tests.broken import pairs
 from tests.broken import pipelines as p
@@ -23,6 +24,7 @@ from tests.broken import timed as c
 from tests.broken import traffic as t
 from tests.broken import updates as u
 from tests.broken import vision as v
+from tests.broken.modules import ONE_MODULE, BackwardScaled, ForwardScaled
 from tests.broken.mutant import (
     AMOEBANET,
     COATNET,
@@ -45,7 +47,29 @@ REPLICATED = Layout(dp=2, pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE
 TENSOR_REPLICATED = Layout(dp=2, tp=2, num_micro_batches=4)
 INTERLEAVED = Layout(pp=2, num_micro_batches=4, schedule=Schedule.INTERLEAVED, virtual_stages=2)
 WARMED_UP = replace(GPT, name="gpt-mini-local-sgd2w2", algorithm=LocalSGD(period=2, warmup_steps=2))
+WARMING = replace(GPT, name="gpt-mini-warmup", optimizer=replace(GPT.optimizer, warmup_steps=8))
 SUITE_MUTANTS: list[Mutant] = [
+    # Trainers that own their loop
+    *on("hf-trainer hf-trainer-fsdp2 hf-trainer-deepspeed", y.DividesLossTwice, F.SCALED),
+    *on("hf-trainer hf-trainer-fsdp2", y.DividesByOwnTokens, F.UNEVEN),
+    *on("hf-trainer", y.CountsPadding, F.SCALED, F.MASK),
+    *on("hf-trainer", y.NeverLeavesNoSync, F.NOT_REDUCED, F.DRIFT),
+    *on("hf-trainer hf-trainer-fsdp2", y.ClipsTwice, F.CLIPPING),
+    *on("hf-trainer", y.ClipsEachTensor, F.CLIPPING),
+    *on("hf-trainer", y.KeepsGradients, F.NOT_CLEARED),
+    *on("hf-trainer hf-trainer-fsdp2", y.DropsLastMicroBatch, F.DROPPED),
+    *on("hf-trainer", y.SameRowsOnAllRanks, F.DROPPED, F.UNEVEN, F.NOT_REDUCED),
+    *on("hf-trainer", y.ShiftsLabelsAgain, F.FORWARD),
+    *on("hf-trainer", y.StepsScheduleTwice, F.UPDATE, workload=WARMING),
+    *on("hf-trainer", y.FreezesFirstBlock, F.MISSING),
+    *on("lightning-trainer", y.ClipsByValue, F.CLIPPING),
+    *on("lightning-trainer", y.MeansOfMicroBatches, F.UNEVEN),
+    *on("lightning-trainer", y.DividesByMicroBatches, F.SCALED),
+    *on("lightning-trainer", y.StepsScheduleByMicroBatch, F.UPDATE, workload=WARMING),
+    # Single modules, which `--localise` names
+    *(mutant for defect in ONE_MODULE for mutant in on("ddp", defect)),
+    *on("fsdp2 hf-trainer hf-trainer-fsdp2 hf-trainer-deepspeed lightning-trainer", ForwardScaled),
+    *on("fsdp2 hf-trainer hf-trainer-deepspeed", BackwardScaled),
     # Scaling
     *on("ddp fsdp2 megatron fairscale-oss fairscale-fsdp", g.OverMicroBatches, F.SCALED),
     *on("gpipe pipeline", g.ScalesGrads, F.SCALED),
@@ -85,6 +109,9 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("fsdp2", g.NotCleared, F.NOT_CLEARED, workload=OWN),
     *on("ddp", g.Bf16Accumulation, F.PRECISION, workload=OWN),
     *on("ddp", u.Bf16Moments, F.PRECISION, workload=OWN),
+    *on("gpipe", g.ScalesGrads, F.SCALED, workload=OWN),
+    *on("gpipe", g.StaleWeights, F.STALE_WEIGHTS, workload=OWN),
+    *on("pipeline", p.StageNotReduced, F.NOT_REDUCED, layout=REPLICATED, workload=OWN),
     # Data
     *on("ddp fsdp2 megatron", g.DropsLast, F.DROPPED),
     *on("fsdp2 megatron", g.DropsFirst, F.DROPPED),

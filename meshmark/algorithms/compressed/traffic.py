@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 
 from meshmark.algorithms.compressed.compressor import Compressor, CompressorKind
+from meshmark.reference.build import parameter_shapes as reference_shapes
 from meshmark.spec.case import Case
+from meshmark.spec.model_spec import ModelSpec
 from meshmark.theory.parameter_order import parameter_shapes
 from meshmark.theory.partition import uniform_stages
 
@@ -51,6 +53,9 @@ def summed_bytes(compressor: Compressor, shapes: Iterable[tuple[int, ...]], item
 
 def trained_shapes(case: Case, rank: int) -> list[tuple[int, ...]]:
     """Return the shapes of the trained parameters of `rank`'s pipeline stage."""
-    model, layout = case.workload.transformer, case.layout
+    model, layout = case.workload.model, case.layout
+    if not isinstance(model, ModelSpec):  # the adapters of these algorithms split none of them
+        shapes = reference_shapes(model)
+        return [shape for name, shape in shapes.items() if case.workload.trains(name)]
     stage = uniform_stages(model, layout.pp)[layout.coordinates(rank).pp]
     return [shape for name, shape in parameter_shapes(model, stage).items() if case.workload.trains(name)]

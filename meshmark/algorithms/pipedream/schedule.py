@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from meshmark.algorithms.contract import Compute, PipelinedStep, Tensors
 from meshmark.algorithms.replicas import combined
 from meshmark.reference.data import Batch
-from meshmark.reference.transformer import stage_layers
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import Workload
 
@@ -86,7 +85,7 @@ class ByStep:
 def stages_of(workload: Workload, num_stages: int, names: Tensors) -> dict[str, int]:
     """Return the pipeline stage of each named parameter."""
     model = workload.transformer
-    owner = {layer: stage for stage in range(num_stages) for layer in stage_layers(model, num_stages, stage)}
+    owner = {layer: stage for stage in range(num_stages) for layer in model.stage_layers(num_stages, stage)}
 
     def layer(name: str) -> int:
         if name.startswith("embedding."):

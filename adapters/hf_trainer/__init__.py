@@ -1,0 +1,203 @@
+"""`transformers.Trainer` as it is: DDP, FSDP2 and DeepSpeed, each by its own `TrainingArguments`.
+
+The Trainer gets the workload's model, a data set of its rows and `compute_loss_func`, which divides a sum by
+`num_items_in_batch`, the number of labels that the Trainer has counted. Loading, accumulation, reduction, clipping, the
+optimizer's step, the schedule and checkpoints are its own. These adapters are *as theory says*: the optimizer is
+given to it, and rows are read in order. `hf-trainer-recommended` leaves the optimizer to the Trainer's arguments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
+from meshmark.adapter.contract import Track
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.loop import GREENLET, LOOP_LACKS, LoopEngine
+from meshmark.adapters.accelerate import AccelerateFSDP2
+from meshmark.adapters.ddp import DDPRecommended
+from meshmark.adapters.deepspeed import DeepSpeed
+from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
+from meshmark.adapters.hf_trainer.loop import (
+    HFDeepSpeedLoop,
+    HFFSDP2Loop,
+    HFGivenOptimizerLoop,
+    HFLoop,
+    HFModelLossLoop,
+    HFOwnOptimizerLoop,
+)
+from meshmark.adapters.hf_trainer.rows import no_model_of_transformers, uncountable
+from meshmark.reference.build import parameter_shapes
+from meshmark.spec.case import Case
+from meshmark.spec.model_spec import Family
+from meshmark.spec.optimizer import OptimizerKind
+from meshmark.spec.precision import Precision
+from meshmark.theory.flow import Flow, Purpose, TrafficException
+
+REQUIRES = (
+    Requirement(module="transformers", distribution="transformers"),
+    Requirement(module="accelerate", distribution="accelerate"),
+    GREENLET,
+)
+_COUNT_BYTES = 8
+"""Of a number of tokens."""
+
+
+def counts_tokens(case: Case) -> TrafficException:
+    """The Trainer brings the ranks' numbers of labels together once a step (`average_tokens_across_devices`)."""
+    ranks = tuple(range(case.layout.dp))
+    count = Flow(
+        kind="all_gather",
+        axes="dp",
+        ranks=ranks,
+        purpose=Purpose.LOSS,
+        num_bytes=_COUNT_BYTES * len(ranks),
+        fewest=1,
+        most=1,
+    )
+    return TrafficException(sends=(count,), reason="labels are counted over all ranks, once a step")
+
+
+def norm_of_tensors(case: Case) -> TrafficException:
+    """Return FSDP2's reduction of the norms of all tensors."""
+    norm = Flow(
+        kind="all_reduce",
+        axes="dp",
+        ranks=tuple(range(case.layout.dp)),
+        purpose=Purpose.NORM,
+        num_bytes=4 * len(parameter_shapes(case.workload.model)),
+        fewest=1,
+        most=1,
+    )
+    return TrafficException(sends=(norm,), reason="the norm is computed, to be logged, where there is nothing to clip")
+
+
+class HFTrainer(DDPRecommended):
+    """Under PyTorch's DDP, which the Trainer takes where it is given nothing else."""
+
+    track: ClassVar = Track.THEORY
+    requires: ClassVar[tuple[Requirement, ...]] = REQUIRES
+    preload: ClassVar[tuple[str, ...]] = ("transformers.trainer", "deepspeed")
+    capabilities: ClassVar = Capabilities(
+        degrees=frozenset({"dp"}),
+        families=frozenset(Family),
+        lacks=LOOP_LACKS,
+    )
+    loop: ClassVar[type[HFLoop]] = HFLoop
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        return uncountable(case) or super().supports(case, device, backend)
+
+    @classmethod
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        counted = (counts_tokens(case),) if case.layout.dp > 1 else ()
+        return (*super().traffic_exceptions(case, rank), *counted)
+
+    @classmethod
+    def arguments(cls, case: Case) -> dict[str, Any]:
+        """What `TrainingArguments` gets beyond what every case has."""
+        return {}
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return LoopEngine(case, context, self.loop(case, context, self.arguments(case)))
+
+
+class HFTrainerRankMeans(HFTrainer):
+    """`average_tokens_across_devices=False`: every rank divides by its own number of tokens."""
+
+    @classmethod
+    def arguments(cls, case: Case) -> dict[str, Any]:
+        return {"average_tokens_across_devices": False}
+
+    @classmethod
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        return DDPRecommended.traffic_exceptions(case, rank)
+
+
+class HFTrainerModelLoss(HFTrainer):
+    """The model computes its own loss, as in most scripts; models of Transformers alone (`--workload hf:FILE.json`)."""
+
+    loop: ClassVar = HFModelLossLoop
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        return no_model_of_transformers(case) or super().supports(case, device, backend)
+
+
+class HFTrainerRecommended(HFTrainer):
+    """The optimizer that the Trainer makes of its arguments, which decays no norm and no bias."""
+
+    track: ClassVar = Track.AUTHORS
+    loop: ClassVar = HFOwnOptimizerLoop
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        if case.workload.optimizer.kind is not OptimizerKind.ADAMW:
+            return f"{case.adapter} does not support {case.workload.optimizer.kind} (adamw is what it is asked for)"
+        return super().supports(case, device, backend)
+
+
+class HFTrainerFSDP2(AccelerateFSDP2):
+    """`fsdp=True`: blocks are sharded each on its own, the rest with the model, reduced in every micro-batch."""
+
+    requires: ClassVar[tuple[Requirement, ...]] = REQUIRES
+    preload: ClassVar[tuple[str, ...]] = HFTrainer.preload
+    capabilities: ClassVar = dataclasses.replace(
+        HFTrainer.capabilities,
+        zero_stages=frozenset({3}),
+        lacks={**AccelerateFSDP2.capabilities.lacks, **LOOP_LACKS},
+    )
+    loop: ClassVar[type[HFLoop]] = HFFSDP2Loop
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        return uncountable(case) or super().supports(case, device, backend)
+
+    @classmethod
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        """The norm is computed where there is nothing to clip too, to be logged."""
+        norm = () if case.workload.optimizer.clip_norm is not None else (norm_of_tensors(case),)
+        return (*super().traffic_exceptions(case, rank), counts_tokens(case), *norm)
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return LoopEngine(case, context, self.loop(case, context, {}))
+
+
+class HFTrainerDeepSpeed(DeepSpeed):
+    """`deepspeed=`: the configuration of the adapter `deepspeed`."""
+
+    requires: ClassVar[tuple[Requirement, ...]] = (*REQUIRES, *DeepSpeed.requires)
+    preload: ClassVar[tuple[str, ...]] = (*HFTrainer.preload, *DeepSpeed.preload)
+    capabilities: ClassVar = dataclasses.replace(
+        DeepSpeed.capabilities,
+        precisions=frozenset({Precision.FP32}),
+        lacks={
+            **DeepSpeed.capabilities.lacks,
+            **LOOP_LACKS,
+            Feature.RESHARD: "the Trainer reads no universal checkpoints of DeepSpeed",
+        },
+    )
+    loop: ClassVar[type[HFLoop]] = HFDeepSpeedLoop
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        return uncountable(case) or super().supports(case, device, backend)
+
+    @classmethod
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        return (*super().traffic_exceptions(case, rank), counts_tokens(case))
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return LoopDeepSpeedEngine(case, context, self.loop(case, context, {}))
+
+
+class LoopDeepSpeedEngine(LoopEngine, DeepSpeedEngine):
+    """A loop that has made a `deepspeed.DeepSpeedEngine` of the model."""
+
+
+class HFTrainerDeepSpeedGiven(HFTrainerDeepSpeed):
+    """`Trainer(optimizers=...)` under DeepSpeed, which drops the optimizer that it is given."""
+
+    loop: ClassVar[type[HFLoop]] = HFGivenOptimizerLoop

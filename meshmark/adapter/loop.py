@@ -1,0 +1,341 @@
+"""Frameworks that own their training loop, presented to the suites as engines.
+
+A trainer has no `backward` and `update` that could be called from outside: it is built, and then it runs. A `Loop` is
+one rank of such a trainer. Its `run` calls the framework's own `train()`, `fit()` or whatever it is called, and hooks
+in the framework call the loop back at four moments. At each of them Meshmark looks on, and then lets the loop go on.
+
+The loop runs in a greenlet, in the thread that looks on. In a thread of its own it would be invisible to PyTorch's
+profiler and to dispatch modes, which belong to one thread. The price is that grad mode and autocast are shared; both
+sides get their own back at every switch.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.data import Dataset
+
+from meshmark.adapter.capabilities import Feature, Requirement
+from meshmark.adapter.data_parallel import DataParallelEngine, skip_block
+from meshmark.adapter.engine import RankContext
+from meshmark.adapter.holdings import Holdings
+from meshmark.errors import AdapterError
+from meshmark.reference.data import Batch, make_batch
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout
+from meshmark.spec.model_spec import Family
+from meshmark.spec.precision import Precision
+from meshmark.spec.tuning import Knob
+
+GREENLET = Requirement(module="greenlet", distribution="greenlet")
+"""What every adapter of a loop requires."""
+NO_EVALUATION = "a trainer evaluates over a data set of its own, not one global batch"
+LOOP_LACKS: Mapping[Feature | Precision | Family | Knob, str] = {
+    Feature.EVALUATE: NO_EVALUATION,
+    Feature.DROPOUT: "masks are drawn in the trainer's own order",
+}
+"""Features that loops lack by their nature, for `Capabilities.lacks`."""
+NUM_STEPS = 20_000
+"""Optimizer steps that the data set has rows for; more than any pass takes."""
+_KEPT_BATCHES = 4
+"""Global batches kept for loaders that read ahead."""
+
+
+class Moment(StrEnum):
+    """Where a loop stops and Meshmark looks on."""
+
+    READY = "ready"
+    """The model is wrapped and holds its initial values, or those of the checkpoint; no step has begun."""
+    GRADIENTS = "gradients complete"
+    """Gradients of a step are reduced and not yet clipped."""
+    STEPPED = "step done"
+    """The optimizer and the schedule have stepped, and gradients are forgotten."""
+    SAVED = "saved"
+    """A checkpoint that was asked for is complete."""
+
+
+class Dealing(StrEnum):
+    """How a loader deals the rows that it reads in order over ranks."""
+
+    ROWS = "row by row"
+    """To one rank after the other, as `torch.utils.data.DistributedSampler` does."""
+    MICRO_BATCHES = "micro-batch by micro-batch"
+    """To one rank after the other, as Accelerate's `BatchSamplerShard` does."""
+
+    def order(self, layout: Layout, rows: int) -> Tensor:
+        """Return which row of a global batch is to be read at each place, int64 [rows].
+
+        Each rank then has the rows of its data-parallel shard, in its micro-batches.
+        """
+        ranks, micros = layout.dp, layout.num_micro_batches
+        row_RMB = torch.arange(rows).view(ranks, micros, -1)
+        return (row_RMB.permute(1, 2, 0) if self is Dealing.ROWS else row_RMB.permute(1, 0, 2)).flatten()
+
+
+class GlobalRows(Dataset[Batch]):
+    """The rows of all global batches, one batch after another.
+
+    A trainer that reads them in order, as many an optimizer step as a global batch has, over all ranks, trains on the
+    workload's batches. Within a batch they are ordered so that each rank is dealt the shard that the layout gives it.
+    """
+
+    def __init__(self, case: Case, dealing: Dealing) -> None:
+        self.workload = case.workload
+        self.order = dealing.order(case.layout, case.workload.global_batch).tolist()
+        self._batch: Callable[[int], Batch] = functools.lru_cache(maxsize=_KEPT_BATCHES)(self._made)
+
+    def _made(self, step: int) -> Batch:
+        return make_batch(self.workload, step).each(unmetered)
+
+    def __len__(self) -> int:
+        return NUM_STEPS * self.workload.global_batch
+
+    def __getitem__(self, index: int) -> Batch:
+        """Return one row, as a batch of length 1."""
+        step, place = divmod(index, self.workload.global_batch)
+        row = self.order[place]
+        return self._batch(step).rows(row, row + 1)
+
+
+def unmetered(tensor: Tensor) -> Tensor:
+    """Return a copy in numpy's memory, which the meters of a rank do not take for the framework's.
+
+    The data are the suite's, as a batch that an engine is handed.
+    """
+    return torch.from_numpy(tensor.numpy().copy())
+
+
+def collate(rows: Sequence[Batch]) -> Batch:
+    """Return the batch of these rows, in this order: a loader's `collate_fn`."""
+    first = rows[0]
+
+    def joined(*tensors: Tensor) -> Tensor:
+        return unmetered(torch.cat(tensors))
+
+    return Batch(
+        inputs=pytree.tree_map(joined, first.inputs, *(row.inputs for row in rows[1:])),
+        targets=joined(*(row.targets for row in rows)),
+        weights=joined(*(row.weights for row in rows)),
+        total_weight=first.total_weight,
+        skipped_block=first.skipped_block,
+    )
+
+
+class Loop(ABC):
+    """One rank of a trainer that owns its loop.
+
+    `run` starts the framework's own loop over `self.rows`. Hooks in it call `ready` once, and then `gradients_complete`
+    and `step_done` once an optimizer step, in this order. Each returns when Meshmark lets the loop go on. The end of
+    the last step is nothing to care about: the loop is left where it stands, by an exception that no `except Exception`
+    catches.
+    """
+
+    def __init__(self, case: Case, context: RankContext, dealing: Dealing) -> None:
+        """`dealing`: how the framework's loader deals rows over ranks."""
+        self.case, self.context = case, context
+        self.rows = GlobalRows(case, dealing)
+        self.module: nn.Module
+        self.optimizer: torch.optim.Optimizer
+        self.loss: Tensor
+        self.norm: Tensor | None = None
+        self._stop: Callable[[Moment], None] = self._no_engine
+
+    def inner(self) -> nn.Module:
+        """Return the workload's model inside what the framework has made of it: its parameters have canonical names."""
+        module = self.module
+        return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+
+    @abstractmethod
+    def run(self, checkpoint: Path | None) -> None:
+        """Run the framework's own loop until it is left; from a folder that `save_to` was given where there is one."""
+
+    def save_to(self, folder: Path) -> None:
+        """Ask the framework for a checkpoint in `folder`, which all ranks share, as soon as the loop goes on.
+
+        It is called after `step_done`; the loop must call `saved` when the checkpoint is complete.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no save_to: write it, or name Feature.SAVE in `lacks`")
+
+    def close(self) -> None:  # noqa: B027
+        """Undo what the framework has changed in the process, after the loop was left."""
+
+    @property
+    def rows_per_micro_batch(self) -> int:
+        """Rows that one rank trains on at a time."""
+        layout = self.case.layout
+        return self.case.workload.global_batch // (layout.dp * layout.num_micro_batches)
+
+    def ready(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Stop before the first step. `module`: as the framework has wrapped it; `optimizer`: PyTorch's."""
+        self.module, self.optimizer = module, optimizer
+        self._stop(Moment.READY)
+
+    def gradients_complete(self, loss: Tensor) -> None:
+        """Stop where gradients are reduced over all ranks, unscaled and not yet clipped.
+
+        `loss`: this rank's share of what the loop minimises, a scalar; the shares of all ranks add up to it. A loop
+        that averages over ranks has differentiated `dp` times its share.
+        """
+        self.loss = loss
+        self._stop(Moment.GRADIENTS)
+
+    def step_done(self, norm: Tensor | float | None = None) -> None:
+        """Stop where the step is done. `norm`: the global norm before clipping, where the framework tells it."""
+        self.norm = None if norm is None else torch.as_tensor(norm)
+        self._stop(Moment.STEPPED)
+
+    def saved(self) -> None:
+        """Stop where the checkpoint that `save_to` asked for is complete on all ranks."""
+        self._stop(Moment.SAVED)
+
+    def _no_engine(self, moment: Moment) -> NoReturn:
+        raise AdapterError(f"{type(self).__name__} came to {moment!r} outside of an engine: give it to LoopEngine")
+
+
+@dataclass(frozen=True)
+class _Modes:
+    """What autograd and autocast are switched to in this thread."""
+
+    grad: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+
+    @classmethod
+    def now(cls, devices: tuple[str, ...]) -> _Modes:
+        told = ((device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices)
+        return cls(torch.is_grad_enabled(), tuple(told))
+
+    def restore(self) -> None:
+        torch.set_grad_enabled(self.grad)
+        for device, enabled, dtype in self.autocast:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+
+
+class _Beside:
+    """Work that runs beside this thread's own, and stops where it says so."""
+
+    def __init__(self, work: Callable[[], None], devices: tuple[str, ...]) -> None:
+        import greenlet  # ranks of engines need none
+
+        self._exit: type[BaseException] = greenlet.GreenletExit
+        self._devices = devices
+        self._greenlet = greenlet.greenlet(functools.partial(self._begin, work))
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        """With the modes that a script starts in; whoever first asks may be under `no_grad`."""
+        _Modes(True, tuple((device, False, torch.get_autocast_dtype(device)) for device in self._devices)).restore()
+        work()
+
+    def stop(self, moment: Moment) -> None:
+        """Called by the work: go on outside, until the work is resumed."""
+        inside = _Modes.now(self._devices)
+        self._greenlet.parent.switch(moment)
+        inside.restore()
+
+    def resume(self) -> Moment | None:
+        """Let the work go on to its next stop and return where that is; None where it has ended instead."""
+        outside = _Modes.now(self._devices)
+        try:
+            moment: Any = self._greenlet.switch()
+        finally:
+            outside.restore()
+        return moment if isinstance(moment, Moment) else None
+
+    def leave(self) -> None:
+        """Leave the work where it stands; its `finally` clauses are run."""
+        if not self._greenlet.dead and self._greenlet:
+            outside = _Modes.now(self._devices)
+            try:
+                self._greenlet.throw(self._exit)
+            finally:
+                outside.restore()
+
+
+class LoopEngine(DataParallelEngine):
+    """Presents a `Loop` as an engine: `backward` runs the loop to its gradients, `update` to the end of the step.
+
+    The loop starts when something is first asked of the engine, so that `load` can say from where. What it holds is
+    found in `loop.module` and `loop.optimizer`.
+    """
+
+    def __init__(self, case: Case, context: RankContext, loop: Loop) -> None:
+        self.case, self.context, self.loop = case, context, loop
+        self._checkpoint: Path | None = None
+        self._beside: _Beside | None = None
+        self._step = 0
+
+    @property
+    def module(self) -> Any:  # type: ignore[override]  # noqa: ANN401
+        """What the framework has made of the model."""
+        self._start()
+        return self.loop.module
+
+    @property
+    def optimizer(self) -> Any:  # type: ignore[override]  # noqa: ANN401
+        """PyTorch's optimizer inside the framework's."""
+        self._start()
+        return self.loop.optimizer
+
+    def _start(self) -> None:
+        if self._beside is None:
+            devices = tuple(sorted({"cpu", self.context.device.type}))
+            self._beside = _Beside(lambda: self.loop.run(self._checkpoint), devices)
+            self.loop._stop = self._beside.stop
+            self._go_on(Moment.READY)
+
+    def _go_on(self, until: Moment) -> None:
+        """Run the loop to its next stop. Raises `AdapterError` where that is another."""
+        assert self._beside is not None
+        moment = self._beside.resume()
+        if moment is not until:
+            found = f"came to {moment.value!r}" if moment else "ended"
+            raise AdapterError(
+                f"rank {self.context.rank}, step {self._step}: {type(self.loop).__name__} {found}, expected "
+                f"{until.value!r}: ready() once, then gradients_complete() and step_done() in every optimizer step"
+            )
+
+    def backward(self, batch: Batch) -> Tensor:
+        """Let the loop train on its own data, which are those of `batch` if the trainer reads its rows in order."""
+        skip_block(self.module, batch, self.case.workload)
+        self._go_on(Moment.GRADIENTS)
+        return self.loop.loss
+
+    def update(self) -> Tensor | None:
+        self._go_on(Moment.STEPPED)
+        self._step += 1
+        return self.loop.norm
+
+    def loss_scale(self) -> float:
+        return 1.0
+
+    def inner(self) -> nn.Module:
+        self._start()
+        return self.loop.inner()
+
+    def holdings(self) -> Holdings:
+        self._start()
+        return super().holdings()
+
+    def save(self, folder: Path) -> None:
+        self.loop.save_to(folder)
+        self._go_on(Moment.SAVED)
+        torch.distributed.barrier()
+
+    def load(self, folder: Path) -> None:
+        if self._beside is not None:
+            raise AdapterError(f"rank {self.context.rank}: a loop loads a checkpoint before its first step alone")
+        self._checkpoint = folder
+
+    def close(self) -> None:
+        if self._beside is not None:
+            self._beside.leave()
+            self.loop.close()

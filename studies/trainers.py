@@ -1,0 +1,180 @@
+"""What trainers that own their loop really optimise: reports/trainers.md.
+
+`make trainers` runs every adapter of a loop on two ranks, with two micro-batches and rows of unequal length, and judges
+it by the suites and by the clauses on checkpoints.
+
+    python -m studies.trainers               # runs the suites, then writes the page
+    python -m studies.trainers --page-only   # writes the page from the records that are there
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshmark.adapter.loop import GREENLET
+from meshmark.adapter.registry import builtin_adapters, load_adapter
+from meshmark.conformance.clauses import CLAUSES, judge_clause
+from meshmark.conformance.finding import ClauseResult
+from meshmark.judge.faults import Diagnosis, Fault
+from meshmark.records.record import Record
+from meshmark.records.record_file import read_records
+from meshmark.report.markdown import inline
+from meshmark.report.markdown import table as markdown
+from meshmark.report.results import CaseResult, newest, results
+from meshmark.text import clip, pluralize
+
+PAGE, RESULTS = Path("reports/trainers.md"), Path("results/trainers")
+MODELS = (
+    "hf:examples/transformers/llama.json",
+    "hf:examples/transformers/gpt2.json",
+    "hf:examples/transformers/bert.json:AutoModelForMaskedLM",
+    "hf:examples/transformers/t5.json:AutoModelForSeq2SeqLM",
+)
+"""Trained by the loss that they compute themselves."""
+OWN_LOSS = "hf-trainer-model-loss"
+WORKLOAD, LAYOUTS = "gpt-mini", "dp2.mb2,dp2.zero2.mb2,dp2.zero3.mb2"
+SUITES = ("equivalence", "memory", "communication")
+RESUMES = "resume"
+
+
+def adapters() -> list[str]:
+    """Return the names of all adapters of loops."""
+    return [name for name, target in builtin_adapters().items() if GREENLET in load_adapter(target).requires]
+
+
+def run(chosen: Sequence[str]) -> None:
+    """Run the suites and the clause on resuming over the `chosen` adapters."""
+    base = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", "--results", str(RESULTS)]
+    suites = [*(f"suites/test_{suite}.py" for suite in SUITES), "--layouts", LAYOUTS]
+    if others := [name for name in chosen if name != OWN_LOSS]:
+        named = ["--adapters", ",".join(others)]
+        subprocess.run([*base, *named, *suites, "--workload", WORKLOAD], check=False)
+        subprocess.run([*base, *named, "suites/test_conformance.py", "-k", RESUMES], check=False)
+    if OWN_LOSS in chosen:
+        models = ["--adapters", OWN_LOSS, "--workload", ",".join(MODELS)]
+        subprocess.run([*base, *models, *suites], check=False)
+
+
+def page(records: Sequence[Record]) -> str:
+    """Return the page of what the records say."""
+    every = [result for result in results([r for r in records if not r.conformance.scenario]) if not result.skipped]
+    rows = [_row(result, records) for result in sorted(every, key=lambda result: adapters().index(result.case.adapter))]
+    environment = newest(records).environment
+    versions = ", ".join(f"{name} {number}" for name, number in sorted(environment.versions.items()))
+    right = sum(row["optimises"] == _RIGHT for row in rows)
+    kinds = [
+        f"- **{name}**: {inline(_first_paragraph(name))}"
+        for name in adapters()
+        if any(result.case.adapter == name for result in every)
+    ]
+    return f"""# What your trainer really optimises
+
+Trainers that own their loop, built by their own arguments, run by themselves, and stopped where gradients are complete
+and where a step is done. Made by `make trainers` at commit {environment.commit} on {environment.machine}: two ranks,
+two micro-batches each, rows of unequal length, in float32.
+
+**{right} of {len(rows)} optimise the mean over all tokens of the global batch**, with the optimizer that they were
+asked for. What the others do instead is in the table; it is what they do by the arguments that they have here.
+
+{markdown(rows)}
+
+## What each is
+
+{chr(10).join(kinds)}
+
+## How it was obtained
+
+- *optimises*: every gradient and update of five steps is held against one process in float64. What fails is explained
+  by the fault that would look like it. The smallest error of a gradient that would have been seen is
+  {_detects(every)} of its norm.
+- *memory and traffic*: bytes by category and collectives by group, against theory and what the adapter declares.
+- *resumes*: half of the steps, a checkpoint by the trainer's own means, and the other half in new processes are one
+  run.
+- Versions: {versions}.
+"""
+
+
+_RIGHT = "the mean over all tokens"
+_SAME_BITS = "bitwise equal"
+"""How the clause's evidence starts where both halves are one run."""
+
+
+def _row(result: CaseResult, records: Sequence[Record]) -> dict[str, object]:
+    record = result.observed
+    workload = result.case.workload.name.partition(".")[0]
+    row: dict[str, object] = {"trainer": result.case.adapter, "model": workload, "layout": result.case.layout.id}
+    if record is None or result.failed:
+        return {**row, "optimises": f"**{inline(result.correctness.text)}**"}
+    equivalence = record.verdict("equivalence")
+    right = equivalence is not None and equivalence.passed
+    other = [name for name in ("memory", "communication") if (v := record.verdict(name)) is None or not v.passed]
+    return {
+        **row,
+        "optimises": _RIGHT if right else f"**{inline(clip(_wrong(record.equivalence.diagnosis), 200))}**",
+        "memory and traffic": f"**not as planned: {', '.join(other)}**" if other else "as planned",
+        "resumes": _resumes(result, records),
+    }
+
+
+def _wrong(diagnosis: Diagnosis | None) -> str:
+    """Return what a run does instead; of an update rule, with the parameters that it is of."""
+    if diagnosis is None:
+        return "not judged"
+    text = f"{diagnosis.fault}: {diagnosis.detail}" if diagnosis.detail else str(diagnosis.fault)
+    if diagnosis.fault is not Fault.UPDATE or not diagnosis.names:
+        return text
+    return f"{text}, of {pluralize(diagnosis.num_names, 'parameter')} such as {diagnosis.names[0]}"
+
+
+def _resumes(result: CaseResult, records: Sequence[Record]) -> str:
+    """Return the finding of the clause for this trainer and ZeRO stage."""
+    own = {
+        r.conformance.scenario: r
+        for r in records
+        if r.conformance.scenario
+        and r.case.adapter == result.case.adapter
+        and r.case.layout.zero_stage == result.case.layout.zero_stage
+    }
+    if not own.keys() >= set(CLAUSES[RESUMES].scenarios):
+        return "–"
+    found = judge_clause(CLAUSES[RESUMES], own)
+    if found.result is ClauseResult.UNSUPPORTED:
+        return "–"
+    same = found.evidence.startswith(_SAME_BITS)  # which is what resuming is about, whatever it trains
+    return "yes" if same or found.result is ClauseResult.PASS else f"**{inline(clip(found.evidence, 120))}**"
+
+
+def _first_paragraph(name: str) -> str:
+    text = inspect.getdoc(load_adapter(builtin_adapters()[name])) or ""
+    return " ".join(text.partition("\n\n")[0].split())
+
+
+def _detects(found: Sequence[CaseResult]) -> str:
+    limits = [
+        float(verdict.evidence["detection_limit"])
+        for result in found
+        if result.observed and (verdict := result.observed.verdict("equivalence"))
+    ]
+    return f"{min(limits):.1e} to {max(limits):.1e}" if limits else "unknown"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m studies.trainers", description=__doc__.partition("\n")[0])
+    parser.add_argument("--page-only", action="store_true", help="write the page from the records that are there")
+    parser.add_argument("--adapters", default="", metavar="NAMES", help="run these alone (default: all)")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("-o", "--output", type=Path, default=PAGE)
+    parsed = parser.parse_args(arguments)
+    if not parsed.page_only:
+        run(parsed.adapters.split(",") if parsed.adapters else adapters())  # what fails is what the page tells of
+    parsed.output.write_text(page(read_records(parsed.results, latest=True).records))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

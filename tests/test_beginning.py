@@ -1,0 +1,69 @@
+"""Where a wrong run begins to deviate: the module, the direction and the rank are named."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshmark.adapter.engine import RankContext
+from meshmark.adapter.single import Single
+from meshmark.judge.beginning import Beginning, Direction, Point, describe
+from meshmark.passes.localise import begins
+from meshmark.records.request import Request, Task
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout
+from meshmark.spec.workload import Workload, workload
+from tests.broken.engine import breaks
+from tests.broken.modules import ONE_MODULE, OneModule
+
+GPT = workload("gpt-mini")
+
+
+def found_in(defect: type[OneModule] | None, tmp_path: Path, trained: Workload = GPT) -> Beginning | None:
+    case = Case(adapter="single", workload=trained, layout=Layout(num_micro_batches=2))
+    context = RankContext(rank=0, world_size=1, device=torch.device("cpu"), backend="gloo", scratch=tmp_path)
+    engine = Single().build(case, context)
+    request = Request(
+        case=case,
+        adapter="meshmark.adapter.single:Single",
+        task=Task.LOCALISE,
+        device="cpu",
+        backend="gloo",
+        steps=2,
+        time_limit_seconds=60,
+    )
+    return begins(breaks(engine, defect) if defect else engine, request, rank=0)
+
+
+@pytest.mark.parametrize("defect", ONE_MODULE, ids=lambda defect: defect.__name__)
+def test_a_module_that_computes_wrongly_is_named(defect: type[OneModule], tmp_path: Path) -> None:
+    found = found_in(defect, tmp_path)
+    assert found is not None
+    assert (found.module, found.direction) == (defect.module_name, defect.direction)
+    assert found.parameter == defect.parameter
+    assert found.step == 0 and found.ratio > 1
+
+
+@pytest.mark.parametrize("name", ["gpt-mini", "llama-tiny", "vit-digits", "resnet-digits", "gpt-moe-mini"])
+def test_a_correct_run_deviates_nowhere(name: str, tmp_path: Path) -> None:
+    assert found_in(None, tmp_path, workload(name)) is None
+
+
+def test_the_sentence_names_the_first_of_all_ranks_and_who_deviates_alike() -> None:
+    one = Beginning(
+        rank=2,
+        step=1,
+        micro_batch=0,
+        place=7,
+        module="layers.3.mlp.down",
+        direction=Direction.BACKWARD,
+        point=Point.INPUT_GRADIENT,
+        ratio=12.0,
+    )
+    later = dataclasses.replace(one, rank=0, place=9, module="layers.2")
+    told = describe([later, one, dataclasses.replace(one, rank=3)], world_size=4)
+    assert told.startswith("forward right everywhere; backward first wrong at layers.3.mlp.down, on ranks 2 and 3,")
+    assert "reduction" in describe([], world_size=4)
