@@ -26,7 +26,7 @@ GROWTH_BLOCK = 8
 The C library's count fluctuates by kilobytes from step to step, with temporaries of other threads.
 """
 WIDER = 0.03
-"""Share of a precision's noise. A run whose worst gradient is closer to the reference was computed in a wider
+"""Share of a precision's noise. A run whose worst gradient is closer to the truth was computed in a wider
 precision.
 
 A correct run reaches half of its noise or more; fp32 under the name of bf16 reaches a ten-thousandth.

@@ -1,6 +1,6 @@
 """Storage for bulky evidence: compressed files next to the records, named by content and read on demand.
 
-The deviation of every tensor from the reference at every step, and the noise of rounding alone, make up nine tenths of
+The deviation of every tensor from the truth at every step, and the noise of rounding alone, make up nine tenths of
 a record. Verdicts were computed from this evidence, but a table of verdicts needs none of it. A line of records.jsonl
 names the file that holds the evidence. The noise of a workload is the same in all its records, and is therefore one
 file.

@@ -33,7 +33,7 @@ class RankReport:
     left_out: int = 0
     """Steps that dynamic loss scaling skipped. They appear in no other list."""
     deviations: Deviations = field(default_factory=dict)
-    """Deviations from the reference, by quantity, then step. On rank 0, for all ranks."""
+    """Deviations from the truth, by quantity, then step. On rank 0, for all ranks."""
     drifts: list[Drift] = field(default_factory=list)
     """On rank 0, for all ranks."""
     diagnosis: Diagnosis | None = None

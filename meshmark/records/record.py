@@ -142,10 +142,10 @@ class TrainingCurves:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EquivalenceEvidence:
-    """Comparison of a run with the reference, and the noise of that comparison."""
+    """Comparison of a run with the truth, and the noise of that comparison."""
 
     deviations: Deviations = field(default_factory=dict)
-    """Deviations from the reference, by quantity, then step."""
+    """Deviations from the truth, by quantity, then step."""
     noise: Comparisons = field(default_factory=dict)
     """Root mean square of such deviations in perturbed runs of `single`, and of the scales of gradients."""
     factors: Mapping[str, float] = field(default_factory=dict)
@@ -168,7 +168,7 @@ class EquivalenceEvidence:
 
     @property
     def wrong_start(self) -> list[Quantity]:
-        """Initial values that differ from the reference in at least one bit."""
+        """Initial values that differ from the truth in at least one bit."""
         return [q for q, steps in self.deviations.items() if q.kind is QuantityKind.INITIAL and steps[0].distance]
 
 

@@ -30,7 +30,7 @@ class Task(StrEnum):
     have.
     """
     NOISE = "noise"
-    """How far rounding alone moves the adapter `single` from the reference, in one process."""
+    """How far rounding alone moves the adapter `single` from the truth, in one process."""
     SAVE = "save"
     """Train, and save halfway."""
     LOSE = "lose"
@@ -83,14 +83,14 @@ class Request:
     observed: ObservedPath | None = None
     """TIME: the path that the ranks' losses and parameters are compared with in the record."""
     assess: bool = True
-    """OBSERVE: compare with the reference. False measures only memory and traffic."""
+    """OBSERVE: compare with the truth. False measures only memory and traffic."""
     sample: Sample | None = None
     """OBSERVE and NOISE: the part of a large model to compare, tensor by tensor.
 
     None compares all of it, in memory.
     """
     metered: bool = True
-    """OBSERVE: measure memory and traffic. False only compares with the reference."""
+    """OBSERVE: measure memory and traffic. False only compares with the truth."""
     tolerance_model: ToleranceModel | None = None
     """OBSERVE: tolerances. A run that exceeds them is diagnosed."""
     scenario: str = ""
