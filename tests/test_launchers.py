@@ -492,7 +492,7 @@ def test_a_hang_under_torchrun_ends_at_the_limit_with_stacks_and_its_processes(
     record = run(torchrun, "leavesdaemon", results, limit=35)
     assert record.outcome.status is Status.HUNG, record.outcome.message
     assert set(record.outcome.stacks) == {0, 1}
-    assert all("torchrun_rank" in stack for stack in record.outcome.stacks.values())
+    assert all("launch/rank.py" in stack for stack in record.outcome.stacks.values())
 
 
 @pytest.mark.usefixtures("nothing_left")

@@ -11,6 +11,10 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from meshmark.errors import MeshmarkError
+
+_ATTEMPTS = 5
+"""Largest number of attempts to take a profile that sees an allocation."""
 _SETTLE_SECONDS = 0.02
 """Time for gloo's threads to release tensors, which takes them microseconds after a collective is reported done."""
 
@@ -58,20 +62,26 @@ def allocated_bytes(device: torch.device) -> int:
     """Return the allocator's own count. No profiler may be running.
 
     On a CPU the allocator reports it only to a profiler, and `count_all_threads` must have been called before the
-    first allocation that should count.
+    first allocation that should count. On a machine with five times as many runnable processes as cores, a profile was
+    once empty; in that case another is taken.
+
+    Raises `MeshmarkError` if the profiler sees nothing at all.
     """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as short:
-        told = torch.empty(1)
-        del told
-    results: Any = short.profiler.kineto_results
-    stack, changes = list(results.experimental_event_tree()), []
-    while stack:
-        event = stack.pop()
-        stack.extend(event.children)
-        changes += [event] if event.name == "[memory]" else []
-    return int(max(changes, key=lambda event: event.start_time_ns).extra_fields.total_allocated)
+    for _ in range(_ATTEMPTS):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as short:
+            told = torch.empty(1)
+            del told
+        results: Any = short.profiler.kineto_results
+        stack, changes = list(results.experimental_event_tree()), []
+        while stack:
+            event = stack.pop()
+            stack.extend(event.children)
+            changes += [event] if event.name == "[memory]" else []
+        if changes:
+            return int(max(changes, key=lambda event: event.start_time_ns).extra_fields.total_allocated)
+    raise MeshmarkError(f"PyTorch's profiler saw no allocation in {_ATTEMPTS} attempts: memory cannot be counted")
 
 
 class CudaPeaks:

@@ -71,7 +71,7 @@ class OtherGelu(OneModule):
         return lambda x: module.down(F.gelu(module.up(x)))
 
 
-class OtherEpsilon(OneModule):
+class OtherEpsilonOfOne(OneModule):
     """A norm with another epsilon."""
 
     module_name, direction = "blocks.1.attention_norm", Direction.FORWARD
@@ -177,7 +177,7 @@ ONE_MODULE: tuple[type[OneModule], ...] = (
     ForwardScaled,
     WeightRounded,
     OtherGelu,
-    OtherEpsilon,
+    OtherEpsilonOfOne,
     SeesTheNextToken,
     OneElement,
     OnRankOne,
