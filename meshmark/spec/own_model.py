@@ -19,12 +19,12 @@ HUGGING_FACE = "hf:"
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCount:
-    """One of the layers that a user's model is cut between, as a pipeline runs them one after another."""
+    """A layer between which a user's model is cut. A pipeline runs the layers one after another."""
 
     num_parameters: int
     num_tensors: int
     row_shape: tuple[int, ...]
-    """Of one row as it goes out: what a stage sends on."""
+    """Shape of one row of the layer's output, which a stage sends on."""
     buffer_bytes: int = 0
 
     @property
@@ -34,7 +34,7 @@ class LayerCount:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSplit:
-    """What a workload's tensor-parallel plan splits, as `parallelize_module` does."""
+    """Parameters that a workload's tensor-parallel plan splits, as `parallelize_module` does."""
 
     sizes: tuple[int, ...]
     """Sizes of the dimensions that are split, each once: what the degree must divide."""
@@ -111,13 +111,13 @@ class OwnModelConfig(ModelConfig):
     couples_rows: bool = False
     has_batch_norms: bool = False
     layers: tuple[LayerCount, ...] = ()
-    """What a pipeline is cut between; empty where the workload does not say."""
+    """Layers between which a pipeline is cut; empty if the workload does not name them."""
     layers_share: bool = False
-    """Whether two of them hold one parameter."""
+    """Whether two of the layers share a parameter."""
     split: TensorSplit | None = None
     """None where the workload has no tensor-parallel plan."""
     has_frozen: bool = False
-    """Whether its own code freezes some parameters."""
+    """Whether the model's code freezes some parameters."""
 
     @property
     def preload(self) -> tuple[str, ...]:  # type: ignore[override]
