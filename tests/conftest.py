@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -110,3 +111,26 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
+
+CPU_MINUTES = 25
+"""Budget of all tests together, with all processes that they start. Other work on the machine hardly changes it."""
+
+
+def cpu_minutes() -> float:
+    """Return the processor time of this process and of its descendants that have ended, in minutes."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used) / 60
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a run that took more than the budget. Under xdist this is the controller's to tell, as the last to end."""
+    if not hasattr(session.config, "workerinput") and cpu_minutes() > CPU_MINUTES and session.exitstatus == 0:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how much of the budget a long run used."""
+    if cpu_minutes() > 1:
+        terminalreporter.write_line(f"{cpu_minutes():.1f} CPU-minutes of a budget of {CPU_MINUTES} for all tests")

@@ -297,15 +297,19 @@ def _asked(need: Need, found: Iterable[AdapterColumn]) -> bool:
 
 def _kept(need: Need, found: Sequence[AdapterColumn]) -> str:
     """Return the answer that clauses decide."""
-    kept, broken = list[str](), list[str]()
+    kept, broken, silent = list[str](), list[str](), list[str]()
     for column in found:
         asked = _results(need, column)
+        if column.base.world_size == 1 or not asked:
+            continue
         if len(asked) == len(need.clauses) and all(result is ClauseResult.PASS for result in asked):
             kept.append(column.title)
-        elif {ClauseResult.FAIL, ClauseResult.KNOWN_GAP} & set(asked):
-            broken.append(column.title)
-    not_in = f", which do not in {', '.join(map(inline, broken))}" if broken else ""
-    return _answer(need.title, kept, f"*Measured*: {', '.join(need.clauses)} hold{not_in}")
+        else:
+            (broken if {ClauseResult.FAIL, ClauseResult.KNOWN_GAP} & set(asked) else silent).append(column.title)
+    others = [*broken, *silent]
+    take = [f"all but {', '.join(others)}" if others else f"all {len(kept)}"] if len(kept) > len(others) else kept
+    not_in = f"; a clause fails in {', '.join(map(inline, broken))}" if broken else ""
+    return _answer(need.title, take, f"*Measured*: {', '.join(need.clauses)}{not_in}")
 
 
 def _clause_rows(need: Need, found: Sequence[AdapterColumn]) -> Rows:
