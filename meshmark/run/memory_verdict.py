@@ -28,8 +28,11 @@ which are no part of the module. Frameworks here hold 32 to 52 bytes of these.""
 COUNT_BYTES = 4
 """PyTorch's optimizers count the steps of every tensor."""
 TOTALS = ("steady", "peak", "unnamed", "growth")
-"""Of the allocator's count: after a step, at the most, what was there before the step without a name, and how much
-more there is after a step than after the one before."""
+"""Totals of the allocator's count.
+
+They are the bytes after a step, the maximum, the bytes before the step without a name, and the growth from one step to
+the next.
+"""
 
 _MEND_STATES = (
     "`Engine.holdings` leaves storages out or names too many, or the framework holds other bytes than its layout "
@@ -55,7 +58,7 @@ _UNKNOWN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """One number of one rank's, beside its plan."""
+    """A measured number of one rank, with its plan."""
 
     category: str
     rank: int
@@ -66,7 +69,7 @@ class Held:
     step: int | None = None
     """After which it was measured; None: at the metered step."""
     interval: Interval | None = None
-    """Of growth a step, where several steps tell it."""
+    """Interval of the growth per step, if several steps give it."""
     spare: int = 0
     """Bytes beyond the plan that may be scalars."""
 
@@ -168,7 +171,9 @@ def _growth_text(interval: Interval) -> str:
 
 
 def _later(totals: Sequence[Held], live: Mapping[int, int]) -> Iterator[Held]:
-    """What was there after other steps than the metered one. Less is no fault: it is planned of a step that has all."""
+    """Yield what was held after other steps than the metered one. Less is no fault, because the plan is for a step
+    that has all.
+    """
     steady = next((held for held in totals if held.category == "steady"), None)
     if steady is None or METERED_STEP not in live:
         return
@@ -189,7 +194,7 @@ def _scalars(record: Record) -> dict[str, int]:
 
 
 def _mend(worst: Held) -> str:
-    """What to do about a number that is off, in the direction in which it is off."""
+    """Return advice on a number that is off, depending on the direction."""
     if worst.category in TOTALS:
         return _MEND_LESS if worst.is_below else _MEND_MORE
     return _MEND_ACTIVATIONS if worst.category == "activations" else _MEND_STATES
