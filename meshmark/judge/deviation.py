@@ -90,7 +90,7 @@ class Quantity:
 
     @property
     def subject(self) -> str:
-        """What the quantity is of, as written: `NAME`, `replica1:NAME`, `replica1`, or nothing."""
+        """Subject of the quantity as written in reports: `NAME`, `replica1:NAME`, `replica1`, or nothing."""
         whose = "" if self.replica is None else f"replica{self.replica}"
         return ":".join(part for part in (whose, self.name) if part)
 

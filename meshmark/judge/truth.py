@@ -164,7 +164,7 @@ def initial_values(workload: Workload) -> Tensors:
 
 @dataclass(frozen=True, kw_only=True)
 class Exact:
-    """What float64 computes for a global batch."""
+    """Results of a global batch in float64."""
 
     loss: float
     gradients: Tensors

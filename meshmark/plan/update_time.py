@@ -25,7 +25,7 @@ _BUCKET_BYTES = 25.0 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class StageLoad:
-    """What data parallelism reduces on the heaviest pipeline stage, and what that stage computes meanwhile."""
+    """Parameters that data parallelism reduces on the heaviest pipeline stage, and the computation that overlaps it."""
 
     num_parameters: Column
     embedding: Column

@@ -247,9 +247,12 @@ def memory_categories(
 def memory_totals(
     rank: int, reading: MemoryReading, plan: ModelStates, declared: Sequence[ExtraMemory], *, on_cpu: bool
 ) -> Iterator[Held]:
-    """What the allocator counted. The batch that the engine is handed is not the engine's, and is left out as it was
-    measured, as are workspaces of kernels, which no storage outlives; peaks are planned of a CPU's kernels alone.
-    Without the ends of storages, nobody can tell which buffers at the peak were late, nor which bytes had a name."""
+    """Yield the allocator's totals with their plan.
+
+    The batch passed to the engine is not the engine's, and its measured size is left out. Workspaces of kernels are
+    left out too, because no storage outlives them. Peaks are planned for a CPU's kernels only. Without the ends of
+    storages it is unknown which buffers at the peak were late, and which bytes had a name.
+    """
     steady, peak = reading.steady, reading.peak
     passing = declared_bytes(declared, "unnamed")  # which may be there after a step as well, and not after another
     plan = plan.with_host() if on_cpu else plan

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 
 class Purpose(StrEnum):
-    """What the traffic contains."""
+    """Content of the traffic."""
 
     GRADIENTS = "gradients"
     WEIGHTS = "weights"

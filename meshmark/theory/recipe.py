@@ -68,7 +68,7 @@ class BufferBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """What ranks send one another, and when."""
+    """Traffic between ranks, and its timing."""
 
     reduce_bytes: float = 2.0
     """Bytes per gradient on the wire."""

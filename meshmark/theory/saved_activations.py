@@ -1,4 +1,4 @@
-"""What PyTorch's eager autograd keeps of the forward pass of this project's own model, exact to the byte.
+"""Bytes that PyTorch's eager autograd saves in the forward pass of this project's own model, exact to the byte.
 
 The model is meshmark/reference/transformer.py, on a CPU, operation by operation. No formulas of papers are used,
 because their models fuse and mask other things.
