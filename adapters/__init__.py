@@ -96,4 +96,4 @@ ROSTER: dict[str, str] = {
     "lightning-trainer-fsdp2": "meshmark.adapters.pytorch_lightning:LightningTrainerFSDP2",
     "lightning-trainer-recommended": "meshmark.adapters.pytorch_lightning:LightningTrainerRecommended",
 }
-"""What runs where it is named, or by `make roster`."""
+"""Adapters that run if they are named, or by `make roster`."""

@@ -26,7 +26,7 @@ def save_own(folder: Path, state: dict[str, Any]) -> None:
 
 
 def load_own(folder: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """What this rank gave `save_own`."""
+    """Return what this rank passed to `save_own`."""
     state: dict[str, Any] = torch.load(_own_file(folder), map_location=device)
     return state
 
@@ -64,7 +64,10 @@ def _state(model: nn.Module, optimizer: Optimizer, schedule: Schedule | None) ->
 
 
 def _options() -> StateDictOptions:
-    """One entry a parameter: the ranks of a pipeline have different ones, and so different groups."""
+    """Return options that flatten the optimizer's state to one entry for each parameter.
+
+    The ranks of a pipeline have different parameters, and so different groups.
+    """
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
     return StateDictOptions(flatten_optimizer_state_dict=True)

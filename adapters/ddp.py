@@ -35,7 +35,7 @@ from meshmark.theory.traffic import step_traffic
 _HOOKS: dict[Dtype, Callable[[dist.ProcessGroup, Any], Future[Tensor]]] = {
     Dtype.BF16: lambda group, bucket: bf16_compress_hook(group, bucket),
 }
-"""By the format that gradients are reduced in, where it is not the one that they are held in."""
+"""Hooks by the format in which gradients are reduced, where it differs from the format they are held in."""
 _FIRST_BUCKET_BYTES, _BUCKET_BYTES = 2**20, 25 * 2**20
 """DDP's defaults."""
 
@@ -63,7 +63,7 @@ class DDP(Adapter):
     )
     engine: ClassVar[type[DDPEngine]] = DDPEngine
     gradients_are_views: ClassVar[bool] = True
-    """Of the buckets that they are reduced in."""
+    """Whether gradients are views of the buckets in which they are reduced."""
     broadcasts_buffers: ClassVar[bool] = False
     """Otherwise each replica keeps its own statistics, as the workload defines them."""
     static_graph: ClassVar[bool] = False

@@ -141,7 +141,7 @@ class DDPCompressed(DDP):
 
     @classmethod
     def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
-        """Of PowerSGD: what it has yet to send, and the factors of the step before."""
+        """Return the extra memory of PowerSGD: what it has yet to send, and the factors of the step before."""
         algorithm = case.workload.algorithm_as(Compressing)
         compressor = algorithm.compressor
         if compressor is None or compressor.kind is not CompressorKind.POWER_SGD:

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel  # some seconds, which only ranks should take
 
 _ALIGNED_BYTES = 16
-"""Of the address of every parameter in its flat tensor (`_get_aligned_numel` of PyTorch's fsdp/_flat_param.py)."""
+"""Alignment of every parameter's address in its flat tensor (`_get_aligned_numel` of PyTorch's
+fsdp/_flat_param.py).
+"""
 
 
 class FSDP1Engine(DataParallelEngine):
@@ -58,7 +60,9 @@ class FSDP1Engine(DataParallelEngine):
         return {canonical(name): buffer.detach() for name, buffer in self.module.named_buffers()}
 
     def _full(self, shard_of: Callable[[Any], Tensor | None]) -> Gathered:
-        """By canonical name, the pieces of every flat parameter, or of its gradient, gathered from all its shards."""
+        """Return the pieces of every flat parameter or its gradient by canonical name, gathered from all its
+        shards.
+        """
         return Gathered(
             ([canonical(f"{path}.{name}") for name in handle.flat_param._fqns], partial(_pieces, handle, shard))
             for path, handle in _handles(self.module)
@@ -73,7 +77,7 @@ class FSDP1Engine(DataParallelEngine):
 
 
 def _pieces(handle: Any, shard: Tensor) -> list[Tensor]:  # noqa: ANN401
-    """Of one unit, whole."""
+    """Return the whole tensors of one unit."""
     whole = shard.new_empty(shard.numel() * handle.world_size)
     dist.all_gather_into_tensor(whole, shard.contiguous(), group=handle.process_group)
     unpadded = whole[: sum(handle.flat_param._numels_with_padding)]

@@ -166,7 +166,7 @@ class FSDP2Recommended(FSDP2):
 
 
 def row_extra_memory(case: Case, rank: int, sharding: Sharding, states: StateBytes) -> tuple[ExtraMemory, ...]:
-    """Of shards that `sharding` makes over the data-parallel ranks."""
+    """Return the extra memory of shards that `sharding` makes over the data-parallel ranks."""
     shards = case.layout.dp // sharding.replicas
     shapes = parameter_shapes(case.workload.model)
     dealt = dealt_rows(shapes, shards, case.layout.coordinates(rank).dp % shards, states)

@@ -39,8 +39,10 @@ if TYPE_CHECKING:  # a second, which only ranks should take
 
 
 class PipelineEngine(Engine):
-    """One rank's chunks of layers, one a virtual stage. Replicas of the pipeline, if any, reduce their gradients by an
-    all-reduce of each, once a step."""
+    """Pipeline engine: one rank's chunks of layers, one for each virtual stage.
+
+    Replicas of the pipeline, if any, all-reduce each gradient once a step.
+    """
 
     def __init__(self, case: Case, context: RankContext, interleaving: str = "Interleaved1F1B") -> None:
         """`interleaving`: PyTorch's schedule of several stages a rank, by its name."""
@@ -71,12 +73,16 @@ class PipelineEngine(Engine):
         self.total_weight = 0.0
 
     def make_part(self, chunk: Model) -> Part:
-        """What is run of a chunk; the place to lay it over further axes."""
+        """Return the module that is run for a chunk. Subclasses override it to split the chunk over further axes."""
         return Part(chunk, self.case.precision, self.context.device)
 
     def _targets(self, shard: Batch) -> Tensor:
-        """What the last stage is given with its micro-batches, as one tensor: schedules split no more. Targets, rows of
-        a target and its weight, float64 [B, 2], or the numbers of the rows, of which the model has a loss."""
+        """Return the last stage's input besides its micro-batches, as one tensor, because schedules split no more than
+        that.
+
+        It is the targets; rows of a target and its weight, float64 [B, 2]; or the numbers of the rows, if the model
+        has its own loss.
+        """
         if self.case.workload.loss is Loss.CROSS_ENTROPY:
             return shard.targets
         if self.case.workload.loss is Loss.OWN:
@@ -183,7 +189,9 @@ class PipelineEngine(Engine):
 
 
 def own_group(groups: Sequence[tuple[int, ...]], rank: int) -> dist.ProcessGroup | None:
-    """Of `groups`, each made once, the one that has `rank` in it. Every rank must call this with the same."""
+    """Return the group that contains `rank`. Each of `groups` is made once. Every rank must call this with the same
+    groups.
+    """
     own: dist.ProcessGroup | None = None
     for ranks in dict.fromkeys(groups):
         made = dist.new_group(list(ranks))
@@ -215,7 +223,7 @@ NO_IMAGES: dict[Feature | Precision | Family | Knob, str] = dict.fromkeys(
 
 
 _DESCRIPTION_BYTES = 512
-"""Of what one stage tells another of the tensors that it will send: 178 bytes as torch 2.12 pickles it."""
+"""Bytes of the description that a stage sends of its tensors: 178 bytes as torch 2.12 pickles it."""
 
 
 class Pipeline(Adapter):
@@ -256,7 +264,7 @@ class Pipeline(Adapter):
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
-        """Of chunks in another order, which a subclass may run, no peak is planned."""
+        """Return the recipe. No peak is planned for another order of chunks, which a subclass may run."""
         using = super().recipe(case)
         return dataclasses.replace(using, backward=dataclasses.replace(using.backward, interleaves=cls is Pipeline))
 

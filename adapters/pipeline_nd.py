@@ -94,8 +94,11 @@ class PipelineNDEngine(PipelineEngine):
                 yield gradient, cast("DTensor", gradient).to_local() if hasattr(gradient, "to_local") else gradient
 
     def _clip(self, max_norm: float) -> Tensor:
-        """By the norm over all stages and shards, of which PyTorch's own knows one stage's, and one mesh's: squares of
-        what a rank alone has, and of what several have the first one's."""
+        """Clip by the norm over all stages and shards.
+
+        PyTorch's own function knows the norm of one stage and one mesh. Here the squares are summed: all of what only
+        one rank has, and the first rank's of what several have.
+        """
         square = torch.zeros(())
         for gradient, local in self._local_gradients():
             if self.stands.tp == 0 or "tp" in _split_over(gradient):
@@ -205,7 +208,7 @@ class PipelineFSDP2(PipelineTensorParallel):
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
-        """One reduction of gradients that were accumulated whole, and fewer gathers."""
+        """Return exceptions for gradients that are accumulated whole and reduced once, and for fewer gathers."""
         layout, flows = case.layout, step_traffic(case, rank)
         count, stands = layout.num_micro_batches, layout.coordinates(rank)
         ends, blocks, num_layers = _held(case, rank)
@@ -235,7 +238,10 @@ def _held(case: Case, rank: int) -> tuple[int, int, int]:
 
 
 def _gathers(stages_left: int, num_micro_batches: int) -> int:
-    """Of a block in a step of 1F1B: before every pass that does not find it whole. A forward pass gives it up."""
+    """Return how often a block is gathered in a step of 1F1B.
+
+    It is gathered before every pass that does not find it whole. A forward pass releases it.
+    """
     warm = min(stages_left, num_micro_batches)
     passes = "F" * warm + "BF" * (num_micro_batches - warm) + "B" * warm
     return sum(before != "B" for before in "F" + passes[:-1])

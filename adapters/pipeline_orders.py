@@ -141,7 +141,7 @@ class ZeroBubbleV(Pipeline):
 
     @classmethod
     def in_two_parts(cls, layout: Layout, index: int) -> tuple[int, int]:
-        """Of each of a rank's stages, backward passes whose gradients of weights come later."""
+        """Return, for a rank's stages, the numbers of backward passes that compute the gradients of weights later."""
         return layout.num_micro_batches, layout.num_micro_batches
 
 

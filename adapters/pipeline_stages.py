@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # a second, which only ranks should take
 
 
 class Part(nn.Module):
-    """One stage's layers under the case's precision; between stages the residual stream stays in the wide one."""
+    """Layers of one stage under the case's precision. Between stages the residual stream stays in the wide format."""
 
     def __init__(self, layers: Model, precision: Precision, device: torch.device) -> None:
         super().__init__()
@@ -50,10 +50,12 @@ class _Examples(TypedDict, total=False):
 
 
 def examples(case: Case, stage: int) -> _Examples:
-    """What a stage takes and makes of a micro-batch, for PyTorch to know by. Left to itself it runs every stage once to
-    find out, in training, on memory that nobody has written to: batch norms would keep that in their statistics
-    (adapters/gaps/pipelining_batch_norm.py). And it would receive gradients as that run's happen to lie, which images
-    do not in the order of messages. Nothing of other models."""
+    """Return examples of a stage's inputs and outputs for a micro-batch, from which PyTorch takes their shapes.
+
+    Without them PyTorch runs every stage once to find out, in training mode and on uninitialised memory. Batch norms
+    would keep that in their statistics (adapters/gaps/pipelining_batch_norm.py). It would also receive gradients with
+    the memory layout of that run, which for images is not the order of messages. Other models need no examples.
+    """
     layout, model = case.layout, case.workload.model
     num_stages, found = layout.pp * layout.virtual_stages, []
     rows = case.workload.global_batch // (layout.dp * layout.num_micro_batches)
@@ -107,7 +109,9 @@ def _all_know(*_: object, **__: object) -> Tensor:
 
 
 def receive_buffers(stages: Sequence[PipelineStage]) -> list[Tensor]:
-    """What stages receive activations and their gradients into; allocated once, one a micro-batch."""
+    """Return the buffers in which stages receive activations and their gradients. They are allocated once for each
+    micro-batch.
+    """
     found: list[Tensor] = []
     for stage in stages:
         for buffers in (stage.args_recv_info, getattr(stage, "grad_recv_info", {})):

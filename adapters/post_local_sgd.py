@@ -41,7 +41,7 @@ class PostLocalSGDEngine(DDPEngine):
         super().__init__(case, context, module, optimizer)
 
     def make_schedule(self) -> Schedule | None:
-        """Of the local optimizer, for the one around it is never initialised as an optimizer."""
+        """Return a schedule of the local optimizer. The one around it is never initialised as an optimizer."""
         return build_schedule(self.case.workload.optimizer, self.optimizer.optim)
 
     def save(self, folder: Path) -> None:

@@ -64,7 +64,7 @@ class TensorParallelEngine(DataParallelEngine):
         return share if self.first else torch.zeros_like(share)
 
     def loss_share(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Of logits that are split over the vocabulary."""
+        """Return the loss share of logits that are split over the vocabulary."""
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor.parallel import loss_parallel
 
@@ -95,7 +95,7 @@ class TensorParallelEngine(DataParallelEngine):
                 yield gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
     def clip(self, max_norm: float) -> Tensor:
-        """By the norm over tensors of all meshes, which PyTorch does not mix."""
+        """Clip by the norm over tensors of all meshes, which PyTorch does not mix."""
         from torch.distributed.tensor import DTensor
 
         by_mesh: dict[object, list[nn.Parameter]] = {}
@@ -118,7 +118,10 @@ class TensorParallelEngine(DataParallelEngine):
 
 
 def summed_embedding(case: Case) -> tuple[ExtraMemory, ...]:
-    """Of an embedding that is split by rows. With positions added, the sum over ranks is another tensor."""
+    """Return the extra memory of an embedding that is split by rows.
+
+    If positions are added, the sum over ranks is another tensor.
+    """
     if case.workload.model.family is not Family.LLAMA:
         return ()
     summed = stream_bytes(case) / case.layout.num_micro_batches
@@ -225,7 +228,7 @@ class TensorParallelWholeLoss(TensorParallel):
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
-        """One gathering in the place of three scalars a token."""
+        """Return exceptions for one gather in place of three scalars for each token."""
         vocab = case.workload.transformer.vocab_size
 
         def gathered(flow: Flow) -> Flow:

@@ -101,7 +101,9 @@ def _ways(case: Case) -> tuple[tuple[int, int], int]:
 
 
 def _local_shapes(case: Case) -> dict[str, tuple[int, ...]]:
-    """What a tensor-parallel rank has of every parameter, as `parallelize` splits them, or the model's own plan."""
+    """Return the shape of every parameter on a tensor-parallel rank, as split by `parallelize` or the model's own
+    plan.
+    """
     if case.workload.model.brings_plan:
         dims, whole = skeleton(case.workload.model).split_dims(), parameter_shapes(case.workload.model)
         return {

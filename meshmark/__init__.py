@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 
 
 def load(folder: str | Path) -> pd.DataFrame:
-    """A results folder as a table, one row a case: see `meshmark.report.frame.load`."""
+    """Load a results folder as a table with one row per case; see `meshmark.report.frame.load`."""
     from meshmark.report import frame  # pandas takes half a second, which only its users should pay
 
     return frame.load(folder)

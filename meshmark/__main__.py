@@ -1,4 +1,4 @@
-"""`python -m meshmark`, where the command is not installed."""
+"""`python -m meshmark`, for when the command is not installed."""
 
 import os
 import sys

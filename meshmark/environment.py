@@ -1,4 +1,4 @@
-"""Where a run took place: machine, versions, commit, command."""
+"""The environment of a run: machine, versions, commit and command."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PACKAGES = (
     "pytorch-lightning",
 )
 DEFAULT_THREADS = "1"
-"""OMP_NUM_THREADS of the ranks where it is not set: they share the machine's cores."""
+"""OMP_NUM_THREADS of the ranks if it is not set. Ranks share the machine's cores."""
 
 ALLOCATOR = "allocator"
 """Name of the allocator's settings, in records and among the conditions of a comparison."""
@@ -51,9 +51,9 @@ class Environment:
     """UTC, ISO 8601."""
     command: str
     commit: str
-    """Of Meshmark's checkout; ends in -dirty when it had changes; empty where Meshmark is installed."""
+    """Commit of Meshmark's checkout, with -dirty if it had changes. Empty if Meshmark is installed as a package."""
     machine: str
-    """Processor or GPU, in words."""
+    """Name of the processor or GPU."""
     system: str
     num_cpus: int
     memory_bytes: int
@@ -63,16 +63,19 @@ class Environment:
     nnodes: int
     versions: dict[str, str] = field(default_factory=dict)
     omp_num_threads: str = ""
-    """OMP_NUM_THREADS of the ranks; empty in older records."""
+    """OMP_NUM_THREADS of the ranks. Empty in older records."""
     project_commit: str = ""
-    """Of the repository around the working directory, the user's own; of one with changes "COMMIT-dirty.DIGEST", with a
-    digest of the changes to files that it tracks; empty outside a repository, and before schema 4."""
+    """Commit of the user's repository around the working directory.
+
+    With changes to tracked files it is "COMMIT-dirty.DIGEST", where the digest is of the changes. Empty outside a
+    repository, and before schema 4.
+    """
     project_date: str = ""
-    """When that commit was made, UTC, ISO 8601."""
+    """Date of that commit, UTC, ISO 8601."""
 
 
 def describe(device: str, backend: str, nnodes: int, command: Iterable[str] | None = None) -> Environment:
-    """The environment of this process."""
+    """Return the environment of this process."""
     project = project_of(os.getcwd())
     return Environment(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -114,7 +117,7 @@ def interpreter_of(name: str) -> Path:
 
 
 def installed(distribution: str) -> str | None:
-    """Version of an installed distribution; None when it is not."""
+    """Return the version of an installed distribution, or None."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -145,12 +148,12 @@ def _commit() -> str:
 
 
 _WRITTEN_HERE = tuple(f":(top,exclude,glob)**/{name}" for name in ("records.jsonl", "baseline.json", "evidence/**"))
-"""What runs and `baseline accept` write: it is no change of the code."""
+"""Files that runs and `baseline accept` write, which do not count as changes of the code."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Project:
-    """The state of a git repository; see `Environment`."""
+    """State of a git repository; see `Environment`."""
 
     commit: str = ""
     date: str = ""
@@ -158,7 +161,7 @@ class Project:
 
 @functools.cache
 def project_of(folder: str) -> Project:
-    """The repository around `folder`, as it was when this process first asked."""
+    """Return the state of the repository around `folder`, as it was when this process first asked."""
     head = _git(folder, "log", "-1", "--format=%H %ct", "HEAD").split()
     if len(head) != 2:
         return Project()
@@ -169,7 +172,7 @@ def project_of(folder: str) -> Project:
 
 
 def _git(folder: str, *words: str) -> str:
-    """What git says; nothing where it fails, or there is none."""
+    """Return the output of git, or an empty string if git fails or is not installed."""
     try:
         done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, errors="replace")
     except OSError:
@@ -179,7 +182,7 @@ def _git(folder: str, *words: str) -> str:
 
 @functools.cache
 def machine(device: str) -> str:
-    """Processor or GPU, in words."""
+    """Return the name of the processor or GPU."""
     if device == "cuda":
         return _nvidia_smi()
     for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []:
@@ -189,7 +192,10 @@ def machine(device: str) -> str:
 
 
 def _nvidia_smi() -> str:
-    """Names of the GPUs that CUDA will see, asked of the driver: this process must not touch CUDA, for it forks."""
+    """Return the names of the GPUs that CUDA will see.
+
+    Asks the driver, because this process forks and must not initialise CUDA.
+    """
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -205,9 +211,11 @@ _SLICE = re.compile(r"\s+(MIG \S+)\s+Device\s+\d+: \(UUID: (MIG-[^)]*)\)")
 
 
 def visible_gpus(listed: str, chosen: str | None) -> list[str]:
-    """Names of what CUDA sees of the GPUs that `nvidia-smi -L` lists: those that CUDA_VISIBLE_DEVICES names, up to the
-    first that there is none of, or by default all. A GPU that is divided (MIG) is seen as one of its slices, and is
-    named after it, for a slice has a slice's peak."""
+    """Return the names of the devices that CUDA sees among those that `nvidia-smi -L` lists.
+
+    These are the ones in CUDA_VISIBLE_DEVICES (`chosen`), up to the first unknown one, or all by default. CUDA sees a
+    divided GPU (MIG) as one of its slices. It is named after the slice, because a slice has its own peak.
+    """
     names, slices = dict[str, str](), dict[str, list[str]]()  # names by UUID; UUIDs of slices by their GPU's index
     whole = dict[str, str]()  # UUIDs of GPUs by index
     for line in listed.splitlines():
@@ -231,7 +239,7 @@ def visible_gpus(listed: str, chosen: str | None) -> list[str]:
     return seen
 
 
-# --- GPUs. They are counted through NVML, without touching CUDA, because the caller may fork.
+# --- Counting GPUs. This goes through NVML and does not touch CUDA, because the caller may fork.
 
 
 @functools.cache
@@ -243,7 +251,7 @@ def num_gpus() -> int:
 
 
 def refuses_to_share(ranks: int, gpus: int) -> str | None:
-    """Why NCCL cannot serve so many ranks of a node with so many GPUs; None when it can."""
+    """Return why NCCL cannot serve this many ranks of a node with this many GPUs, or None if it can."""
     if ranks <= gpus:
         return None
     have = pluralize(gpus, "GPU") if gpus else "no GPU"

@@ -1,7 +1,7 @@
-"""Every error that Meshmark raises on purpose.
+"""All errors that Meshmark raises on purpose.
 
-A user's mistake is an `InputError` (a `ValueError`): its message says what was got, what was expected and what to do.
-What goes wrong inside a rank is not an error here but an outcome, carried by the record of its case.
+A user's mistake is an `InputError` (a `ValueError`). Its message says what was got, what was expected and what to do.
+A failure inside a rank is not an error here but an outcome, which the record of its case holds.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _LONGEST_NAME = 80
-"""Characters of an unknown name that are worth a look."""
+"""Length in characters to which an unknown name is cut."""
 
 
 class MeshmarkError(Exception):
-    """Base of all errors below."""
+    """Base class of all errors below."""
 
 
 class InputError(MeshmarkError, ValueError):
-    """The user asked for something that cannot be; nothing was run."""
+    """The user asked for something impossible. Nothing was run."""
 
 
 class UnknownNameError(InputError):
-    """A name that is not in its registry; the message lists near matches, or all known names."""
+    """A name that is not in its registry. The message lists near matches, or all known names."""
 
     def __init__(self, kind: str, got: str, known: Iterable[str]) -> None:
         names = sorted(map(str, known))
@@ -35,7 +35,7 @@ class UnknownNameError(InputError):
 
 
 def refuse_device(path: str | Path) -> None:
-    """Raise `InputError` if `path` is a device, such as /dev/zero: it may have no end. A pipe may be read."""
+    """Raise `InputError` if `path` is a device such as /dev/zero, which may have no end. Pipes are allowed."""
     try:
         mode = Path(path).stat().st_mode
     except (OSError, ValueError):
@@ -45,15 +45,15 @@ def refuse_device(path: str | Path) -> None:
 
 
 class LayoutError(InputError):
-    """A layout that cannot be laid over this model, batch or world size."""
+    """A layout that does not fit this model, batch or world size."""
 
 
 class AlgorithmError(InputError):
-    """An algorithm that is not defined with this optimizer."""
+    """An algorithm that is not defined for this optimizer."""
 
 
 class CorpusError(InputError):
-    """A corpus that is missing, empty or too short, or images that do not go together."""
+    """A corpus that is missing, empty or too short, or images of different shapes."""
 
 
 class ResultsError(InputError):
@@ -61,28 +61,28 @@ class ResultsError(InputError):
 
 
 class EvidenceError(InputError):
-    """Evidence beside a record that is not there, or damaged."""
+    """An evidence file of a record that is missing or damaged."""
 
 
 class AdapterError(InputError):
-    """An adapter that cannot be imported or does not honour the contract."""
+    """An adapter that cannot be imported or violates the contract."""
 
 
 class TrafficError(MeshmarkError):
-    """What a rank sent cannot be told: what was asked for and what was issued do not go together."""
+    """The traffic of a rank is unknown, because the requested and the issued operations do not match."""
 
 
 class NoSpaceError(MeshmarkError):
-    """A disk has no room for what a launch writes."""
+    """A disk has no room for the files of a launch."""
 
 
 class ClusterError(MeshmarkError):
-    """The nodes of one run cannot come together, lost each other, or disagree about what they run; it ends the run."""
+    """The nodes of a run cannot connect, lost each other, or disagree about what they run. Ends the run."""
 
 
 class NodeLostError(ClusterError):
-    """A node has ended, gives no sign of life, or cannot be reached."""
+    """A node ended, shows no sign of life, or cannot be reached."""
 
 
 class NodesDisagreeError(ClusterError):
-    """Nodes were given other commands, or hold other code, packages or data."""
+    """Nodes were given different commands, or have different code, packages or data."""

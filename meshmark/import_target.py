@@ -1,4 +1,4 @@
-"""Classes by "package.module:Class" or "path/to/file.py:Class"."""
+"""Import classes named as "package.module:Class" or "path/to/file.py:Class"."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from types import ModuleType
 
 
 def import_module_of(where: str) -> ModuleType:
-    """Return the module that the part of a target before its colon names. Raises what importing it raises."""
+    """Return the module named by the part of a target before its colon. Raises any error of importing it."""
     return import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
 
 
 def import_file(path: Path) -> ModuleType:
-    """Return the module in the file at `path`, imported once in this process under a name of its own."""
+    """Return the module in the file at `path`, imported once per process under a unique name."""
     path = path.resolve()
     name = f"meshmark_outside_{path.stem}_{abs(hash(str(path))):x}"
     if name in sys.modules:
@@ -24,7 +24,7 @@ def import_file(path: Path) -> ModuleType:
 
 
 def import_file_again(path: Path) -> ModuleType:
-    """Return the module in the file at `path`, run anew, whether or not it was imported before."""
+    """Run the file at `path` again and return the new module, even if it was imported before."""
     path = path.resolve()
     name = f"meshmark_again_{path.stem}"
     try:

@@ -1,8 +1,8 @@
-"""How far each rank of a launch has come, for a launcher that must tell a slow rank from one that hangs.
+"""Progress marks of ranks, from which a launcher tells a slow rank from one that hangs.
 
-A rank is one process, so its mark is the process's: whatever does the work says `begin` and `advance`, which cost a
-microsecond and do nothing where nobody watches. The mark is a file mapped into memory; the launcher reads it even when
-the rank answers nothing any more.
+A rank is one process, so its mark belongs to the process. The code that does the work calls `begin` and `advance`.
+These cost a microsecond, and do nothing if nobody watches. The mark is a file mapped into memory, which the launcher
+can read even when the rank no longer responds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 class Phase(StrEnum):
-    """What a rank is at, and what it counts there."""
+    """Phase of a rank, and the unit that it counts in that phase."""
 
     JOIN = "joining the other ranks"
     BUILD = "building the engine"
@@ -27,22 +27,22 @@ class Phase(StrEnum):
 
 
 class Pace(StrEnum):
-    """What a rank was doing when its time was up."""
+    """What a rank was doing when the time limit expired."""
 
     SLOW = "slow"
-    """It came on until the end: more time is all that it lacks."""
+    """It made progress until the end, and only needs more time."""
     WAITS = "waits"
-    """It had done all of its part and stood still: that is for the others to explain."""
+    """It had finished its part and was waiting for other ranks."""
     HUNG = "hung"
-    """It stood still amid its work."""
+    """It made no progress in the middle of its work."""
 
 
 LAST_PART = 0.5
-"""Of the time limit: a rank that did nothing in it stands still, however long its work took before."""
+"""Share of the time limit. A rank without progress for this long hangs, however long its units took before."""
 STALL = 5.0
-"""Times the longest that any unit of the same phase took: a rank that is silent for longer stands still."""
+"""A rank without progress for this many times the longest unit of the same phase hangs."""
 STALL_SECONDS = 2.0
-"""A silence that a busy machine may cause."""
+"""Silence in seconds that a busy machine may cause."""
 
 _LAYOUT = struct.Struct("qqqdd")
 _PHASES = list(Phase)
@@ -50,19 +50,19 @@ _PHASES = list(Phase)
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """How far a rank has come. Times are of the machine's monotonic clock, which its processes share."""
+    """Progress of a rank. Times are from the machine's monotonic clock, which all processes share."""
 
     phase: Phase
     done: int = 0
     total: int = 0
-    """Units of the phase; 0 where they are not known."""
+    """Units of the phase, or 0 if unknown."""
     time: float
-    """Of the last progress."""
+    """Time of the last progress."""
     longest: float = 0.0
-    """Seconds that a unit of this phase took at most."""
+    """Longest duration of a unit of this phase, in seconds."""
 
     def pace(self, *, now: float, limit: float) -> Pace:
-        """Of a rank with this mark that had `limit` seconds, until `now`."""
+        """Return the pace of a rank with this mark that had `limit` seconds until `now`."""
         silence = now - self.time
         stands = silence > LAST_PART * limit
         if self.done:
@@ -72,7 +72,7 @@ class Mark:
         return Pace.WAITS if self.phase is Phase.GATHER or 0 < self.total <= self.done else Pace.HUNG
 
     def text(self, *, now: float) -> str:
-        """`4 of 10 steps, the last 2.1 s ago`."""
+        """Return the progress in words, such as `4 of 10 steps, the last 2.1 s ago`."""
         ago = f"{now - self.time:.1f} s"
         if not self.total and not self.done:
             return f"{self.phase} for {ago}"
@@ -114,28 +114,28 @@ _marker = _Marker()
 
 
 def watch(path: Path) -> None:
-    """From here on leave this process's mark at `path`."""
+    """Start to write this process's mark to `path`."""
     _marker.open(path)
     begin(Phase.JOIN)
 
 
 def begin(phase: Phase, total: int = 0) -> None:
-    """This process turns to `phase`, of `total` units (0: not known)."""
+    """Enter `phase`, which has `total` units (0 if unknown)."""
     _marker.begin(phase, total)
 
 
 def advance() -> None:
-    """One more unit is done."""
+    """Record that one more unit is done."""
     _marker.advance()
 
 
 def tick() -> None:
-    """It works still, at what is no unit of its phase."""
+    """Record a sign of life during work that is not a unit of the phase."""
     _marker.tick()
 
 
 def read_mark(path: Path, *, started: float) -> Mark:
-    """What the rank last left at `path`; that of a rank that was `started` and did nothing since, if it left none."""
+    """Return the last mark at `path`. Without one, return that of a rank that `started` and did nothing since."""
     content = path.read_bytes() if path.is_file() else b""
     if len(content) < _LAYOUT.size or not any(content):
         return Mark(phase=Phase.JOIN, time=started)

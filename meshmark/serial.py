@@ -1,4 +1,4 @@
-"""Frozen dataclasses to plain JSON values and back, driven by their type annotations."""
+"""Convert frozen dataclasses to plain JSON values and back, driven by their type annotations."""
 
 from __future__ import annotations
 
@@ -17,27 +17,32 @@ from typing import Any
 
 @typing.runtime_checkable
 class Written(typing.Protocol):
-    """A value that is written as the text that `str` makes of it, and may be a dictionary's key."""
+    """A value that is written as its `str`, and that may be a key of a dictionary."""
 
     @classmethod
     def parse(cls, text: str) -> typing.Self:
-        """The value again. Raises `ValueError` for the text of none."""
+        """Return the value written as `text`. Raises `ValueError` for other text."""
 
 
 @typing.runtime_checkable
 class Tagged(typing.Protocol):
-    """A dataclass with subclasses. The class attribute that `TAG` names is written with the fields, and tells which."""
+    """A dataclass with subclasses. The class attribute named by `TAG` is written with the fields and identifies the
+    class.
+    """
 
     TAG: typing.ClassVar[str]
 
     @classmethod
     def class_of(cls, tag: str) -> type:
-        """Return the subclass that is written with `tag`. Raises `ValueError` where there is none."""
+        """Return the subclass that is written with `tag`. Raises `ValueError` when there is none."""
 
 
 def encode(value: object) -> Any:  # noqa: ANN401
-    """JSON-ready copy of `value`; a number that is not finite becomes null, which every JSON reader takes. One of the
-    PRESETS of its class, where that has any, becomes its name."""
+    """Return a JSON-ready copy of `value`.
+
+    A number that is not finite becomes null, because JSON has no other form for it. A value among the `PRESETS` of its
+    class becomes the preset's name.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         if isinstance(value, Written):
             return str(value)
@@ -55,16 +60,16 @@ def encode(value: object) -> Any:  # noqa: ANN401
 
 
 def decode(kind: Any, value: Any) -> Any:  # noqa: ANN401
-    """The `kind` (a dataclass, or any annotation made of them) that `encode` made `value` from; dataclasses and
-    mappings in it may have been decoded before.
+    """Return the value of type `kind` (a dataclass, or an annotation made of them) that `encode` wrote as `value`.
 
-    Raises `TypeError` or `ValueError` when `value` has another form.
+    Dataclasses and mappings in `value` may already be decoded. Raises `TypeError` or `ValueError` when `value` has
+    another form.
     """
     return _reader(kind)(value)
 
 
 Reader = Callable[[Any], Any]
-"""From a JSON value to one of one kind. Annotations are taken apart once, not once a value: records are many."""
+"""Function from a JSON value to a value of one type. Annotations are analysed once, because there are many records."""
 
 
 @functools.cache
@@ -90,7 +95,7 @@ def _reader(kind: Any) -> Reader:  # noqa: ANN401
 
 
 def _of_tagged(cls: Any) -> Reader:  # noqa: ANN401
-    """Of a class with subclasses: the tag says of which."""
+    """Return a reader for a class with subclasses, which a tag tells apart."""
 
     def read(value: Any) -> Any:  # noqa: ANN401
         if isinstance(value, cls):
@@ -154,7 +159,7 @@ def _of_union(kinds: Sequence[Any]) -> Reader:
 
 
 def _of_list(kind: Any, inner: Any) -> Reader:  # noqa: ANN401
-    """Equal neighbours are one: ranks hold and send much the same."""
+    """Return a reader for lists. Equal neighbours are decoded once, because ranks often hold and send the same."""
     reader, name, small = _reader(inner), str(kind), inner in (float, int, str)
 
     def read(value: Any) -> Any:  # noqa: ANN401
@@ -182,7 +187,7 @@ def _of_tuple(kind: Any, inner: Sequence[Any]) -> Reader:  # noqa: ANN401
 
 
 def _of_mapping(kind: Any, key: Any, inner: Any) -> Reader:  # noqa: ANN401
-    """Texts by text are one mapping wherever they are equal: versions and dtypes, in thousands of records."""
+    """Return a reader for mappings. Equal text mappings, such as versions, are shared by thousands of records."""
     of_key, reader, name = _reader(key), _reader(inner), str(kind)
     texts = functools.lru_cache(maxsize=4096)(dict[str, str])
 
@@ -205,7 +210,7 @@ def _float(value: Any) -> float:  # noqa: ANN401
 
 
 def _str(value: Any) -> str:  # noqa: ANN401
-    """One object for equal texts, which stand in thousands of records."""
+    """Return an interned string, because thousands of records repeat the same texts."""
     return sys.intern(str(value))
 
 
@@ -218,12 +223,12 @@ def _int(value: Any) -> int:  # noqa: ANN401
 
 
 def _form_of(kinds: Sequence[Any], value: dict[str, object]) -> Any:  # noqa: ANN401
-    """Of several dataclasses, the one whose fields `value` has; the first where none does."""
+    """Return the dataclass whose fields include those of `value`, or the first one if none does."""
     forms = {kind: {f.name for f in dataclasses.fields(kind)} for kind in kinds if dataclasses.is_dataclass(kind)}
     return next((kind for kind, fields in forms.items() if value.keys() <= fields), kinds[0])
 
 
 def _expect(form: type, value: object, what: str) -> None:
-    """Raise `TypeError` unless `value` has the form that `what` is read from."""
+    """Raise `TypeError` unless `value` is an instance of `form`, from which `what` is read."""
     if not isinstance(value, form):
         raise TypeError(f"{what} from {value!r:.200}: expected a {form.__name__}")

@@ -1,29 +1,29 @@
-"""Bound the size of texts that frameworks print and raise, and write numbers of things."""
+"""Limit the length of texts from frameworks, and write numbers of things."""
 
 from __future__ import annotations
 
 LIMIT = 65_536
-"""Characters of a message, of a traceback, of a log."""
+"""Maximum length in characters of a message, a traceback or a log."""
 
 
 def clip(text: str, characters: int = LIMIT) -> str:
-    """The beginning of `text`, which says what happened, and how much is left out."""
+    """Return the beginning of `text`, which says what happened, and how much is left out."""
     return text if len(text) <= characters else f"{text[:characters]} ... ({len(text) - characters:,} characters more)"
 
 
 def clip_tail(text: str, characters: int = LIMIT) -> str:
-    """The end of `text`, where a log says why it ends."""
+    """Return the end of `text`, where a log says why it ends."""
     left_out = len(text) - characters
     return text if left_out <= 0 else f"({left_out:,} characters before) ... {text[left_out:]}"
 
 
 def told(error: BaseException) -> str:
-    """`Type: what it says`, clipped."""
+    """Return `Type: message`, clipped."""
     return clip(f"{type(error).__name__}: {text_of(error)}")
 
 
 def text_of(error: BaseException) -> str:
-    """What it says, clipped; an exception that cannot say it is no reason for another."""
+    """Return the error's message, clipped. Never raises, even if the exception's `str` does."""
     try:
         return clip(str(error))
     except BaseException as other:
@@ -31,5 +31,5 @@ def text_of(error: BaseException) -> str:
 
 
 def pluralize(number: int, one: str, many: str = "") -> str:
-    """`1 case`, `2 cases`, `1,000 cases`; `many`: a plural that is not `one` with an s."""
+    """Return `1 case`, `2 cases` or `1,000 cases`. `many` is a plural other than `one` with an s."""
     return f"{number:,} {one if number == 1 else many or f'{one}s'}"

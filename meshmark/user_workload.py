@@ -1,4 +1,4 @@
-"""The class that a user's own workload derives from: a model, its batches and its loss."""
+"""The base class of a user's own workload: a model, its batches and its loss."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:  # `import meshmark` must not import torch
 class Workload(ABC):
     """A training problem of your own, in plain PyTorch.
 
-    `--workload path/to/file.py:Class` trains and judges it under every adapter that wraps a module. A class with these
-    three methods is enough; deriving from this one is a convenience.
+    `--workload path/to/file.py:Class` trains and judges it under every adapter that wraps a module. Any class with
+    these three methods works; deriving from this one is optional.
 
     Optional class attributes:
 
@@ -21,7 +21,7 @@ class Workload(ABC):
       patterns of the names of parameters without weight decay.
     - `units`, names of the classes whose modules are sharded, wrapped or recomputed one by one.
     - `algorithm`, the id of an algorithm such as "local-sgd2", or a `meshmark.spec.algorithm.Algorithm`.
-    - `couples_rows`, True where rows enter one another's loss, as in a contrastive one: it is then judged by
+    - `couples_rows`, True if rows affect each other's loss, as in a contrastive loss. It is then judged by
       micro-batches.
 
     Optional methods:
@@ -31,24 +31,24 @@ class Workload(ABC):
     - `tensor_parallel_plan()` returns a style for every module that is split, by its path, in which `*` stands for one
       part: `{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}`. Styles have Transformers' names, or are PyTorch's
       objects, such as `ColwiseParallel()`.
-    - `weight(batch)` returns the weight alone, where the loss takes long.
+    - `weight(batch)` returns only the weight, for a loss that is slow.
     """
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """Return a new module, with the initial values that your own code draws; the random seed is set before."""
+        """Return a new module with the initial values that your own code draws. The random seed is set before."""
 
     @abstractmethod
     def batch(self, step: int) -> Any:  # noqa: ANN401
-        """Return the global batch of `step`: any tree of tensors, all with as many rows along the first dimension.
+        """Return the global batch of `step`: any tree of tensors with equal numbers of rows in the first dimension.
 
-        It must be a function of the step alone; draw with `torch.Generator().manual_seed(step)`.
+        It must depend only on the step. Draw with `torch.Generator().manual_seed(step)`.
         """
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
-        """Return the loss of some rows as a sum and its weight, so that the mean is the sum over the weight.
+        """Return the summed loss of some rows and its weight. The mean loss is the sum divided by the weight.
 
-        The weight of all rows together, such as the number of tokens that count, is what the loss of the global batch
-        is divided by, however rows are dealt to ranks and micro-batches.
+        The loss of the global batch is divided by the weight of all its rows, such as the number of tokens that count,
+        however rows are split over ranks and micro-batches.
         """

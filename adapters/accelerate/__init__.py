@@ -203,7 +203,7 @@ class AccelerateFSDP2(Adapter):
         return fsdp2_exceptions(case, rank, cls.sharding)
 
     def arguments(self, case: Case) -> dict[str, Any]:
-        """What a variant gives the `Accelerator` besides."""
+        """Return the further arguments that a variant gives the `Accelerator`."""
         return {}
 
     def build(self, case: Case, context: RankContext) -> Engine:
@@ -218,7 +218,7 @@ class AccelerateFSDP2(Adapter):
         return AccelerateFSDP2Engine(case, context, accelerator, prepared)
 
     def accelerator(self, case: Case, context: RankContext) -> Any:  # noqa: ANN401
-        """By a plugin in the code."""
+        """Return an `Accelerator` that is configured by a plugin in the code."""
         from accelerate import FullyShardedDataParallelPlugin
         from torch.distributed.fsdp import MixedPrecisionPolicy
 

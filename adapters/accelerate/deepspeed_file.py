@@ -22,7 +22,7 @@ from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.optimizer import OptimizerKind
 
 _AUTO = ("train_batch_size", "gradient_accumulation_steps")
-"""That Accelerate works out of the micro-batch and of its own settings."""
+"""Settings that Accelerate derives from the micro-batch and its own settings."""
 _STRAY = (
     "the optimizer that Accelerate puts in the place of PyTorch's shares its groups until a checkpoint is loaded; then "
     "the schedule changes the rates of one that does not train"

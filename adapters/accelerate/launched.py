@@ -47,7 +47,7 @@ class AccelerateFSDP2Launched(AccelerateFSDP2):
 
 
 def launched(case: Case) -> dict[str, str]:
-    """What `accelerate launch` gives a script of its options, by its own function."""
+    """Return the variables that `accelerate launch` gives a script for its options, from its own function."""
     from accelerate.commands.launch import launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
 

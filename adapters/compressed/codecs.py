@@ -1,4 +1,4 @@
-"""What of a tensor travels, as tensors that are joined into one message; and what all make of it again."""
+"""Codecs: which part of a tensor is sent, as tensors that are joined into one message, and how it is decoded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshmark.algorithms.compressed.compressors import Draw
 from meshmark.errors import InputError
 
 _PLACES = (128, 64, 32, 16, 8, 4, 2, 1)
-"""Of eight signs in a byte."""
+"""Place values of the eight signs in a byte."""
 
 
 class Codec(ABC):
@@ -26,11 +26,11 @@ class Codec(ABC):
 
     @abstractmethod
     def unpack(self, message: Message, size: int, dtype: torch.dtype) -> Tensor:
-        """What is left of a flat tensor, read off the message where it stands."""
+        """Return the flat tensor that `message` describes, and advance the message past it."""
 
 
 class Message:
-    """One replica's bytes, read from the first to the last."""
+    """Bytes of one replica, read from the first to the last."""
 
     def __init__(self, content: Tensor) -> None:
         self.content, self.place = content, 0
@@ -121,7 +121,7 @@ class QSGD(Codec):
 
 
 class Rounds(Codec):
-    """What is left of the tensor goes through the same codec again."""
+    """Codec that encodes what remains of the tensor again, with the same inner codec."""
 
     def __init__(self, compressor: Compressor, codec: Codec) -> None:
         super().__init__(compressor)

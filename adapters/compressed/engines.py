@@ -33,7 +33,7 @@ class CompressedEngine(DataParallelEngine):
         self.exchange = self.make_exchange()
         self.steps_done = 0
         self.kept: dict[str, dict[str, Tensor]] = {}
-        """What the algorithm keeps, by name, of every trained parameter."""
+        """Vectors that the algorithm keeps, by name, then by trained parameter."""
 
     def make_exchange(self) -> Exchange:
         compressor = self.algorithm.compressor
@@ -50,7 +50,7 @@ class CompressedEngine(DataParallelEngine):
         return super().update()
 
     def direction(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What all step on."""
+        """Return the direction in which all replicas step."""
         return self.exchange.meet(own, self.steps_done).mean()
 
     def holdings(self) -> Holdings:
@@ -59,7 +59,7 @@ class CompressedEngine(DataParallelEngine):
         return Holdings(parameters=held.parameters, gradients=held.gradients, optimizer_states=states)
 
     def save(self, folder: Path) -> None:
-        """What is yet to be sent is every rank's own."""
+        """Save this rank's state. What is yet to be sent differs between ranks."""
         save_own(folder, self.state())
 
     def load(self, folder: Path) -> None:

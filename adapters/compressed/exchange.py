@@ -17,13 +17,13 @@ Named = Mapping[str, Tensor]
 
 
 class Told(Protocol):
-    """What a step's messages say."""
+    """Contents of a step's messages."""
 
     def own(self) -> dict[str, Tensor]:
-        """What all know of this replica's."""
+        """Return what all replicas receive of this replica's tensors."""
 
     def mean(self) -> dict[str, Tensor]:
-        """Over all replicas, of what is known of each."""
+        """Return the mean over all replicas of what is received of each."""
 
 
 class Exchange(Protocol):

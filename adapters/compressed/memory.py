@@ -1,4 +1,4 @@
-"""What compressing engines hold beyond parameters, gradients and the optimizer's states."""
+"""Memory that compressing engines hold beyond parameters, gradients and the optimizer's states."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ def _holders(case: Case, rank: int, kind: str) -> int:
 
 
 def held_besides(case: Case, rank: int, recipe: TrainingRecipe) -> tuple[ExtraMemory, ...]:
-    """What is kept; and in the update the replica's own gradients, all replicas' messages and what they say together,
-    where that is more than the backward pass held."""
+    """Return the vectors that are kept, and what the update holds in addition.
+
+    The update holds the replica's own gradients, all replicas' messages and their sum, if that is more than the
+    backward pass held.
+    """
     algorithm, plan = case.workload.algorithm_as(Compressing), model_states(case, rank, recipe)
     if plan is None:
         return ()

@@ -18,7 +18,7 @@ class MomentsEngine(DoubleSqueezeEngine):
     """`kept["momentum"]` and `kept["variance"]`: Adam's. The optimizer steps on the one over the root of the other."""
 
     more: tuple[str, ...] = ()
-    """What else is kept."""
+    """Names of further vectors that are kept."""
 
     def direction(self, own: Tensors) -> Tensors:
         if not self.kept:  # with what is left, which nothing is yet: no step holds more than the one before
@@ -30,7 +30,7 @@ class MomentsEngine(DoubleSqueezeEngine):
         raise NotImplementedError
 
     def squeezed(self, vectors: Tensors) -> Tensors:
-        """What all are told of everybody's."""
+        """Return the mean of what all replicas receive of each replica's `vectors`."""
         return super().direction(vectors)
 
     def moved(self, own: Tensors) -> Tensors:
@@ -71,12 +71,12 @@ class OneBitAdamEngine(MomentsEngine):
 
 @dataclass(kw_only=True)
 class Rate:
-    """Of a tensor."""
+    """Learning-rate factor of a tensor."""
 
     average: float = 0.0
     """Over the warm-up's steps."""
     factor: float = 1.0
-    """By which it is multiplied now."""
+    """Factor by which the rate is multiplied now."""
 
 
 class OneBitLAMBEngine(OneBitAdamEngine):
@@ -126,7 +126,9 @@ class OneBitLAMBEngine(OneBitAdamEngine):
         return rate.factor * rate.average
 
     def grown(self, name: str) -> float:
-        """By how much the step of the element whose gradients have shrunk the most would be longer by now."""
+        """Return the largest factor by which an element's step would have grown by now: the one whose gradients shrank
+        most.
+        """
         variance, fresh = self.kept["variance"][name], self.kept["fresh"][name]
         eps = self.case.workload.optimizer.eps
         ratio = variance.sqrt().add_(eps).div_(fresh.sqrt().add_(eps)).masked_fill_(variance == 0, 0)

@@ -31,7 +31,7 @@ class DSGDEngine(DataParallelEngine):
         self.trained: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
         self.steps_done = 0
         self.kept: dict[str, list[Tensor]] = {}
-        """What the algorithm keeps of every trained parameter, by name."""
+        """Tensors that the algorithm keeps for every trained parameter, by name."""
 
     def update(self) -> Tensor | None:
         norm = self.train()
@@ -51,7 +51,7 @@ class DSGDEngine(DataParallelEngine):
         torch._foreach_copy_(self.trained, list(values))
 
     def gradient_list(self) -> list[Tensor]:
-        """Of the trained parameters, each of which has one."""
+        """Return the gradients of the trained parameters, each of which has one."""
         return [p.grad for p in self.trained if p.grad is not None]
 
     def holdings(self) -> Holdings:
@@ -64,7 +64,9 @@ class DSGDEngine(DataParallelEngine):
         save_own(folder, self.state())
 
     def load(self, folder: Path) -> None:
-        """By way of the host, where the optimizer's counts of steps stay, as in `DataParallelEngine.load`."""
+        """Load the state through the host, where the optimizer's counts of steps stay, as in
+        `DataParallelEngine.load`.
+        """
         self.load_state(load_own(folder, torch.device("cpu")))
 
     def state(self) -> dict[str, Any]:

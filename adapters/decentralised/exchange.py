@@ -1,4 +1,4 @@
-"""What neighbours in a graph tell one another: one message each way, of all that is mixed."""
+"""Exchange between neighbours in a graph: one message in each direction, with everything that is mixed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshmark.algorithms.decentralised.graph import Graph
 
 
 class Exchange:
-    """One step's messages, on their way from the moment that it is made."""
+    """Messages of one step, which are under way from its construction on."""
 
     def __init__(self, graph: Graph, step: int, tensors: Sequence[Tensor]) -> None:
         self.rank, count = dist.get_rank(), dist.get_world_size()

@@ -1,4 +1,4 @@
-"""What decentralised engines hold beyond parameters, gradients and the optimizer's states."""
+"""Memory that decentralised engines hold beyond parameters, gradients and the optimizer's states."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from meshmark.theory.traffic import METERED_STEP
 
 
 def held_besides(case: Case, rank: int, recipe: TrainingRecipe) -> tuple[ExtraMemory, ...]:
-    """What is kept; and messages, which are there in the update, or from before the gradient, in which case the peak of
-    the backward pass is on top of them."""
+    """Return the vectors that are kept, and the messages.
+
+    Messages are there in the update, or already before the gradient. In the latter case the peak of the backward pass
+    is on top of them.
+    """
     algorithm, plan = case.workload.algorithm_as(Decentralised), model_states(case, rank, recipe)
     if plan is None:
         return ()

@@ -55,7 +55,9 @@ class DeepSpeed(Adapter):
     engine: ClassVar[type[DeepSpeedEngine]] = DeepSpeedEngine
     requires: ClassVar[tuple[Requirement, ...]] = (Requirement(module="deepspeed", distribution="deepspeed"),)
     preload: ClassVar[tuple[str, ...]] = ("deepspeed.runtime.zero.muon.muon_optimizer",)
-    """What DeepSpeed imports while it builds: it decorates functions with `torch.compile`, which takes seconds."""
+    """Modules that DeepSpeed imports while it builds. This one decorates functions with `torch.compile`, which takes
+    seconds.
+    """
     arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, sums=Summing.MODULES)
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
@@ -181,15 +183,15 @@ class DeepSpeed(Adapter):
         return engine
 
     def model(self, case: Case, context: RankContext) -> Model:
-        """What DeepSpeed is given, with its initial values."""
+        """Return the model that DeepSpeed is given, with its initial values."""
         return initial_model(case, context.device)
 
     def groups(self, case: Case, context: RankContext) -> ModuleType | None:
-        """What tells DeepSpeed of groups other than all ranks."""
+        """Return a module that gives DeepSpeed other groups than all ranks, or None."""
         return None
 
     def config(self, case: Case, context: RankContext) -> dict[str, Any]:
-        """What DeepSpeed is configured with."""
+        """Return DeepSpeed's configuration."""
         return ds_config(case, self.zero_options(case, context))
 
     def zero_options(self, case: Case, context: RankContext) -> dict[str, Any]:
@@ -197,7 +199,7 @@ class DeepSpeed(Adapter):
         return as_theory_says(case)
 
     def optimizer(self, case: Case, model: nn.Module) -> torch.optim.Optimizer:
-        """What DeepSpeed wraps."""
+        """Return the optimizer that DeepSpeed wraps."""
         return build_optimizer(case.workload.optimizer, model.named_parameters())
 
 

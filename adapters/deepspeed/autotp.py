@@ -38,7 +38,7 @@ _WHOLE = "embedding and head are whole on every rank"
 
 
 def split_dim(name: str) -> int | None:
-    """That tensor-parallel ranks split the parameter along; None: each has all of it."""
+    """Return the dim along which tensor-parallel ranks split the parameter, or None if each has all of it."""
     if re.fullmatch(_COLUMN, name):
         return 0
     return 1 if re.fullmatch(_ROW, name) else None
@@ -94,7 +94,7 @@ class AutoTPEngine(DeepSpeedEngine):
 
 
 _PICKLED_BYTES = 1024
-"""Of a pickled tensor, beside its elements: some 400 in torch 2.12."""
+"""Bytes of a pickled tensor beyond its elements: about 400 in torch 2.12."""
 
 
 class DeepSpeedAutoTP(DeepSpeed):
@@ -137,7 +137,7 @@ class DeepSpeedAutoTP(DeepSpeed):
 
     @classmethod
     def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
-        """Of embedding and head every state is whole, or a share of the whole."""
+        """Return the extra memory of embedding and head, whose states are whole, or a share of the whole."""
         layout, states = case.layout, cls.recipe(case).states
         shards, _ = state_shards(layout, rank)
         more = sum(cls.held_sizes(case)) - (local_parameters(case.workload.model, layout, rank) or 0)
@@ -186,7 +186,10 @@ class DeepSpeedAutoTP(DeepSpeed):
         )
 
     def config(self, case: Case, context: RankContext) -> dict[str, Any]:
-        """Of the three sizes of a batch DeepSpeed works out the whole by all ranks, tensor-parallel ones too."""
+        """Return the configuration without the size of the whole batch.
+
+        DeepSpeed derives the whole from the other two sizes and all ranks, including tensor-parallel ones.
+        """
         config = super().config(case, context)
         del config["train_batch_size"]
         specs = [
@@ -204,7 +207,7 @@ class DeepSpeedAutoTP(DeepSpeed):
 
 
 def held_elements(case: Case) -> dict[str, int]:
-    """Of every parameter on one tensor-parallel rank, by canonical name."""
+    """Return the elements of every parameter on one tensor-parallel rank, by canonical name."""
     shapes = parameter_shapes(case.workload.model)
     return {
         name: math.prod(shape) // (1 if split_dim(name) is None else case.layout.tp) for name, shape in shapes.items()

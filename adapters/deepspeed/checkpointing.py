@@ -33,8 +33,11 @@ def recompute(block: nn.Module, x: Tensor) -> Tensor:
 
 
 class DeepSpeedCheckpointing(DeepSpeed):
-    """Of one rank a tensor, its part is all of it: `partition_activations` copies it, which contiguous buffers and
-    offload take. On a CPU the host's memory is the device's."""
+    """DeepSpeed with its own activation checkpointing.
+
+    With one rank for each tensor, its part is all of it: `partition_activations` copies it, and contiguous buffers and
+    offload take the copy. On a CPU the host's memory is the device's.
+    """
 
     capabilities: ClassVar = dataclasses.replace(
         DeepSpeed.capabilities,

@@ -21,7 +21,7 @@ from meshmark.reference.initial import initial_value
 from meshmark.reference.objective import Schedule
 
 TAG, _UNIVERSAL = "meshmark", "universal"
-"""Of checkpoints as they are saved, and as converted for any world size."""
+"""Tags of checkpoints: as saved, and as converted for any world size."""
 
 
 def is_deepspeed(module: object) -> bool:
@@ -31,7 +31,7 @@ def is_deepspeed(module: object) -> bool:
 
 
 def initialize(model: nn.Module, optimizer: Any, schedule: Any, config: dict[str, Any]) -> tuple[Any, ...]:  # noqa: ANN401
-    """What DeepSpeed makes of the three, in a process group that is there already."""
+    """Return the result of `deepspeed.initialize` in an existing process group."""
     import deepspeed
 
     engine, prepared, _, prepared_schedule = deepspeed.initialize(
@@ -134,7 +134,11 @@ class DeepSpeedEngine(DataParallelEngine):
         self.module.save_checkpoint(str(folder), tag=TAG)
 
     def load(self, folder: Path) -> None:
-        """Of another world size through DeepSpeed's universal checkpoint, which the first rank converts to."""
+        """Load a checkpoint.
+
+        A checkpoint of another world size is loaded as DeepSpeed's universal checkpoint, to which the first rank
+        converts it.
+        """
         tag = TAG
         if len(list((folder / TAG).glob("*optim_states.pt"))) != self.context.world_size:
             tag, self.module._config.load_universal_checkpoint = _UNIVERSAL, True

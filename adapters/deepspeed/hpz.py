@@ -98,7 +98,7 @@ def _flows(exception: TrafficException) -> tuple[Flow, ...]:
 
 
 def _padded_elements(case: Case, modules: Collection[str] | None = None) -> int:
-    """Of all tensors, or those of `modules`, each padded to a multiple of the ranks."""
+    """Return the elements of all tensors, or those of `modules`, each padded to a multiple of the ranks."""
     shapes = parameter_shapes(case.workload.model).items()
     sizes = [math.prod(shape) for name, shape in shapes if modules is None or name.rpartition(".")[0] in modules]
     return sum(n + -n % case.layout.dp for n in sizes)

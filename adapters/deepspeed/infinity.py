@@ -39,7 +39,7 @@ _SECTOR = 512
 
 class InfinityEngine(DeepSpeedEngine):
     def files(self) -> Iterator[tuple[Path, int]]:
-        """What this rank has swapped out: every file, and of how many elements."""
+        """Yield every file that this rank has swapped out, and its number of elements."""
         swapper = self.zero.optimizer_swapper
         for info in swapper.swap_params_info.values():
             yield from ((Path(path), info.numel()) for path in info.get_swap_paths())
@@ -67,7 +67,7 @@ class InfinityEngine(DeepSpeedEngine):
                 raise AdapterError(f"rank {rank}: DeepSpeed has written no whole {path.name}")
 
     def holdings(self) -> Holdings:
-        """What is swapped out has no storage."""
+        """Return the holdings, without swapped-out tensors, which have no storage."""
         held = super().holdings()
         return dataclasses.replace(held, parameters=_in_memory(held.parameters))
 
@@ -121,8 +121,11 @@ class DeepSpeedInfinity(DeepSpeedOffload):
         }
 
     def model(self, case: Case, context: RankContext) -> Model:
-        """By `zero.Init`, as ZeRO-Infinity's tutorial has it. Files that DeepSpeed makes of a whole model by itself are
-        in bf16 where the device knows no fp16 (adapters/gaps/deepspeed_nvme_dtype.py)."""
+        """Build the model within `zero.Init`, as in ZeRO-Infinity's tutorial.
+
+        The files that DeepSpeed itself makes of a whole model are in bf16 if the device does not support fp16
+        (adapters/gaps/deepspeed_nvme_dtype.py).
+        """
         import deepspeed
 
         deepspeed.init_distributed(dist_backend=context.backend, auto_mpi_discovery=False)
@@ -159,6 +162,6 @@ def _at_odd_addresses(case: Case) -> str | None:
 
 
 def shard_bytes(case: Case) -> list[float]:
-    """Of every tensor, a rank's padded share of its weights."""
+    """Return the bytes of a rank's padded share of the weights of every tensor."""
     sizes, dp = map(math.prod, parameter_shapes(case.workload.model).values()), case.layout.dp
     return [(n + -n % dp) // dp * case.precision.weights.itemsize for n in sizes]

@@ -15,11 +15,11 @@ from pathlib import Path
 from types import ModuleType
 
 FOLDER = Path(sys.prefix) / "share" / "meshmark" / "operators"
-"""Of the environment that DeepSpeed is installed in."""
+"""Folder of operators in the environment that DeepSpeed is installed in."""
 _BUILDERS = {"cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder", "pin_memory": "PinMemoryBuilder"}
 """DeepSpeed's name of each operator, and of what compiles it."""
 _SHARED = {"pin_memory"}
-"""Whose symbols others need: `async_io`, which is loaded after it."""
+"""Operators whose symbols others need: `async_io`, which is loaded after it."""
 _COMMAND = "python -m meshmark.adapters.deepspeed.operators"
 
 

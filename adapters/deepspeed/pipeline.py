@@ -92,7 +92,7 @@ class PipelineModuleEngine(DeepSpeedEngine):
         return None if norm is None else torch.as_tensor(norm)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Of the layers, each of which DeepSpeed names by its place."""
+        """Yield the parameters of the layers without the prefix by which DeepSpeed numbers each layer."""
         for name, parameter in self.inner().named_parameters():
             yield name.partition(".")[2], parameter
 

@@ -147,7 +147,7 @@ class _Tensors:
 
 
 def _padded_elements(case: Case) -> tuple[_Tensors, _Tensors]:
-    """Of the tensors that are never sharded, and of the others."""
+    """Return the padded elements of the tensors that are never sharded, and of the others."""
     sizes = [math.prod(shape) for shape in parameter_shapes(case.workload.model).values()]
     dp = case.layout.dp
 

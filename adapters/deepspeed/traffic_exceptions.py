@@ -50,7 +50,9 @@ def compared_orders(case: Case) -> tuple[OneTimeTraffic, ...]:
 
 
 _USES = 4
-"""Of a parameter or its module in one micro-batch: forward, backward, and once more each where it is recomputed."""
+"""Uses of a parameter or its module in one micro-batch: forward, backward, and one more of each if it is
+recomputed.
+"""
 
 
 def sharing_exceptions(case: Case, rank: int, flows: list[Flow], sizes: list[int]) -> tuple[TrafficException, ...]:

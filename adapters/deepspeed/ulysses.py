@@ -29,7 +29,7 @@ from meshmark.theory.traffic import context_parallel_traffic, stream_bytes
 
 
 class UlyssesAttention(Attention):
-    """Of this rank's tokens."""
+    """Attention over this rank's tokens."""
 
     exchanged: Callable[[Tensor, Tensor, Tensor], Tensor]
     """`of_heads` behind DeepSpeed's all-to-all, from this rank's tokens to its heads and back."""

@@ -21,7 +21,7 @@ from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.states import ExtraMemory
 
 COUNT_BYTES = 4
-"""Of PyTorch's count of an optimizer's steps, which is a tensor."""
+"""Bytes of PyTorch's count of an optimizer's steps, which is a tensor."""
 
 
 class Downpour(Adapter):

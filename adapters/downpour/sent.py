@@ -1,6 +1,8 @@
-"""What a replica sends and receives by RPC, where its calls are pickled: torch.distributed's own recorders see nothing
-of it. Tensors travel beside the pickle, each in full; of names and numbers, a few hundred bytes a call, nothing is
-counted."""
+"""Bytes that a replica sends and receives by RPC, counted where its calls are pickled.
+
+The recorders of torch.distributed do not observe RPC. Tensors travel beside the pickle, each in full. Names and
+numbers, a few hundred bytes in each call, are not counted.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from meshmark.adapter.holdings import Holdings
 from meshmark.algorithms.downpour.parameter_server import ParameterServer
 
 PATIENCE_SECONDS = 60.0
-"""That a push waits for the slowest replica at least; who has not pushed by then has stopped."""
+"""Least seconds that a push waits for the slowest replica. A replica that has not pushed by then has stopped."""
 _SLOWER = 10.0
 """How much longer than any replica has taken from push to push it waits, where that is more."""
 

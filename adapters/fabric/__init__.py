@@ -38,7 +38,7 @@ from meshmark.theory.traffic import step_traffic
 
 FABRIC = (Requirement(module="lightning_fabric", distribution="lightning-fabric"),)
 ON_CPU = frozenset({"cpu"})
-"""What the adapters have been tried on."""
+"""Devices on which the adapters have been tested."""
 _NO_SCALER = "on a CPU Fabric's 16-mixed makes no gradient scaler"
 
 
@@ -116,7 +116,10 @@ def launched(context: RankContext, strategy: Any, precision: str) -> Any:  # noq
 
 
 def set_up(fabric: Any, case: Case, model: nn.Module, together: bool) -> tuple[Any, Any]:  # noqa: ANN401
-    """What Fabric makes of the model and its optimizer. The names that the optimizer's groups follow are canonical."""
+    """Return the model and the optimizer as wrapped by Fabric.
+
+    The names behind the optimizer's groups are canonical.
+    """
     spec = case.workload.optimizer
     if together:
         wrapped, prepared = fabric.setup(model, build_optimizer(spec, model.named_parameters()))

@@ -187,7 +187,7 @@ class FSDPEngine(DataParallelEngine):
         self.load_schedule(state["schedule"])
 
     def _full(self, shard_of: Callable[[Any], Tensor]) -> Gathered:
-        """By canonical name, the pieces of every flat parameter, or of its gradient, gathered from all ranks."""
+        """Return the pieces of every flat parameter or its gradient by canonical name, gathered from all ranks."""
         flats = [(path, flat, partial(_pieces, flat, shard_of(flat))) for path, flat in _flats(self.module)]
         return Gathered(([canonical(f"{path}.{n}") for n in flat.metadata()[0]], whole) for path, flat, whole in flats)
 
@@ -245,7 +245,7 @@ class FairScaleFSDP(Adapter):
     engine: ClassVar[type[FSDPEngine]] = FSDPEngine
     sharding: ClassVar = Sharding()
     offloads_inputs: ClassVar = False
-    """Of blocks that are computed again, to the host."""
+    """Whether the inputs of recomputed blocks are offloaded to the host."""
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
@@ -285,7 +285,7 @@ class FairScaleFSDP(Adapter):
         return self.engine(case, context, module, build_optimizer(case.workload.optimizer, named))
 
     def choices(self, case: Case) -> dict[str, Any]:
-        """What a variant gives every wrapper besides."""
+        """Return the further arguments that a variant gives every wrapper."""
         return {}
 
 

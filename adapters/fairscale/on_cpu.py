@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class _NoStream:
-    """What FairScale does with a CUDA stream, on a device that has none."""
+    """Replacement for FairScale's CUDA streams on a device that has none."""
 
     def wait_stream(self, other: _NoStream) -> None:
         pass

@@ -41,7 +41,7 @@ REQUIRES = (
     GREENLET,
 )
 _COUNT_BYTES = 8
-"""Of a number of tokens."""
+"""Bytes of a number of tokens."""
 
 
 def counts_tokens(case: Case) -> TrafficException:
@@ -97,7 +97,7 @@ class HFTrainer(DDPRecommended):
 
     @classmethod
     def arguments(cls, case: Case) -> dict[str, Any]:
-        """What `TrainingArguments` gets beyond what every case has."""
+        """Return further `TrainingArguments` beyond those that every case has."""
         return {}
 
     def build(self, case: Case, context: RankContext) -> Engine:

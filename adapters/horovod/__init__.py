@@ -88,9 +88,9 @@ class Horovod(Adapter):
     )
     engine: ClassVar[type[HorovodEngine]] = HorovodEngine
     variables: ClassVar[dict[str, str]] = _UNFUSED
-    """That Horovod reads when it starts."""
+    """Variables that Horovod reads when it starts."""
     compression: ClassVar[str] = "none"
-    """Of `hvd.Compression`."""
+    """Name of the compression in `hvd.Compression`."""
 
     def build(self, case: Case, context: RankContext) -> Engine:
         leave = join(context, self.variables)

@@ -1,4 +1,4 @@
-"""What goes through Horovod's library, seen where its Python calls its C++."""
+"""Traffic through Horovod's library, recorded where its Python calls its C++."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from meshmark.errors import TrafficError
 
 _PREFIX, _INFIX = "horovod_torch_", "_async_"
 _KINDS = {"allreduce": "all_reduce", "broadcast": "broadcast", "reducescatter": "reduce_scatter"}
-"""Of which the tensor that is given is the full one. In this adapter Horovod calls for no others."""
+"""Calls whose argument is the full tensor. In this adapter Horovod calls no others."""
 
 
 class HorovodTraffic:
-    """Of this rank's calls into `horovod.torch.mpi_lib_v2`, whoever makes them. Horovod's own log, its timeline, is the
-    first rank's alone; tests hold one to the other.
+    """Traffic of this rank's calls into `horovod.torch.mpi_lib_v2`, whoever makes them.
 
-    What of it Horovod joins in its fusion buffer is not told: `issued` has what was asked for, which is the same where
-    HOROVOD_FUSION_THRESHOLD is 0.
+    Horovod's own log, its timeline, covers only the first rank. Tests compare the two.
+
+    How Horovod joins tensors in its fusion buffer is not recorded. `issued` therefore equals what was asked for, which
+    is right if HOROVOD_FUSION_THRESHOLD is 0.
     """
 
     def __init__(self, world_size: int) -> None:

@@ -82,7 +82,7 @@ class Megatron(Adapter):
 
     @classmethod
     def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
-        """What megatron-core's layers save otherwise than PyTorch's, which are what is planned."""
+        """Return what megatron-core's layers save differently from PyTorch's layers, for which memory is planned."""
         model, tp, tokens = case.workload.transformer, case.layout.tp, micro_batch_tokens(case)
         indices = "masks and shifted indices of the vocabulary-parallel embedding and loss"
         found: list[tuple[float, str]] = [(tokens * (10 if tp == 1 else 19), indices)]

@@ -9,7 +9,7 @@ from meshmark.spec.model_spec import Family, ModelSpec
 
 
 def default_elements(dp: int) -> int:
-    """Of a bucket for which nobody asked otherwise (`DistributedDataParallel.__init__`)."""
+    """Return the default number of elements of a bucket (`DistributedDataParallel.__init__`)."""
     return max(40_000_000, 1_000_000 * dp)
 
 
@@ -46,7 +46,10 @@ def local_sizes(case: Case, rank: int, chunks: range) -> list[int]:
 
 
 def _layer_sizes(spec: ModelSpec, tp: int) -> list[int]:
-    """Of one layer: norm, projection out and in of attention, norm, feed-forward in and out; GPT's with biases."""
+    """Return the sizes of one layer's tensors.
+
+    They are norm, projection out and in of attention, norm, feed-forward in and out; with biases in GPT.
+    """
     is_gpt = spec.family is Family.GPT
     qkv, width = (spec.hidden + 2 * spec.kv_hidden) // tp, spec.hidden
     inner = spec.ffn_hidden // tp * (1 if is_gpt else 2)

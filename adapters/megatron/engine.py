@@ -26,7 +26,7 @@ from meshmark.reference.transformer import Transformer
 from meshmark.spec.case import Case
 
 _STATES = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps of a parameter beside its count of steps."""
+"""States that AdamW keeps for a parameter, besides its count of steps."""
 
 
 class MegatronEngine(DataParallelEngine):
@@ -59,7 +59,9 @@ class MegatronEngine(DataParallelEngine):
         return share if self.tp_rank == 0 else torch.zeros_like(share)
 
     def loss_share(self, logits_BTV: Tensor, batch: Batch) -> Tensor:
-        """What `meshmark.reference.objective.loss_share` is, of logits split over the vocabulary. Scalar, float32."""
+        """Return `meshmark.reference.objective.loss_share` of logits that are split over the vocabulary. Scalar,
+        float32.
+        """
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
         loss_BT: Tensor = vocab_parallel_cross_entropy(logits_BTV, batch.targets)

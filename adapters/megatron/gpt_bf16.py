@@ -39,7 +39,7 @@ def restore_masters(case: Case, engine: GPTModelEngine) -> None:
 
 
 def untried_in_bf16(case: Case) -> Iterator[str]:
-    """Of a layout and a model."""
+    """Yield the features of a layout and a model that are untested in bf16."""
     layout = case.layout
     if case.workload.model.family is not Family.GPT:
         yield "rotary positions"

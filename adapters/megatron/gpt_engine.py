@@ -97,7 +97,7 @@ class GPTModelEngine(Engine):
         return None if self.case.workload.optimizer.clip_norm is None else torch.as_tensor(norm)
 
     def save(self, folder: Path) -> None:
-        """By megatron-core's distributed checkpoint, which every layout can read."""
+        """Save by megatron-core's distributed checkpoint, which every layout can read."""
         from megatron.core import dist_checkpointing
 
         with cuda_is(self.context.device):
@@ -115,7 +115,9 @@ class GPTModelEngine(Engine):
             self.learning_rates.load_state_dict(loaded["schedule"])
 
     def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
-        """What megatron-core says of all that this rank holds, as Megatron-LM's own training puts it together."""
+        """Return megatron-core's description of everything on this rank, assembled as in Megatron-LM's own
+        training.
+        """
         state = {name: chunk.module.sharded_state_dict() for name, chunk in self._chunks_by_name()}
         state["optimizer"] = self.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=_RESHARDABLE)
         return state | {"schedule": self.learning_rates.state_dict() if self.learning_rates else None}
@@ -134,7 +136,7 @@ class GPTModelEngine(Engine):
         return self._canonical(self._buffered("grad_data"))
 
     def _buffered(self, which: str) -> Mapping[Tensor, Callable[[], Tensor]]:
-        """By parameter, what buckets have in `which` of their data."""
+        """Return, by parameter, the content of `which` data of its bucket."""
         found: dict[Tensor, Callable[[], Tensor]] = {}
         for buffer in (buffer for chunk in self.chunks for buffer in chunk.buffers):
             for bucket in buffer.buckets:
@@ -145,8 +147,11 @@ class GPTModelEngine(Engine):
         return found
 
     def _whole(self, buffer: Any, data: Tensor, place: range, shape: torch.Size) -> Tensor:  # noqa: ANN401
-        """What lies at `place` of a bucket's data. Under the distributed optimizer each rank's own part alone is right:
-        it adds what it has of it to zeros, which changes no value."""
+        """Return the whole tensor at `place` of a bucket's data.
+
+        With the distributed optimizer only each rank's own part is right. The parts are added to zeros, which changes
+        no value.
+        """
         here = data[place.start : place.stop]
         if self.case.layout.zero_stage:
             group, share = buffer.data_parallel_group, data.numel() // buffer.data_parallel_group.size()
@@ -166,7 +171,7 @@ class GPTModelEngine(Engine):
                 yield fused_of(self.case.workload.transformer, name, first, parameter), parameter
 
     def _canonical(self, values: Mapping[Tensor, Callable[[], Tensor]]) -> Gathered:
-        """By the model's names, joined with what other tensor-parallel ranks have."""
+        """Return values by the model's names, joined with the parts of other tensor-parallel ranks."""
         return Gathered((f.names, functools.partial(self._joined, f, values[p])) for f, p in self.fused_parameters())
 
     def _joined(self, fused: Fused, value: Callable[[], Tensor]) -> list[Tensor]:
@@ -192,6 +197,6 @@ class GPTModelEngine(Engine):
 
 
 def _master(parameter: Tensor) -> Tensor:
-    """What Megatron's optimizer updates in the place of a weight in bf16."""
+    """Return the tensor that Megatron's optimizer updates in place of a bf16 weight."""
     master: Tensor = getattr(parameter, "main_param", parameter)
     return master

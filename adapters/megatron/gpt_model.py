@@ -54,9 +54,9 @@ class MegatronGPT(Adapter):
     """Trains the same model as all others, in megatron-core's own modules: its weights are mapped by canonical name."""
 
     overlaps_reduction: ClassVar = False
-    """Whether gradients are reduced while the backward pass goes on, or all together after it."""
+    """Whether gradients are reduced during the backward pass, rather than all together after it."""
     overlaps_gather: ClassVar = False
-    """Whether weights that a distributed optimizer has shared out are gathered while the next forward pass goes on."""
+    """Whether weights sharded by a distributed optimizer are gathered during the next forward pass."""
     fuses: ClassVar = False
     """Whether megatron-core's fused kernels that need no other package run on CUDA; on a CPU none do."""
     arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, divides=True, splits_products=True, gpt_model_order=True)
@@ -123,7 +123,9 @@ class MegatronGPT(Adapter):
 
     @classmethod
     def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
-        """What megatron-core keeps for life beside the states: random states, its buffer for scores, an input."""
+        """Return what megatron-core keeps permanently besides the states: random states, its buffer for scores, an
+        input.
+        """
         layout, model = case.layout, case.workload.transformer
         rows = case.workload.global_batch // (layout.dp * layout.num_micro_batches)
         width = case.precision.weights.itemsize
@@ -274,7 +276,7 @@ def _config(case: Case, context: RankContext, *, fuses: bool) -> Any:  # noqa: A
 
 
 def _chunk(case: Case, context: RankContext, config: Any, chunk: int) -> Any:  # noqa: ANN401
-    """One virtual stage with its initial values."""
+    """Return one virtual stage with its initial values."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.enums import AttnMaskType

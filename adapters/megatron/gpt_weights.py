@@ -36,16 +36,16 @@ _INSIDE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Fused:
-    """One of megatron-core's tensors: which of the model's are in it, and how ranks split it."""
+    """A tensor of megatron-core: which of the model's tensors it contains, and how ranks split it."""
 
     names: tuple[str, ...]
     """Canonical."""
     dim: int | None
-    """That tensor-parallel ranks split it along; None: each has all of it."""
+    """Dim along which tensor-parallel ranks split it. None: each rank has all of it."""
 
 
 def fused_of(spec: ModelSpec, name: str, first_layer: int, parameter: nn.Parameter) -> Fused:
-    """Of the parameter that a chunk beginning with block `first_layer` calls `name`."""
+    """Return the description of the parameter that a chunk beginning with block `first_layer` calls `name`."""
     dim = parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None  # type: ignore[attr-defined]
     if name in _OUTSIDE:
         return Fused(names=(_OUTSIDE[name],), dim=dim)

@@ -41,7 +41,7 @@ def _standing_in(module: ModuleType, **functions: Callable[..., object]) -> Iter
 
 @contextlib.contextmanager
 def cuda_is(device: torch.device) -> Iterator[None]:
-    """What megatron-core does within this, it does on `device`."""
+    """Make megatron-core compute on `device` within the context."""
     if device.type == "cuda":
         yield
         return

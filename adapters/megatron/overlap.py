@@ -57,12 +57,14 @@ class MegatronGPTOverlap(MegatronGPT):
 
     @classmethod
     def num_buckets(cls, case: Case, rank: int) -> list[int]:
-        """Of each of a rank's chunks."""
+        """Return the number of buckets of each of a rank's chunks."""
         elements = cls.bucket_elements(case)
         return [len(bucket_sizes(case, rank, chunk, elements)) for chunk in range(case.layout.virtual_stages)]
 
     def build(self, case: Case, context: RankContext) -> Engine:
-        """Whether reductions and gathers are asynchronous, nothing that is measured would tell."""
+        """Build the engine, and check its settings: no measurement would show whether reductions and gathers are
+        asynchronous.
+        """
         engine = super().build(case, context)
         assert isinstance(engine, GPTModelEngine)
         how = [chunk.ddp_config for chunk in engine.chunks]

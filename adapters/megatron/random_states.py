@@ -1,4 +1,4 @@
-"""What megatron-core keeps to draw random numbers with, by group of parallel ranks."""
+"""Random states that megatron-core keeps, by group of parallel ranks."""
 
 from __future__ import annotations
 

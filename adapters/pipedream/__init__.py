@@ -51,7 +51,7 @@ class PipeDream(Pipeline):
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
-        """Of stashed versions no peak is planned."""
+        """Return the recipe. No peak is planned for stashed versions."""
         own_loop = case.workload.algorithm.updates_by_micro_batch
         return dataclasses.replace(super().recipe(case), activations_known=False, receive_buffers=not own_loop)
 

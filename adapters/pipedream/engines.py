@@ -16,7 +16,7 @@ from meshmark.spec.case import Case
 from meshmark.spec.precision import Dtype
 
 Weights = dict[str, Tensor]
-"""Of a stage, by the names of what is run."""
+"""Weights of a stage, by their names in the module that is run."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class InFlight:
     """A micro-batch between its forward and its backward pass."""
 
     taken: Tensor
-    """What came from the stage before."""
+    """Activations received from the stage before."""
     stashed: Weights
     """The weights that its forward pass found, for its backward pass."""
     made: Tensor
@@ -36,9 +36,9 @@ class PipeDreamEngine(PipelineEngine):
     def __init__(self, case: Case, context: RankContext) -> None:
         super().__init__(case, context)
         self.versions: list[Weights] = []
-        """By the number of updates since the step began. Empty where no micro-batch will find it."""
+        """Versions by the number of updates since the step began. Empty if no micro-batch will use it."""
         self.flying: dict[int, InFlight] = {}
-        """By micro-batch."""
+        """Micro-batches in flight, by number."""
         self.sent: list[dist.Work] = []
         self.losses: list[Tensor] = []
 
@@ -77,7 +77,7 @@ class PipeDreamEngine(PipelineEngine):
         return dict(self.part.named_parameters())
 
     def version_of(self, micro_batch: int) -> int:
-        """Whose weights its forward pass takes: the newest that are here."""
+        """Return the version of the weights that a forward pass uses: the newest one here."""
         return len(self.versions) - 1
 
     def pass_forward(self, micro_batch: int, batch: Batch) -> None:
@@ -113,7 +113,7 @@ class PipeDreamEngine(PipelineEngine):
         self.keep(gradients)
 
     def keep(self, gradients: Weights) -> None:
-        """What the step is made of, all together."""
+        """Add gradients to the sum that makes up the step."""
         parameters = dict(self.part.named_parameters())
         for name, gradient in gradients.items():
             before = parameters[name].grad

@@ -17,8 +17,10 @@ from meshmark.spec.case import Case
 
 
 class PipeMareEngine(PipeDreamEngine):
-    """One version alone, which updates change in place: backward passes find the newest in what forward passes have
-    saved, corrected while they run."""
+    """PipeMare with a single version of the weights, which updates change in place.
+
+    Backward passes find the newest weights in what forward passes saved, corrected while they run.
+    """
 
     def __init__(self, case: Case, context: RankContext) -> None:
         super().__init__(case, context)

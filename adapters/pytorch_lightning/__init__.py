@@ -32,7 +32,7 @@ from meshmark.theory.states import ExtraMemory
 REQUIRES = (Requirement(module="pytorch_lightning", distribution="pytorch-lightning"), GREENLET)
 _SIGNAL_BYTES = 8
 _CPU = frozenset({"cpu"})
-"""What the adapters have been tried on."""
+"""Devices on which the adapters have been tested."""
 
 
 def tells_of_signals(case: Case) -> TrafficException:

@@ -21,16 +21,16 @@ class Summing(StrEnum):
     TENSORS = "tensors"
     """All in turn, as autograd meets them."""
     BLOCKS = "blocks"
-    """Of every block that reads the tensor by itself: an autograd node at its inputs tells when it is done."""
+    """Once for every block that reads the tensor. An autograd node at the block's inputs shows when it is done."""
     MODULES = "modules"
-    """Of every module by itself, for the same reason."""
+    """Once for every module, for the same reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic:
-    """What an adapter declares of a case in mixed precision, besides the precision itself.
+    """Arithmetic that an adapter declares for a case in mixed precision, besides the precision itself.
 
-    The order of rows, fused products and how attention is computed stay open, and under autocast the micro-batches too.
+    The order of rows, fused products and the attention kernel stay open. Under autocast the micro-batches do too.
     """
 
     casting: Casting

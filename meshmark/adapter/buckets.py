@@ -1,4 +1,4 @@
-"""What PyTorch's DistributedDataParallel sends once, which every adapter that wraps it sends."""
+"""Traffic that PyTorch's DistributedDataParallel sends once, as does every adapter that wraps it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an adapter supports, and what it needs installed."""
+"""Capabilities of an adapter, and the packages it needs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from meshmark.spec.precision import Precision
 from meshmark.spec.tuning import Knob
 
 FUSED = frozenset({OptimizerKind.ADAMW, OptimizerKind.SGD})
-"""What PyTorch has a fused kernel of."""
+"""Kinds of optimizers that PyTorch has a fused kernel for."""
 
 
 class Feature(StrEnum):
-    """What a case or a pass may ask of an adapter beyond degrees, stages and precisions."""
+    """Features that a case or a pass may need of an adapter beyond degrees, stages and precisions."""
 
     TIED_EMBEDDINGS = "tied embeddings"
     DROPOUT = "dropout"
@@ -40,7 +40,7 @@ class Feature(StrEnum):
 
 
 def features(case: Case) -> frozenset[Feature]:
-    """What training `case` takes."""
+    """Return the features that training `case` needs."""
     workload = case.workload
     asked = {
         Feature.TIED_EMBEDDINGS: workload.model.tied_embeddings,
@@ -59,7 +59,7 @@ def features(case: Case) -> frozenset[Feature]:
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What an adapter supports; anything else is skipped with its reason, never run as something else."""
+    """Cases that an adapter supports. Anything else is skipped with its reason, and never run as something else."""
 
     degrees: frozenset[Axis] = frozenset()
     """The axes whose degree may exceed one, by any number of ranks."""
@@ -67,18 +67,18 @@ class Capabilities:
     """Which of them may do so together, in the largest sets; None: all."""
     zero_stages: frozenset[int] = frozenset({0})
     schedules: frozenset[Schedule] = frozenset({Schedule.GPIPE})
-    """Of a pipeline, if `pp` is among the degrees."""
+    """Schedules of a pipeline, if `pp` is among the degrees."""
     virtual_stages: frozenset[int] = frozenset({1})
     """Chunks of layers that a pipeline rank may hold."""
     folded: bool = False
-    """Whether virtual stages lie as a V, and no other way; see `Layout.folded`."""
+    """Whether virtual stages are placed as a V, and in no other way; see `Layout.folded`."""
     sequence_parallel: bool = False
     recomputes: frozenset[Recompute] = frozenset({Recompute.NONE, Recompute.FULL})
-    """What may be computed again in the backward pass; see also `Feature.RECOMPUTE`."""
+    """Parts that may be recomputed in the backward pass; see also `Feature.RECOMPUTE`."""
     offloads: frozenset[Offload] = frozenset({Offload.NONE})
     precisions: frozenset[Precision] = frozenset({Precision.FP32})
     tunings: frozenset[Knob] = frozenset()
-    """What it builds by `configure`, `build_optimizer` and `loss_share`, which do it; proved of every run."""
+    """Tunings built by `configure`, `build_optimizer` and `loss_share`. Every run checks that they are in use."""
     families: frozenset[Family] = TEXT_FAMILIES
     """Models that it can train; an adapter takes images only where it says so."""
     algorithms: frozenset[str] = frozenset({SYNCHRONOUS.kind})
@@ -103,7 +103,7 @@ class Capabilities:
                 raise AdapterError(f"Capabilities: {name} holds {', '.join(wrong)}; expected {expected}")
 
     def beyond(self, layout: Layout) -> list[str]:
-        """What `layout` takes that is not supported, whatever is trained on whatever machine."""
+        """Return the unsupported features of `layout` that do not depend on the workload or the machine."""
         used = [axis for axis in AXES if getattr(layout, axis) > 1]
         found = [f"{axis}={getattr(layout, axis)}" for axis in used if axis not in self.degrees]
         together = self.degrees.intersection(used)
@@ -152,7 +152,7 @@ class Capabilities:
         return f"{case.adapter} does not support {', '.join(unsupported)}" if unsupported else None
 
     def _untuned(self, case: Case, device: str) -> Iterator[str]:
-        """What of the case's tuning is not to be had, each with its reason."""
+        """Yield the parts of the case's tuning that are unavailable, each with its reason."""
         for knob in case.tuning.knobs:
             if knob not in self.tunings:
                 yield f"tuning its {knob} ({self.lacks.get(knob, 'not tried')})"
@@ -178,11 +178,11 @@ class Requirement:
     distribution: str
     """Name to install, also the extra in pyproject.toml that brings it."""
     command: str = ""
-    """What installs it, where pip alone does not; no extra then."""
+    """Command that installs it, if pip alone does not. There is no extra then."""
 
     @property
     def missing(self) -> str | None:
-        """What to do when the package is not installed; None when it is. Imports nothing."""
+        """What to do if the package is not installed; None if it is. Imports nothing."""
         try:
             found = find_spec(self.module) is not None
         except ModuleNotFoundError:  # a dotted name whose parent is missing

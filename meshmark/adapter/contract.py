@@ -37,8 +37,10 @@ _RENAMED = {"remainders": "extra_memory", "departures": "traffic_exceptions"}
 
 
 class Adapter(ABC):
-    """One framework, with its choices made. Its module must import without the framework: the import belongs into
-    `build`."""
+    """An adapter for one framework, with its choices made.
+
+    Its module must be importable without the framework: the framework is imported in `build`.
+    """
 
     track: ClassVar[Track] = Track.THEORY
     requires: ClassVar[tuple[Requirement, ...]] = ()
@@ -64,7 +66,7 @@ class Adapter(ABC):
 
     @classmethod
     def modules(cls) -> list[str]:
-        """What ranks will import; nothing when the framework is not installed."""
+        """Return the modules that ranks will import; none if the framework is not installed."""
         if cls.virtual_environment:  # another interpreter, whose packages are not seen from here
             return [*(r.module for r in cls.requires), *cls.preload]
         return [*(r.module for r in cls.requires), *cls.preload] if not any(r.missing for r in cls.requires) else []

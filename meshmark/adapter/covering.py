@@ -23,9 +23,9 @@ _ORDERS: tuple[Order, ...] = (
     *((schedule, 1, False) for schedule in Schedule if schedule is not Schedule.INTERLEAVED),
     *((Schedule.INTERLEAVED, 2, folded) for folded in (False, True)),
 )
-"""Of a pipeline."""
+"""Schedules of a pipeline."""
 NO_ORDER: Order = (Schedule.GPIPE, 1, False)
-"""Of one stage."""
+"""Schedule of a single stage."""
 ACCUMULATED = 2
 """Micro-batches of layouts without a pipeline: enough for accumulation to go wrong."""
 PIPELINED = 4
@@ -52,7 +52,7 @@ def combinations(world_size: int) -> Iterator[Layout]:
 def supported(
     name: str, adapter: type[Adapter], worlds: Iterable[int], workload: Workload, precision: Precision
 ) -> list[Layout]:
-    """Of all combinations of so many ranks, those that the adapter can lay over the workload."""
+    """Return the layouts of the given numbers of ranks that the adapter can use for the workload."""
     found = []
     for layout in itertools.chain.from_iterable(map(combinations, worlds)):
         if adapter.capabilities.beyond(layout):
@@ -67,7 +67,7 @@ def supported(
 
 
 def takes(adapter: type[Adapter], case: Case) -> bool:
-    """Whether it supports the case on one of its devices, installed or not."""
+    """Return whether the adapter supports the case on one of its devices, installed or not."""
     device = next(iter(sorted(adapter.capabilities.devices)))
     try:
         return adapter.supports(case, device, "gloo") is None

@@ -1,5 +1,7 @@
-"""What all engines share that run a whole model on every rank's part of the batch: micro-batches, mixed precision
-by autocast, loss scaling, clipping."""
+"""Base of engines that run a whole model on every rank's part of the batch.
+
+It provides micro-batches, mixed precision by autocast, loss scaling and clipping.
+"""
 
 from __future__ import annotations
 
@@ -181,8 +183,11 @@ class DataParallelEngine(Engine):
         torch.distributed.barrier()
 
     def load(self, folder: Path) -> None:
-        """By way of the host: an optimizer moves its moments to their parameters, but leaves the count of steps where
-        it was loaded to, which on a GPU would be read back for every parameter at every step."""
+        """Load the state through the host.
+
+        An optimizer moves its moments to their parameters, but leaves the count of steps on the device it was loaded
+        to. On a GPU it would be read back for every parameter at every step.
+        """
         self.load_state(torch.load(folder / "state.pt", map_location="cpu"))
 
     def state(self) -> dict[str, Any]:

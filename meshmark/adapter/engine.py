@@ -1,4 +1,4 @@
-"""One rank's part of a training run under one framework."""
+"""Interface of an engine: one rank's part of a training run under one framework."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MISSING = "this engine has no `{}`: write it, or name Feature.{} in its adapter
 
 
 class Engine(ABC):
-    """One rank's part of a training run under one framework."""
+    """Engine of one rank: its part of a training run under one framework."""
 
     @abstractmethod
     def backward(self, batch: Batch) -> Tensor:
@@ -53,7 +53,7 @@ class Engine(ABC):
         global norm before clipping of the gradients that are stepped on, where the framework tells it."""
 
     def step(self, batch: Batch) -> Tensor:
-        """One whole optimizer step; what the clock is held to. Returns what `backward` does."""
+        """Run one whole optimizer step, which is what is timed. Returns what `backward` returns."""
         loss = self.backward(batch)
         self.update()
         return loss
@@ -68,7 +68,10 @@ class Engine(ABC):
         """The full reduced, unclipped gradients, like `parameters`; to be called between `backward` and `update`."""
 
     def loss_scale(self) -> float:
-        """What the loss of this step was multiplied by, lest small gradients vanish; to be called like `gradients`."""
+        """Return the factor that the loss of this step was multiplied by, so that small gradients do not vanish.
+
+        Call it when `gradients` may be called.
+        """
         return 1.0
 
     def server_versions(self) -> tuple[int | None, int | None] | None:
@@ -78,13 +81,18 @@ class Engine(ABC):
         return None
 
     def buffers(self) -> Mapping[str, Tensor]:
-        """By canonical name, the buffers of the replica that this rank trains, such as a batch norm's running
-        statistics; none by default. Nothing is communicated: replicas' buffers may differ."""
+        """Return the buffers of this rank's replica by canonical name, such as a batch norm's running statistics.
+
+        There are none by default. Nothing is communicated, because replicas' buffers may differ.
+        """
         return {}
 
     @abstractmethod
     def holdings(self) -> Holdings:
-        """What this rank holds right now."""
+        """Return the source of collectives that do not go through `torch.distributed`; None if there are none.
+
+        Collectives of `torch.distributed` itself are always observed.
+        """
 
     def traffic_source(self) -> TrafficSource | None:
         """Tells of collectives that do not go through `torch.distributed`, whose own are always seen; None where there

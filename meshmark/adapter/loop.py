@@ -37,7 +37,7 @@ from meshmark.spec.precision import Precision
 from meshmark.spec.tuning import Knob
 
 GREENLET = Requirement(module="greenlet", distribution="greenlet")
-"""What every adapter of a loop requires."""
+"""The requirement that all adapters of a loop share."""
 NO_EVALUATION = "a trainer evaluates over a data set of its own, not one global batch"
 LOOP_LACKS: Mapping[Feature | Precision | Family | Knob, str] = {
     Feature.EVALUATE: NO_EVALUATION,
@@ -131,12 +131,12 @@ def collate(rows: Sequence[Batch]) -> Batch:
 
 
 class Loop(ABC):
-    """One rank of a trainer that owns its loop.
+    """A trainer's loop on one rank, for trainers that own their loop.
 
-    `run` starts the framework's own loop over `self.rows`. Hooks in it call `ready` once, and then `gradients_complete`
-    and `step_done` once an optimizer step, in this order. Each returns when Meshmark lets the loop go on. The end of
-    the last step is nothing to care about: the loop is left where it stands, by an exception that no `except Exception`
-    catches.
+    `run` starts the framework's own loop over `self.rows`. Hooks in it call `ready` once, and then
+    `gradients_complete` and `step_done` once in every optimizer step, in this order. Each returns when Meshmark lets
+    the loop continue. Nothing need be done at the end of the last step: the loop is left where it is, by an exception
+    that no `except Exception` catches.
     """
 
     def __init__(self, case: Case, context: RankContext, dealing: Dealing) -> None:
@@ -203,7 +203,7 @@ class Loop(ABC):
 
 @dataclass(frozen=True)
 class _Modes:
-    """What autograd and autocast are switched to in this thread."""
+    """The states of autograd and autocast in this thread."""
 
     grad: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
@@ -275,7 +275,7 @@ class LoopEngine(DataParallelEngine):
 
     @property
     def module(self) -> Any:  # type: ignore[override]  # noqa: ANN401
-        """What the framework has made of the model."""
+        """The module into which the framework has turned the model."""
         self._start()
         return self.loop.module
 

@@ -76,7 +76,7 @@ def counts(adapters: dict[str, type[Adapter]], worlds: Sequence[int], cells: Ite
 
 
 def worlds_of(adapter: type[Adapter], worlds: Iterable[int]) -> list[int]:
-    """One rank is what an adapter with no parallel axis runs on."""
+    """Return the numbers of ranks the adapter runs on. An adapter with no parallel axis runs on one rank."""
     return list(worlds) if adapter.capabilities.degrees else [1]
 
 
@@ -123,7 +123,7 @@ def _mesh(degrees: dict[Axis, int]) -> Layout:
 
 
 def variants(can: Capabilities, mesh: Layout) -> Iterator[Layout]:
-    """What runs on `mesh`: the plainest layout first, then every value of every other axis by itself."""
+    """Yield the layouts that run on `mesh`: the plainest first, then every value of every other axis by itself."""
     orders = _orders(can) if mesh.pp > 1 else [NO_ORDER]
     plain = laid(dataclasses.replace(mesh, zero_stage=min(can.zero_stages)), orders[0])
     tried = [plain]

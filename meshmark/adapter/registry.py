@@ -62,7 +62,7 @@ def builtin_adapters() -> dict[str, str]:
 
 
 def core_adapters() -> dict[str, str]:
-    """What runs where none is named: Meshmark's core, and those of installed distributions."""
+    """Return the adapters that run if none is named: Meshmark's core, and those of installed distributions."""
     roster: dict[str, str] = importlib.import_module("meshmark.adapters").ROSTER
     return {name: target for name, target in known_adapters().items() if name not in roster}
 

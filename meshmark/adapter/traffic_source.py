@@ -9,14 +9,14 @@ from typing import Protocol
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """One call of a communication library on one rank."""
+    """A call of a communication library on one rank."""
 
     kind: str
     """As `meshmark.theory.traffic` has it: all_reduce, all_gather, reduce_scatter, broadcast, send, ..."""
     ranks: tuple[int, ...]
-    """Of the group, in order; both ends of a send or a receive."""
+    """Ranks of the group, in order; for a send or a receive, both ends."""
     num_bytes: int
-    """Of the full tensor: what an all-gather yields, what a reduce-scatter takes."""
+    """Bytes of the full tensor: the output of an all-gather, the input of a reduce-scatter."""
 
 
 class TrafficSource(Protocol):
@@ -24,13 +24,13 @@ class TrafficSource(Protocol):
     that is to be judged by it."""
 
     def start(self) -> None:
-        """What follows counts, until `stop`: a step is several such stretches."""
+        """Start counting, until `stop`. A step has several such intervals."""
 
     def stop(self) -> None:
-        """What follows does not count."""
+        """Stop counting."""
 
     def asked(self) -> Sequence[Transfer]:
-        """What the framework called for within all stretches, once they are over."""
+        """Return the transfers that the framework called for in all intervals. Call it after they are over."""
 
     def issued(self) -> Sequence[Transfer]:
-        """What the library did for it."""
+        """Return the transfers that the library issued for them."""

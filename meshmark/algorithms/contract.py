@@ -1,4 +1,4 @@
-"""What an algorithm hands to the rest of Meshmark: transitions, gradient rules, and ways to get them wrong."""
+"""Interfaces of an algorithm: transitions, gradient rules, and ways to get them wrong."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from meshmark.spec.workload import Workload
 Tensors = Mapping[str, NDArray[np.floating]]
 """Tensors by canonical name."""
 ServerVersions = Sequence[int | None]
-"""Of one step of one replica: the version that its push made, and the version that its fetch returned."""
+"""Versions at one step of one replica: the version that its push made, and the version that its fetch returned."""
 
 
 class UpdateRule(Protocol):
-    """One replica's optimizer. Its moments are made of the gradients that it has been given."""
+    """Optimizer of one replica. Its moments are built from the gradients that it has been given."""
 
     def step(self, parameters: Tensors, gradients: Tensors) -> Tensors:
         """Return the parameters after one step on `gradients`."""
@@ -27,22 +27,23 @@ class UpdateRule(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedRun:
-    """What the replicas of a run reported; every field by replica, then by step."""
+    """Reports of the replicas of a run. Every field is by replica, then by step."""
 
     parameters: Sequence[Sequence[Tensors]]
     """Before each step, and after the last."""
     gradients: Sequence[Sequence[Tensors]]
     server_versions: Sequence[Sequence[ServerVersions | None]] = ()
-    """Of a parameter server; None for steps without."""
+    """Versions of a parameter server, or None for steps without one."""
     failed_step: int = 0
     """The first step at which something is wrong; 0 where that is not known yet."""
 
 
 class Transition(Protocol):
-    """One run of an algorithm, step by step: from the states of all replicas to their next states.
+    """A run of an algorithm, step by step: from the states of all replicas to their next states.
 
-    A state is a replica's parameters, at the values where the run is, and whatever else the algorithm keeps, which is
-    made of the gradients that the run itself reported. So each step is judged from where the run is.
+    A state is a replica's parameters, with the values that the run has reached, and whatever else the algorithm keeps.
+    The latter is computed from the gradients that the run itself reported. So each step is judged from where the run
+    is.
     """
 
     def part(self, batch: Batch, replica: int) -> Batch:
@@ -74,7 +75,7 @@ the weights between the forward and the backward pass; None leaves them."""
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinedStep:
-    """One step of a pipeline whose gradients are of older weights."""
+    """Result of a step of a pipeline that computes gradients of older weights."""
 
     loss: float
     gradients: Tensors
@@ -84,7 +85,7 @@ class PipelinedStep:
 
 
 class GradientRule(Protocol):
-    """One run of a pipeline whose gradients are of older weights, step by step."""
+    """A run of a pipeline that computes gradients of older weights, step by step."""
 
     def step(self, history: Sequence[Tensors], batch: Batch, compute: Compute) -> PipelinedStep:
         """Return the next step. `history` has the parameters before each of the last steps, and before this one."""
@@ -92,7 +93,7 @@ class GradientRule(Protocol):
 
 @dataclass(frozen=True)
 class FaultHypothesis:
-    """One way to get an algorithm wrong, as the transition that such a run would follow."""
+    """A way to get an algorithm wrong, as the transition that such a run would follow."""
 
     description: str
     transition: Callable[[Workload, Sequence[UpdateRule]], Transition]
@@ -100,7 +101,7 @@ class FaultHypothesis:
 
 @dataclass(frozen=True)
 class GradientHypothesis:
-    """One way to take the wrong weights for a step's gradients, as the rule that such a run would follow."""
+    """A way to take a step's gradients at the wrong weights, as the rule that such a run would follow."""
 
     description: str
     rule: Callable[[], GradientRule]

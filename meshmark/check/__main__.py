@@ -1,4 +1,4 @@
-"""`torchrun --nproc-per-node 2 -m meshmark.check train.py ARGS`: one rank of a script that is observed."""
+"""Run one rank of an observed script: `torchrun --nproc-per-node 2 -m meshmark.check train.py ARGS`."""
 
 from __future__ import annotations
 

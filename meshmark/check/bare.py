@@ -1,4 +1,4 @@
-"""A copy of a model without wrappers, hooks of frameworks and shards: what one process would train."""
+"""Copy a model without wrappers, framework hooks and shards: the model that one process would train."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HOOKS = (
 )
 _FRAMEWORKS = ("torch.distributed", "torch.nn.parallel", "accelerate", "deepspeed", "lightning", "torch._composable")
 _STATE_OF_WRAPPERS = "__composable_api"
-"""What `fully_shard` and `replicate` leave in a module. It holds sharded modules, which refuse to be copied."""
+"""State that `fully_shard` and `replicate` leave in a module. It contains sharded modules, which cannot be copied."""
 _MIXINS = {"FSDPModule", "ReplicateModule", "DDPModule"}
 
 
@@ -61,7 +61,7 @@ def bare_copy(root: nn.Module) -> nn.Module:
 
 
 def plain_class(cls: type) -> type:
-    """The class that it was before `fully_shard` made a class of its own."""
+    """Return the class that `cls` was before `fully_shard` derived another class from it."""
     if any(base.__name__ in _MIXINS for base in cls.__bases__):
         return next(base for base in cls.__bases__ if base.__name__ not in _MIXINS)
     return cls

@@ -1,4 +1,4 @@
-"""`meshmark check`: starts the script's ranks under the recorder, and ends with the verdict's exit code."""
+"""Command `meshmark check`: start the script's ranks under the recorder, and exit with the verdict's code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EPILOG = """exit codes: 0 right, 1 wrong, 2 a mistake in the command, 3 cannot t
 
 
 def add_check(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `meshmark check`."""
+    """Add the arguments of `meshmark check`."""
     parser.epilog = EPILOG
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks, under torchrun (default: 1, without)")
     parser.add_argument(
@@ -57,7 +57,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _start(parsed: argparse.Namespace, place: Path) -> bool:
-    """Run all ranks; returns whether they ended in time."""
+    """Run all ranks, and return whether they ended in time."""
     options = ["--folder", str(place), "--steps", str(parsed.steps), "--max-disk", str(parsed.max_disk)]
     if parsed.objective:
         options += ["--objective", parsed.objective]

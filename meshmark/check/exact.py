@@ -41,7 +41,7 @@ _COMMUNICATES = (
 
 
 class _Doubles(TorchFunctionMode):
-    """Every float32 that a model asks for becomes float64, but random numbers are those that float32 draws."""
+    """Mode in which every float32 that a model asks for becomes float64; random numbers are still drawn in float32."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         kwargs = dict(kwargs or {})
@@ -69,12 +69,12 @@ class _Doubles(TorchFunctionMode):
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """What one call gives."""
+    """The result of recomputing one call."""
 
     gradients: dict[str, Tensor]
-    """By parameter, in float64; without those that had no part in it."""
+    """Gradients by parameter name, in float64. Parameters that had no part in the call are absent."""
     outputs: list[Tensor]
-    """Sketches, as a `Call` has them."""
+    """Sketches of the outputs, in the form that `Call` stores them."""
 
 
 class Recomputer:
@@ -91,9 +91,10 @@ class Recomputer:
             self.exact[root] = exact
 
     def product(self, call: Call, values: Mapping[str, Tensor], *, nudges: torch.Generator | None = None) -> Product:
-        """Gradients of all parameters by one call, where the parameters are `values`.
+        """Return the gradients of all parameters from one call, with the parameters set to `values`.
 
-        In float64; with `nudges`, in the script's own precision, with last bits of parameters and inputs changed.
+        They are computed in float64. With `nudges` they are computed in the script's precision instead, after the last
+        bits of parameters and inputs have been changed.
         """
         exact = nudges is None
         model = (self.exact if exact else self.own)[call.root]
@@ -151,7 +152,7 @@ class Recomputer:
 
 
 def _without_each_other(used: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Take from each output's gradient what came by way of other outputs that are made of it."""
+    """Subtract from each output's gradient the part that came through other outputs computed from it."""
     outputs = [output for output, _ in used]
     made_of = []
     for number, output in enumerate(outputs):
@@ -189,7 +190,9 @@ def _named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
 
 @contextlib.contextmanager
 def _surroundings(exact: bool, autocast: torch.dtype | None) -> Iterator[None]:
-    """What the model computes in; a model that communicates cannot be recomputed by one process."""
+    """Set the dtype and autocast of a recomputation. Raise `CannotTellError` if the model communicates, which one
+    process cannot recompute.
+    """
     import torch.distributed as dist
 
     def refuse(*_: Any, **__: Any) -> Any:  # noqa: ANN401

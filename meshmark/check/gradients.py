@@ -1,4 +1,4 @@
-"""Compares a script's gradients with the sum of all ranks' and micro-batches' own, and explains a difference."""
+"""Compare a script's gradients with the sum over all ranks and micro-batches, and explain a difference."""
 
 from __future__ import annotations
 
@@ -13,29 +13,32 @@ from meshmark.judge.faults import Fault, named_factor
 
 Tensors = Mapping[str, Tensor]
 FACTOR = 8.0
-"""Tolerances are this multiple of the noise, as `meshmark.judge.tolerance_model` has it of single numbers."""
+"""Tolerances are this multiple of the noise, as in `meshmark.judge.tolerance_model` for single numbers."""
 LEFT_OVER = 0.05
-"""What an explanation may leave of a deviation."""
+"""Fraction of a deviation that an explanation may leave unexplained."""
 UNSEEN = 0.3
-"""A relative error of the whole gradient that must be seen for a verdict."""
+"""Largest undetected relative error of the whole gradient at which a verdict is still given."""
 
 
 @dataclass(kw_only=True)
 class Comparison:
-    """One replica's gradients against what they should be."""
+    """Comparison of one replica's gradients with the right ones."""
 
     wrong: list[str]
     """Parameters beyond their tolerance, the worst first."""
     worst: float
     """The largest distance, relative to the gradient."""
     detects: float
-    """The smallest relative error of any gradient that would have been seen in all of them."""
+    """The smallest relative error that would have been detected in every gradient."""
     unseen: float
-    """The same of all together."""
+    """The smallest relative error of the whole gradient that would have been detected."""
 
 
 def compare(own: Tensors, exact: Tensors, noise: Mapping[str, float], eps: float) -> Comparison:
-    """`noise`: distances from the truth that rounding alone makes, relative to each gradient's norm."""
+    """Compare gradients with the exact ones.
+
+    `noise` gives each gradient's distance from the truth due to rounding alone, relative to the gradient's norm.
+    """
     scales = {name: float(x.norm()) for name, x in exact.items()}
     whole = float(np.sqrt(sum(s * s for s in scales.values()))) or 1.0
     usual = float(np.median([n for n in noise.values()] or [0.0]))
@@ -62,7 +65,7 @@ def compare(own: Tensors, exact: Tensors, noise: Mapping[str, float], eps: float
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """A difference, in the judge's classes."""
+    """The class of a difference, in the judge's classes, and its details."""
 
     fault: str
     detail: str
@@ -70,12 +73,12 @@ class Explanation:
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What is known of a replica's gradients before they are looked at."""
+    """Facts about a replica's gradients that are known before they are compared."""
 
     ranks: Sequence[int]
     """Ranks that hold this replica."""
     factor: float
-    """Weight that each rank's and micro-batch's gradient should have."""
+    """Weight that the gradient of each rank and micro-batch should have."""
     known: Mapping[str, float]
     """Factors that have a name, such as the number of ranks."""
 
@@ -89,7 +92,7 @@ def explain(
 ) -> Explanation:
     """Explain why the gradients of `names` are wrong.
 
-    Finds the weights of all `parts`, by rank and micro-batch, and of the previous step's gradient, that make them.
+    Finds the weights with which the `parts` (by rank and micro-batch) and the previous step's gradient add up to them.
     """
     ranks, factor = expected.ranks, expected.factor
     absent = [name for name in names if name not in own]
@@ -126,7 +129,7 @@ def _told(
     expected: Expected,
     where: str,
 ) -> Explanation:
-    """Explain the weights that the parts have."""
+    """Explain the weights that were fitted to the parts."""
     ranks, factor, known = expected.ranks, expected.factor, expected.known
 
     def near(x: float, y: float) -> bool:

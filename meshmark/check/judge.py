@@ -1,4 +1,4 @@
-"""From a recorded run to a verdict: what was compared, and the first thing that is wrong."""
+"""Judge a recorded run: what was compared, and the first thing that is wrong."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from meshmark.check.verdict import Finding, Level, Verdict
 from meshmark.judge.faults import Fault
 
 DRAWS = 3
-"""Recomputations with rounding, by micro-batch, that measure the noise."""
+"""Number of recomputations with rounding, for each micro-batch, from which the noise is measured."""
 
 
 @dataclass(kw_only=True)
 class Judge:
-    """Goes through the steps of one run, and collects what is found."""
+    """Judge of one run. It goes through the steps and collects findings."""
 
     run: Run
     copies: Mapping[int, nn.Module]
     objective: str | None
-    """The mean that the user asked for."""
+    """The mean that the user expects the script to optimise."""
     asked: int
-    """Steps."""
+    """Number of steps that were asked for."""
     verdict: Verdict
     seen: set[str] = field(default_factory=set)
     objectives: list[Objective] = field(default_factory=list)
@@ -42,10 +42,10 @@ class Judge:
     detects: float = 0.0
     clips: list[str] = field(default_factory=list)
     factor: float = 1.0
-    """What the reduction multiplies each rank's gradient by."""
+    """Factor by which the reduction multiplies each rank's gradient."""
 
     def add(self, level: Level, fault: str, text: str, step: int | None = None) -> None:
-        """Note a finding; of each class the first alone."""
+        """Add a finding, unless one of the same class was added before."""
         if fault not in self.seen:
             self.seen.add(fault)
             self.verdict.findings.append(Finding(level=level, fault=fault, text=text, step=step))
@@ -216,12 +216,12 @@ class Judge:
         return known
 
     def _clipped_by_hand(self, own: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> bool:
-        """Whether gradients are the right ones scaled down to a norm that is a round number."""
+        """Return whether gradients are the right ones scaled down to a norm that is a round number."""
         norm = _norm(own)
         return norm < 0.999 * _norm(exact) and any(abs(norm * k - round(norm * k)) < 1e-4 for k in (1, 2, 10))
 
     def _forward(self, outputs: list[Tensor], right: Product, draws: list[Product], where: str) -> None:
-        """Raise `CannotTellError` where the copy of the model computes something else than the script's model did."""
+        """Raise `CannotTellError` if the copy's outputs differ from those of the script's model."""
         for index, (own, x) in enumerate(zip(outputs, right.outputs, strict=True)):
             noise = max(float((d.outputs[index] - x).norm()) for d in draws)
             scale = float(x.norm())
@@ -279,7 +279,7 @@ class Judge:
         self.clips.append(f"{shown} (first step)")
 
     def _optimizer_holds(self, moment: Moment) -> None:
-        """What the optimizer holds that is no model's, and what of the model it does not hold."""
+        """Report tensors of the optimizer that no model has, and parameters of the model that are in no optimizer."""
         groups = moment.ranks[0].groups
         strangers = sum(g.strangers for g in groups)
         held = {name for g in groups for name in g.names}
@@ -371,7 +371,10 @@ class Judge:
 
 
 def _factor(gradients: Mapping[int, Mapping[str, Tensor]], total: Mapping[str, Tensor], world: int) -> float:
-    """Whether ranks' gradients are averaged or added up: the weight that fits better, the mean's in doubt."""
+    """Return the weight of each rank's gradient: 1 if ranks are added up, 1 / `world` if they are averaged.
+
+    The sum is chosen only if it fits to 2 %; otherwise the mean is assumed.
+    """
     if world == 1:
         return 1.0
     scale = sum(float((x * x).sum()) for x in total.values()) or 1.0

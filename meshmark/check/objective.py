@@ -1,4 +1,4 @@
-"""Which mean a script optimises, from the weight that each target has in the gradient it steps on."""
+"""Find which mean a script optimises, from each target's weight in the gradient that it steps on."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from meshmark.check.tree import tensors_in
 from meshmark.judge.faults import named_factor
 
 SAME = 1e-3
-"""Relative difference of weights that count as equal: cross-entropy in 16 bits rounds its gradient to 4e-3, but the
-gradient of a mean by its result is one number in fp32."""
+"""Relative difference up to which weights count as equal.
+
+Cross-entropy in 16 bits rounds its gradient to 4e-3. The gradient of a mean with respect to its result, however, is
+one number in fp32.
+"""
 MEANS = {
     "tokens": "a mean over all targets of the global batch",
     "rows": "a mean over rows of each row's mean",
@@ -23,28 +26,32 @@ MEANS = {
 
 @dataclass(kw_only=True)
 class Objective:
-    """What the gradient of one step is the gradient of."""
+    """The objective whose gradient the script steps on, as found at one step."""
 
     total: float
-    """Of all weights: a mean has one."""
+    """Sum of all weights, which is 1 for a mean."""
     candidates: list[str]
-    """Of MEANS, those that it is; several where they are the same here."""
+    """Names in `MEANS` that fit; several if they are the same for this batch."""
     several_terms: bool
-    """Loss functions were called more than once by micro-batch."""
+    """Whether loss functions were called more than once in a micro-batch."""
     num_targets: int
     low: float
     high: float
     """Weights of single targets, as multiples of their mean."""
     counts: list[int] = field(default_factory=list)
-    """Targets of every micro-batch."""
+    """Number of targets of every micro-batch."""
 
 
 class UnseenError(Exception):
-    """No weights of targets were seen; its text says why."""
+    """No weights of targets were observed. The text gives the reason."""
 
 
 def objective_of(ranks: Sequence[Step], factor: float) -> Objective:
-    """`factor`: what the reduction multiplied each rank's gradients by."""
+    """Return the objective of one step.
+
+    `factor` is the factor by which the reduction multiplied each rank's gradients. Raises `UnseenError` if no weights
+    of targets were observed.
+    """
     weights: list[np.ndarray] = []
     rows: list[np.ndarray] = []
     several = False
@@ -93,7 +100,10 @@ def _by_rank(weights: list[np.ndarray], ranks: Sequence[Step]) -> list[list[np.n
 
 
 def _weights_of(call: Call) -> tuple[np.ndarray, np.ndarray]:
-    """Weight of every target that counts; and the sum by row of the batch, empty where rows are not known."""
+    """Return the weight of every target that counts, and their sums by row of the batch.
+
+    The sums are empty if the rows are not known.
+    """
     each, by_row = [], np.zeros(0)
     num_rows = next((t.shape[0] for t in tensors_in(call.inputs) if t.dim()), 0)
     for term in call.terms:

@@ -1,4 +1,4 @@
-"""Options that `meshmark check` and `python -m meshmark.check` have in common, and the folder for recordings."""
+"""Options that `meshmark check` and `python -m meshmark.check` share, and the folder for recordings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options that `meshmark check` and `-m meshmark.check` have in common."""
+    """Add the options that `meshmark check` and `python -m meshmark.check` share."""
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps to observe (default: 3)")
     parser.add_argument(
         "--objective",
@@ -25,7 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def mistake_in(parsed: argparse.Namespace) -> str | None:
-    """What cannot be of the options, or None."""
+    """Return what is wrong with the options, or None."""
     if parsed.steps < 1:
         return f"--steps must be 1 or more, got {parsed.steps}"
     if parsed.max_disk <= 0:
@@ -40,7 +40,7 @@ def mistake_in(parsed: argparse.Namespace) -> str | None:
 
 
 def make_private(path: Path) -> None:
-    """Make a folder that only this user can read. Raises `SystemExit` where that cannot be."""
+    """Make a folder that only this user can read. Raises `SystemExit` if it cannot be made."""
     try:
         path.mkdir(mode=0o700)
     except OSError as error:

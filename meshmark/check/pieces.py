@@ -1,4 +1,4 @@
-"""Where one rank's part of a parameter lies in the whole: nothing here communicates."""
+"""Locate one rank's part of a parameter in the whole. Nothing here communicates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
-"""Attributes in which PyTorch's wrappers of a single module keep it."""
+"""Attributes under which PyTorch's wrappers store the single module they wrap."""
 _DDP = ("DistributedDataParallel", "DataParallel")
 
 
@@ -20,13 +20,13 @@ class Piece:
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     offset: tuple[int, ...] | None
-    """Of the part in the whole, by dimension; None: the part is a range of the flattened whole."""
+    """Offset of the part in the whole, by dimension. None: the part is a range of the flattened whole."""
     start: int = 0
-    """Of that range."""
+    """Start of that range."""
     ranks: tuple[int, ...] = ()
-    """Ranks that hold one whole copy together; empty: this rank has all of it."""
+    """Ranks that together hold one whole copy. Empty: this rank holds all of it."""
 
     def put(self, whole: Tensor, part: Tensor) -> None:
         """Copy `part` to its place in `whole`."""
@@ -38,7 +38,7 @@ class Piece:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The user's module inside wrappers such as DDP, FSDP1 or `torch.compile`."""
+    """Return the user's module inside wrappers such as DDP, FSDP1 or `torch.compile`."""
     while True:
         inner = module._modules.get("module") if type(module).__name__ in _DDP else None
         for attribute in WRAPPED:
@@ -49,7 +49,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def bare_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Every module without wrappers, by the name that it has without them."""
+    """Yield every module that is not a wrapper, with the name it has without wrappers."""
     module = unwrapped(module)
     yield prefix, module
     for name, child in module._modules.items():
@@ -58,7 +58,7 @@ def bare_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by their names without wrappers, each once."""
+    """Return the parameters by their names without wrappers, each once."""
     found: dict[str, nn.Parameter] = {}
     seen = set[int]()
     for prefix, inner in bare_modules(module):
@@ -74,18 +74,21 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part, detached."""
+    """Return this rank's part, detached."""
     if is_dtensor(tensor):
         return tensor._local_tensor.detach()  # type: ignore[attr-defined, no-any-return]
     return tensor.detach()
 
 
 class CannotTellError(Exception):
-    """Something that cannot be observed or recomputed; its text is the reason."""
+    """Something cannot be observed or recomputed. The text gives the reason."""
 
 
 def piece_of(name: str, parameter: Tensor) -> Piece:
-    """Where this rank's part of `parameter` lies."""
+    """Return the place of this rank's part of `parameter` in the whole.
+
+    Raises `CannotTellError` for partial sums and for shards over several axes of a mesh.
+    """
     if not is_dtensor(parameter):
         shape = tuple(parameter.shape)
         return Piece(name=name, shape=shape, offset=(0,) * len(shape))
@@ -106,8 +109,11 @@ def piece_of(name: str, parameter: Tensor) -> Piece:
 
 
 def flat_pieces(root: nn.Module) -> dict[str, tuple[Any, slice, Piece]]:
-    """By name, what FSDP1 holds on this rank: its flat parameter, this one's range of the local part, and where that
-    lies in the whole parameter."""
+    """Return, by name, what FSDP1 stores of each parameter on this rank.
+
+    The values are the flat parameter, the parameter's range in the local part, and the place of that range in the
+    whole parameter.
+    """
     found: dict[str, tuple[Any, slice, Piece]] = {}
     for prefix, module in _wrapped_modules(root):
         handle: Any = getattr(module, "_handle", None)
@@ -145,7 +151,7 @@ def flat_pieces(root: nn.Module) -> dict[str, tuple[Any, slice, Piece]]:
 
 
 def _wrapped_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Every module, wrappers too, by the name without them."""
+    """Yield every module, wrappers included, with the name it has without wrappers."""
     yield prefix, module
     single = [a for a in WRAPPED if a in module._modules]
     for name, child in module._modules.items():
@@ -161,7 +167,10 @@ def _bare_name(name: str) -> str:
 def assembled(
     parts: Mapping[int, Mapping[str, Tensor]], pieces: Mapping[int, Mapping[str, Piece]]
 ) -> dict[int, dict[str, Tensor]]:
-    """Whole tensors by the lowest rank of those that hold one copy together, from the parts of all ranks."""
+    """Assemble whole tensors from the parts of all ranks.
+
+    The result is keyed by replica: the lowest of the ranks that together hold one copy.
+    """
     found: dict[int, dict[str, Tensor]] = {}
     for rank, tensors in parts.items():
         for name, part in tensors.items():

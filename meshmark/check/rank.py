@@ -1,4 +1,4 @@
-"""One rank: runs the script under the recorder; rank 0 then judges what all of them recorded."""
+"""Run the script under the recorder on one rank; rank 0 then judges the recordings of all ranks."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from meshmark.check.recording import Folder
 
 VERDICT = "verdict.txt"
-"""In the folder, for `meshmark check`: the outcome as the first line, then the text."""
+"""File in the folder that `meshmark check` reads. Its first line is the outcome, and the text follows."""
 WAIT_SECONDS = 60.0
-"""For other ranks' recordings, when the first has all its steps."""
+"""Seconds to wait for the recordings of other ranks once the first rank has all its steps."""
 
 
 def main(arguments: list[str]) -> NoReturn:
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> NoReturn:
 
 
 def _meeting_folder(parsed: argparse.Namespace, rank: int) -> Path:
-    """The folder that all ranks of one torchrun write to; rank 0 makes it."""
+    """Return the folder that all ranks of one torchrun write to. Rank 0 makes it."""
     path = (
         Path(parsed.keep)
         if parsed.keep
@@ -71,7 +71,7 @@ def _meeting_folder(parsed: argparse.Namespace, rank: int) -> Path:
 
 
 def run(parsed: argparse.Namespace, script: Path, place: Path, rank: int, world: int) -> Outcome:
-    """Observe the script, judge it on rank 0."""
+    """Observe the script, and judge it on rank 0."""
     from meshmark.check.recorder import EnoughError, Recorder, SpawnsError, install
     from meshmark.check.recording import Folder
 
@@ -109,7 +109,7 @@ def run(parsed: argparse.Namespace, script: Path, place: Path, rank: int, world:
 
 
 def _tell(parsed: argparse.Namespace, place: Path, verdict: Verdict) -> Outcome:
-    """Print the verdict, or leave it to `meshmark check` where that started the ranks."""
+    """Print the verdict, or leave it to `meshmark check` if that started the ranks."""
     if parsed.output:
         Path(parsed.output).write_text(verdict.page)
     if parsed.folder:
@@ -123,7 +123,7 @@ def _tell(parsed: argparse.Namespace, place: Path, verdict: Verdict) -> Outcome:
 
 
 def _verdict(parsed: argparse.Namespace, script: Path, folder: Folder, recorder: Recorder, world: int) -> Verdict:
-    """What is said of the recordings."""
+    """Return the verdict on the recordings."""
     from meshmark.check.judge import Judge
     from meshmark.check.run import Run
 
@@ -145,8 +145,10 @@ def _verdict(parsed: argparse.Namespace, script: Path, folder: Folder, recorder:
 
 
 def execute(script: Path, arguments: list[str]) -> None:
-    """Run `script` as `python script.py` does. It stays `__main__` afterwards: recordings may hold objects of its
-    classes."""
+    """Run `script` as `python script.py` does.
+
+    The script stays `__main__` afterwards, because recordings may contain objects of its classes.
+    """
     module = types.ModuleType("__main__")
     module.__dict__["__file__"] = str(script)
     module.__dict__["__builtins__"] = __builtins__

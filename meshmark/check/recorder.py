@@ -1,7 +1,7 @@
-"""Observes a training script from inside one of its ranks, by hooks of PyTorch alone.
+"""Observe a training script from inside one of its ranks, with PyTorch hooks only.
 
-Hooks stand on `nn.Module.__call__` (of the outermost module), loss functions, `backward`, `clip_grad_norm_`,
-`GradScaler` and the optimizer's step. Nothing communicates, and nothing that the script computes is changed.
+The hooks are on `nn.Module.__call__` (of the outermost module), loss functions, `backward`, `clip_grad_norm_`,
+`GradScaler` and the optimizer's step. They do not communicate, and they change nothing that the script computes.
 """
 
 from __future__ import annotations
@@ -47,19 +47,22 @@ LOSSES = (
     "binary_cross_entropy_with_logits",
 )
 SKETCHED = 512
-"""Numbers of an output that are kept."""
+"""Number of elements kept of each output."""
 MEET_SECONDS = 60.0
-"""That a rank waits for the others before the script is stopped."""
+"""Seconds that a rank waits for the others before the script is stopped."""
 MOST_NODES = 100_000
-"""Of an autograd graph between the loss and the model's outputs."""
+"""Largest number of autograd nodes searched between the loss and the model's outputs."""
 
 
 class EnoughError(BaseException):
-    """Ends the script: enough steps are recorded. Not an `Exception`, which scripts may catch."""
+    """Ends the script when enough steps are recorded.
+
+    It is not an `Exception`, because scripts may catch those.
+    """
 
 
 class Recorder:
-    """Hooks of one rank, and what they have seen."""
+    """Hooks of one rank, and what they have recorded."""
 
     def __init__(self, folder: Folder, *, rank: int, world: int, steps: int, limit: int) -> None:
         self.folder, self.rank, self.world, self.steps, self.left = folder, rank, world, steps, limit
@@ -199,7 +202,7 @@ class Recorder:
     # The steps
 
     def _root(self, module: nn.Module) -> int:
-        """Number of the outermost module, whose parameters are noted when it is first called."""
+        """Return the number of the outermost module. Its parameters are noted at its first call."""
         bare = unwrapped(module)
         for number, root in enumerate(self.roots):
             if root is bare:
@@ -232,7 +235,9 @@ class Recorder:
                 self.pieces[prefix + name] = piece_of(prefix + name, parameter)
 
     def _begin(self, root: int, module: nn.Module, args: Any, kwargs: Any) -> Call:  # noqa: ANN401
-        """A call of the outermost module begins, and a step if the optimizer has stepped since the last."""
+        """Begin the record of a call of the outermost module, and of a new step if the optimizer has stepped since the
+        last call.
+        """
         if self.stepped:
             self._close()
         if self.step is None:
@@ -281,9 +286,10 @@ class Recorder:
                 call.gradients[number] = new if old is None else old + new
 
     def _look_past_outputs(self, tensors: Iterable[Tensor]) -> None:
-        """Note which outputs the loss is made of, and refuse one that reaches parameters by another way.
+        """Note which outputs enter the loss, and refuse a loss that reaches parameters in another way.
 
-        An output may be made of another, as a loss of logits: what enters the latter is then the former's too.
+        An output may be computed from another, as a loss from logits. The gradient that enters the latter then
+        includes the former's.
         """
         used = self._ends_before([(t.grad_fn, t.output_nr) for t in tensors if t.grad_fn is not None])
         for _, call, number in used:
@@ -295,7 +301,7 @@ class Recorder:
                     call.nested = True
 
     def _ends_before(self, queue: list[tuple[Any, int]], leaves: bool = False) -> list[tuple[Any, Call, int]]:
-        """Outputs of models that are met first on the way back from some nodes of the autograd graph."""
+        """Return the model outputs that are met first on the way back from some nodes of the autograd graph."""
         seen = set[tuple[Any, int]]()
         found = []
         while queue:
@@ -345,12 +351,12 @@ class Recorder:
             term.gradient = _kept(gradient)
 
     def scaler_skipped(self) -> None:
-        """A `GradScaler` left a step out, and with it what went before."""
+        """Discard what was recorded of a step that a `GradScaler` skipped."""
         if self.step is not None and not self.step.groups:
             self.step = Step(before=self.step.before, skipped=self.step.skipped + 1)
 
     def _close(self) -> None:
-        """Write the step that has ended; enough of them end the script."""
+        """Write the step that has ended. Raise `EnoughError` after the last one."""
         assert self.step is not None
         step, self.step, self.stepped = self.step, None, False
         if not self.reason:
@@ -366,11 +372,11 @@ class Recorder:
             raise EnoughError
 
     def refuse(self, reason: str) -> None:
-        """Note why no verdict can be given; the script ends at its next step."""
+        """Record why no verdict can be given. The script ends at its next step."""
         self.reason = self.reason or reason
 
     def finish(self, end: str, detail: str = "") -> None:
-        """Leave what the judge must know of this rank."""
+        """Write the facts about this rank that the judge needs."""
         with contextlib.suppress(EnoughError):
             if self.active and self.stepped:
                 self._close()
@@ -395,7 +401,7 @@ class Recorder:
     # Tensors of this rank
 
     def _held(self, parameters: Iterable[Tensor]) -> list[str]:
-        """Names of what an optimizer holds; a flat parameter has several."""
+        """Return the names of the parameters that an optimizer holds; a flat parameter has several."""
         found = []
         for p in parameters:
             flat = [name for name, (own, _) in self.flats.items() if own is p]
@@ -428,7 +434,7 @@ class Recorder:
 
 
 def _kept(value: Any) -> Any:  # noqa: ANN401
-    """A copy on the CPU that nothing changes any more."""
+    """Return a copy on the CPU that later steps do not change."""
     return local(value).cpu().clone() if isinstance(value, Tensor) else value
 
 
@@ -441,7 +447,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _wrappers(module: nn.Module) -> list[str]:
-    """What stands around the user's module, or is mixed into it."""
+    """Return the names of the wrapper classes around the user's module or mixed into it."""
     found = []
     for inner in module.modules():
         for cls in type(inner).__mro__:
@@ -455,7 +461,7 @@ def _wrappers(module: nn.Module) -> list[str]:
 
 
 def install(recorder: Recorder) -> None:
-    """Put the hooks in place, before the script's first line."""
+    """Install the hooks. Call this before the script's first line."""
     call = nn.Module.__call__
 
     def observed_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -528,7 +534,7 @@ def _observe_scaler(recorder: Recorder) -> None:
 
 
 class SpawnsError(BaseException):
-    """The script starts processes of its own, which nothing observes."""
+    """The script starts processes of its own, which cannot be observed."""
 
 
 def _refuse_spawning() -> None:

@@ -1,4 +1,4 @@
-"""What is recorded of a script's steps, and its files: one a rank and step, which only their owner can read."""
+"""Recordings of a script's steps, and their files: one for each rank and step, readable only by their owner."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Term:
     counted: Tensor
     """Which targets count, as booleans in the shape of the targets."""
     weighted: bool = False
-    """Classes or targets have weights of their own."""
+    """Whether classes or targets have weights of their own."""
     gradient: Tensor | None = None
-    """Of the loss that was differentiated, by this function's result."""
+    """Gradient of the loss that was differentiated, with respect to this function's result."""
 
 
 @dataclass(kw_only=True)
@@ -37,24 +37,24 @@ class Call:
     inputs: tuple[tuple[Any, ...], dict[str, Any]]
     random_state: Tensor
     training: list[bool]
-    """Of every module."""
+    """Training mode of every module."""
     autocast: torch.dtype | None
     buffers: dict[str, Tensor]
     outputs: list[Tensor] = field(default_factory=list)
-    """The first numbers of every output that has a gradient, and its norm as the last."""
+    """The first elements of every output that has a gradient, with the output's norm appended."""
     gradients: list[Tensor | None] = field(default_factory=list)
-    """Of the loss that was differentiated, by these outputs."""
+    """Gradients of the loss that was differentiated, with respect to these outputs."""
     used: set[int] = field(default_factory=set)
-    """Outputs that the loss is made of, not by way of another output."""
+    """Outputs that enter the loss directly, not through another output."""
     nested: bool = False
-    """One of these is made of another."""
+    """Whether one of these outputs is computed from another."""
     terms: list[Term] = field(default_factory=list)
     scale: float = 1.0
-    """What a `GradScaler` had multiplied the loss by."""
+    """Factor by which a `GradScaler` had multiplied the loss."""
 
     @property
     def used_gradients(self) -> list[tuple[int, Tensor]]:
-        """What the model is differentiated with, by number of the output; empty where its outputs were not used."""
+        """Gradients with which the model is differentiated, by output number. Empty if its outputs were not used."""
         return [(n, g) for n, g in enumerate(self.gradients) if g is not None and n in self.used]
 
 
@@ -63,13 +63,13 @@ class Clip:
     """One call of `clip_grad_norm_`."""
 
     names: list[str]
-    """Parameters that it was given."""
+    """Parameters that were passed to it."""
     gradients: dict[str, Tensor]
-    """Before it."""
+    """Gradients before clipping."""
     max_norm: float
     norm_type: float
     scaled: float = 1.0
-    """What a `GradScaler` had the gradients multiplied by at that time."""
+    """Factor by which a `GradScaler` had multiplied the gradients at that time."""
 
 
 @dataclass(kw_only=True)
@@ -77,41 +77,41 @@ class Group:
     """One group of parameters of one optimizer, at one step."""
 
     optimizer: int
-    """The how manieth optimizer object that was seen."""
+    """Index of the optimizer object, in the order in which they were first observed."""
     cls: str
-    """The optimizer's class, as `torch.optim.adamw.AdamW`."""
+    """The optimizer's class, such as `torch.optim.adamw.AdamW`."""
     names: list[str]
     options: dict[str, Any]
     strangers: int = 0
-    """Tensors that are no parameter of a model that was called."""
+    """Number of tensors that belong to no model that was called."""
 
 
 @dataclass(kw_only=True)
 class Step:
-    """What one rank did up to and with one step of its optimizer; of tensors, its own parts."""
+    """Record of one rank up to and including one optimizer step. Tensors are this rank's parts."""
 
     calls: list[Call] = field(default_factory=list)
     clips: list[Clip] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Of the optimizer before the first step that was recorded, by parameter."""
+    """State of the optimizer before the first recorded step, by parameter."""
     before: dict[str, Tensor] = field(default_factory=dict)
     """Parameters when the step began."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    """As the optimizer saw them."""
+    """Gradients that the optimizer received."""
     after: dict[str, Tensor] = field(default_factory=dict)
-    """Parameters after the optimizer."""
+    """Parameters after the optimizer's step."""
     losses: list[float] = field(default_factory=list)
-    """Whatever was differentiated."""
+    """Values of everything that was differentiated."""
     skipped: int = 0
-    """Steps before it that a `GradScaler` left out."""
+    """Number of steps before this one that a `GradScaler` skipped."""
     seconds: float = 0.0
-    """What recording took."""
+    """Seconds that recording took."""
 
 
 @dataclass(kw_only=True)
 class Facts:
-    """What does not change from step to step."""
+    """Facts that do not change from step to step."""
 
     rank: int
     world: int
@@ -125,7 +125,7 @@ class Facts:
     """Why recording ended: `enough`, `script ended`, `raised`, `refused`."""
     detail: str = ""
     script_seconds: float = 0.0
-    """From the first step recorded to the last."""
+    """Seconds from the first recorded step to the last."""
     record_seconds: float = 0.0
     num_steps: int = 0
 
@@ -137,7 +137,10 @@ class Folder:
         self.path = path
 
     def write_step(self, rank: int, number: int, step: Step, limit: int) -> int:
-        """Write a step of a rank; raises `OSError` when it would take more than `limit` bytes. Returns the bytes."""
+        """Write a step of a rank, and return its size in bytes.
+
+        Raises `OSError` if it would take more than `limit` bytes.
+        """
         return self._write(f"rank{rank}-step{number}.pt", step, limit)
 
     def write_facts(self, facts: Facts) -> None:
@@ -156,14 +159,17 @@ class Folder:
         return size
 
     def has_facts(self, rank: int) -> bool:
-        """Whether recording has ended on this rank."""
+        """Return whether recording has ended on this rank."""
         return (self.path / f"rank{rank}.pt").exists()
 
     def facts(self, rank: int) -> Facts:
         return self._read(self.path / f"rank{rank}.pt")  # type: ignore[no-any-return]
 
     def meet(self, rank: int, world: int, seconds: float) -> None:
-        """Wait until every rank is here or has ended: one that left earlier would break what others still receive."""
+        """Wait until every rank is here or has ended.
+
+        A rank that left earlier would break transfers that others still receive.
+        """
         (self.path / f"rank{rank}.here").touch(mode=0o600)
         end = time.monotonic() + seconds
         while time.monotonic() < end and not all(
@@ -175,7 +181,10 @@ class Folder:
         return self._read(self.path / f"rank{rank}-step{number}.pt")  # type: ignore[no-any-return]
 
     def _read(self, path: Path) -> Any:  # noqa: ANN401
-        """A recording is the script's own data, of whatever classes; no one else can have written it."""
+        """Load a recording. It contains the script's data, of any class, and must belong to this user.
+
+        Raises `OSError` if the file belongs to another user.
+        """
         status = path.stat()
         if status.st_uid != os.getuid():
             raise OSError(f"{path} belongs to another user")

@@ -1,4 +1,4 @@
-"""Which rows of data ranks and steps have in common."""
+"""Find which rows of data are shared between ranks or steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshmark.check.tree import tensors_in
 
 
 def rows_of(calls: Sequence[Call]) -> set[bytes]:
-    """Digests of the rows that entered the model."""
+    """Return digests of the rows that entered the model."""
     found = set()
     for call in calls:
         tensors = [t for t in tensors_in(call.inputs) if t.dim()]
@@ -36,11 +36,11 @@ def _bytes(row: Tensor) -> bytes:
 
 
 def shared_rows(ranks: Sequence[Sequence[Call]]) -> bool:
-    """Whether all ranks read the very same rows."""
+    """Return whether all ranks read exactly the same rows."""
     first, *others = (rows_of(calls) for calls in ranks)
     return bool(first) and all(own == first for own in others)
 
 
 def repeated_rows(before: Sequence[Call], now: Sequence[Call]) -> bool:
-    """Whether two steps read the very same rows."""
+    """Return whether two steps read exactly the same rows."""
     return rows_of(before) == rows_of(now)

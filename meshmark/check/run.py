@@ -1,4 +1,4 @@
-"""One recorded run as the judge sees it: facts of all ranks, and each step with its tensors put together."""
+"""One recorded run in the form that the judge uses: facts of all ranks, and each step with its tensors assembled."""
 
 from __future__ import annotations
 
@@ -20,23 +20,26 @@ REFUSED_WRAPPERS = {
 
 @dataclass(kw_only=True)
 class Moment:
-    """One step of all ranks. Whole tensors are by replica: the lowest rank of those that hold one copy together."""
+    """One step of all ranks.
+
+    Whole tensors are keyed by replica: the lowest of the ranks that together hold one copy.
+    """
 
     number: int
     ranks: list[Step]
     before: dict[int, dict[str, Tensor]]
     gradients: dict[int, dict[str, Tensor]]
-    """Complete, and not clipped yet where clipping was seen."""
+    """Complete gradients, before clipping if clipping was observed."""
     clipped: dict[int, dict[str, Tensor]]
-    """As the optimizer saw them."""
+    """Gradients that the optimizer received."""
     after: dict[int, dict[str, Tensor]]
     before_parts: list[dict[str, Tensor]] = field(default_factory=list)
-    """By rank, the parts that it holds."""
+    """Parts that each rank holds before the step."""
 
 
 @dataclass(kw_only=True)
 class Run:
-    """What was recorded."""
+    """A recorded run."""
 
     folder: Folder
     facts: list[Facts]
@@ -58,7 +61,7 @@ class Run:
 
     @cached_property
     def owners(self) -> list[int]:
-        """By rank, the replica that it belongs to."""
+        """The replica that each rank belongs to."""
         found = []
         for f in self.facts:
             groups: list[tuple[int, ...]] = [piece.ranks or (f.rank,) for piece in f.pieces.values()]
@@ -76,7 +79,7 @@ class Run:
         return self.facts[0].trained
 
     def check(self) -> None:
-        """Raise `CannotTellError` for what cannot be judged."""
+        """Raise `CannotTellError` if the run cannot be judged."""
         for f in self.facts:
             if f.end == "refused":
                 raise CannotTellError(f.detail)
@@ -100,7 +103,7 @@ class Run:
                 )
 
     def moment(self, number: int) -> Moment:
-        """The step; steps must be asked for in order."""
+        """Return a step. Steps must be asked for in order."""
         ranks = [self.folder.step(f.rank, number) for f in self.facts]
         parts = [step.before or last for step, last in zip(ranks, self._last, strict=True)]
         self._last = [step.after for step in ranks]

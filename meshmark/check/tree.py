@@ -1,4 +1,4 @@
-"""Tensors inside of whatever a model takes and returns: tuples, lists, mappings, dataclasses."""
+"""Find tensors inside the values that a model takes and returns: tuples, lists, mappings, dataclasses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:  # noqa: ANN401
-    """Every tensor, in a fixed order."""
+    """Yield every tensor, in a fixed order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -26,7 +26,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:  # noqa: ANN401
 
 
 def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401
-    """A copy with every tensor changed; what is no container stays the same object."""
+    """Return a copy with every tensor changed. Values that are no containers stay the same objects."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):

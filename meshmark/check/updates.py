@@ -1,6 +1,6 @@
-"""Compares a script's updates with its optimizer's class in float64, fed the gradients that the script stepped on.
+"""Compare a script's updates with its optimizer's class in float64, given the gradients that the script stepped on.
 
-Each rank's own parts are enough: the optimizers known here treat every element by itself.
+Each rank's parts are enough, because the optimizers known here treat every element separately.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ KNOWN = (
     torch.optim.Adagrad,
     torch.optim.Adadelta,
 )
-"""Element by element, so that a shard is updated as the whole is."""
+"""Optimizers that work element by element, so that a shard is updated like the whole."""
 _BY_NAME = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in KNOWN}
 _HOW = {"foreach": False, "fused": None, "capturable": False, "differentiable": False}
-"""Options that say how a step is computed and not what."""
+"""Options that affect how a step is computed but not its result."""
 DRAWS = 3
 
 
 class UnknownOptimizerError(Exception):
-    """An optimizer whose rule is not known here; its text is the class."""
+    """The optimizer's rule is not known here. The text is the class."""
 
 
 class Rule:
-    """One optimizer of one rank, in float64 or in the script's own precision with gradients nudged."""
+    """One optimizer of one rank, in float64, or in the script's precision with nudged gradients."""
 
     def __init__(self, *, nudges: torch.Generator | None = None) -> None:
         self.nudges = nudges
@@ -45,7 +45,7 @@ class Rule:
         self.parameters: dict[str, nn.Parameter] = {}
 
     def step(self, step: Step, which: int, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the parameters of optimizer `which` become."""
+        """Return the parameters of optimizer `which` after a step. Raises `UnknownOptimizerError`."""
         groups = [g for g in step.groups if g.optimizer == which and g.names]
         if self.optimizer is None:
             cls = _BY_NAME.get(groups[0].cls)
@@ -88,7 +88,7 @@ class Rule:
 
 
 class Updates:
-    """All optimizers of one rank, followed through the run."""
+    """All optimizers of one rank over the run."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -96,11 +96,11 @@ class Updates:
         self.noisy: dict[int, list[Rule]] = {}
         self.previous: dict[str, int] = {}
         self.renewed: list[str] = []
-        """Parameters that a new optimizer object steps, though another one did before."""
+        """Parameters that a new optimizer object steps although another one did before."""
         self.worst = 0.0
 
     def compare(self, step: Step, before: Mapping[str, Tensor]) -> dict[str, tuple[float, Tensor]]:
-        """By parameter whose update is wrong: how many tolerances it is off, and where it should be."""
+        """Return the parameters whose update is wrong: by how many tolerances, and the right value."""
         wrong = {}
         for which in dict.fromkeys(g.optimizer for g in step.groups if g.names):
             if which not in self.exact:
@@ -129,7 +129,7 @@ class Updates:
 
 
 def explain_update(step: Step, before: Mapping[str, Tensor], wrong: Mapping[str, tuple[float, Tensor]]) -> str:
-    """What a wrong update looks like."""
+    """Describe a wrong update."""
     names = sorted(wrong, key=lambda n: wrong[n][0], reverse=True)
     where = names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
     still = [n for n in names if bool((step.after[n] == before[n]).all())]

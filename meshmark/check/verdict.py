@@ -1,4 +1,4 @@
-"""What is found out about a script, and how it is told."""
+"""The findings about a script, and how they are presented."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Outcome(StrEnum):
-    """What `check` says in one word."""
+    """The result of `check` in one word."""
 
     RIGHT = "right"
     WRONG = "wrong"
@@ -16,12 +16,12 @@ class Outcome(StrEnum):
 
     @property
     def code(self) -> int:
-        """Exit code; 2 is a mistake in the command, as everywhere."""
+        """Exit code. 2 is a mistake in the command, as for all commands."""
         return {Outcome.RIGHT: 0, Outcome.WRONG: 1, Outcome.CANNOT_TELL: 3, Outcome.COULD_NOT_RUN: 4}[self]
 
 
 class Level(StrEnum):
-    """How much a finding weighs."""
+    """Severity of a finding."""
 
     FAILED = "could not run"
     WRONG = "wrong"
@@ -31,26 +31,26 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that a user should know."""
+    """One fact that a user should know."""
 
     level: Level
     fault: str
-    """A short name of its class, as `gradient scaled`."""
+    """A short name of its class, such as `gradient scaled`."""
     text: str
     step: int | None = None
 
 
 @dataclass(kw_only=True)
 class Verdict:
-    """What is said of one script."""
+    """The verdict on one script."""
 
     script: str
     setting: str = ""
-    """Steps, ranks, wrappers."""
+    """Numbers of steps and ranks, and the wrappers."""
     findings: list[Finding] = field(default_factory=list)
-    """The cause first."""
+    """Findings. The cause comes first."""
     lines: dict[str, str] = field(default_factory=dict)
-    """What was checked, by subject, and what came out."""
+    """What was checked and the result, by subject."""
 
     @property
     def outcome(self) -> Outcome:
@@ -63,7 +63,7 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """Some ten lines, the diagnosis first."""
+        """About ten lines of text, with the diagnosis first."""
         headline = f"{self.outcome.upper()}: {self.script}"
         if self.outcome is Outcome.RIGHT:
             headline += " trains as one process would in float64"
@@ -79,7 +79,7 @@ class Verdict:
 
     @property
     def page(self) -> str:
-        """The same in Markdown."""
+        """The verdict in Markdown."""
         table = ["| | |", "|:--|:--|", f"| seen | {self.setting} |"]
         table += [f"| {subject} | {told} |" for subject, told in self.lines.items()]
         found = [f"- **{f.level}**: {f.fault}: {f.text}" for f in self.findings]

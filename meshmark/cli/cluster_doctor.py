@@ -1,4 +1,4 @@
-"""`meshmark doctor --cluster`: what differs between nodes, what their links carry, and which is the odd one out."""
+"""`meshmark doctor --cluster`: compare nodes, measure their links, and find outliers."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ _NETWORK, _INFINIBAND = Path("/sys/class/net"), Path("/sys/class/infiniband")
 
 @dataclass(frozen=True, kw_only=True)
 class NodeFacts:
-    """As its launcher sees it."""
+    """Facts of one node, as its launcher sees it."""
 
     host: str
     num_gpus: int
     alike: dict[str, str]
-    """What all nodes of one cluster should have in common, by name."""
+    """Facts, by name, that all nodes of a cluster should have in common."""
     devices: list[str]
-    """Of its network, with their rates."""
+    """Network devices with their rates."""
 
 
 def node_facts(spec: ClusterSpec) -> NodeFacts:
-    """Of this node."""
+    """Return the facts of this node."""
     here = describe("cpu", "", spec.nnodes)
     towards = "lo" if spec.host in LOOPBACK else device_towards(spec.host)
     facts = {
@@ -78,7 +78,7 @@ def node_facts(spec: ClusterSpec) -> NodeFacts:
 
 
 def _driver() -> str:
-    """As nvidia-smi says, of the first GPU: a node has one."""
+    """Return the driver version from nvidia-smi. A node has one driver, so the first GPU's is enough."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
@@ -88,13 +88,13 @@ def _driver() -> str:
 
 
 def infiniband(folder: Path) -> list[str]:
-    """Each port of each device, with its state and rate: a port that is down, or slower than its like, is told so."""
+    """Return each port of each device with its state and rate, which shows ports that are down or slow."""
     ports = sorted(folder.glob("*/ports/*"))
     return [f"{p.parent.parent.name}:{p.name} {_text(p / 'rate')} {_text(p / 'state').lower()}" for p in ports]
 
 
 def _rate(device: Path) -> str:
-    """What the kernel knows of a network device; virtual ones have no rate."""
+    """Return the kernel's data about a network device. Virtual devices have no rate."""
     megabits, state = _text(device / "speed"), _text(device / "operstate")
     rate = f"{int(megabits) / 1000:g} Gbit/s" if megabits.isdecimal() else "of no known rate"
     down = ", down" if state == "down" else ""
@@ -112,14 +112,14 @@ def _text(file: Path) -> str:
 
 _FACTS_SECONDS = 300.0
 _LIMIT_SECONDS = (120.0, 20.0)
-"""Of the measurement: in all, and more for each node."""
+"""Time limit of the measurement: in total, and more for each node."""
 _MOST_COLUMNS = 16
-"""Nodes of which every link is printed; of more, the slowest are."""
+"""Number of nodes up to which every link is printed. With more, only the slowest links are printed."""
 _NUM_SLOWEST = 10
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `doctor`."""
+    """Add the arguments of `doctor`."""
     parser.add_argument("--cluster", action="store_true", help="on every node, by srun or torchrun: compare the nodes")
     parser.add_argument("--nnodes", type=int, metavar="N", help="nodes (default: from SLURM or torchrun)")
     parser.add_argument("--node-rank", type=int, metavar="N", help="which of them this is")
@@ -127,7 +127,7 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
 
 
 def examine(parsed: argparse.Namespace) -> int:
-    """0 on every node where the nodes are alike, 1 where one is not, or is slow. Node 0 prints."""
+    """Compare the nodes. Returns 0 on every node if they are alike, and 1 if one differs or is slow. Node 0 prints."""
     spec = cluster_of(os.environ, nnodes=parsed.nnodes, node_rank=parsed.node_rank, rdzv=parsed.rdzv)
     if spec.num_hosts == 1:
         raise InputError(
@@ -154,7 +154,7 @@ def examine(parsed: argparse.Namespace) -> int:
 
 
 def _ranks(spec: ClusterSpec, tasks: Sequence[NodeFacts]) -> tuple[str, int]:
-    """The device that all have, and ranks of each task: one a GPU, where each sees as many."""
+    """Return the device that all tasks have, and the ranks per task: one per GPU if each task sees its GPUs."""
     fewest = min(task.num_gpus for task in tasks)
     if not fewest:
         return "cpu", 1
@@ -162,7 +162,7 @@ def _ranks(spec: ClusterSpec, tasks: Sequence[NodeFacts]) -> tuple[str, int]:
 
 
 def _request(device: str, spec: ClusterSpec) -> Request:
-    """The case trains nothing: it stands for the ranks."""
+    """Return the request. Its case trains nothing and only defines the ranks."""
     case = Case(adapter="single", workload=WORKLOADS["gpt-mini"], layout=Layout(), precision=Precision.FP32)
     first, more = _LIMIT_SECONDS
     return Request(
@@ -177,7 +177,7 @@ def _request(device: str, spec: ClusterSpec) -> Request:
 
 
 def differing(nodes: Sequence[NodeFacts]) -> dict[str, dict[str, list[int]]]:
-    """What is not the same on all nodes: by name, then value, those that have it."""
+    """Return the facts that differ between nodes: by name, then value, the nodes with this value."""
     found = dict[str, dict[str, list[int]]]()
     for name in dict.fromkeys(name for node in nodes for name in node.alike):
         values = dict[str, list[int]]()
@@ -189,7 +189,7 @@ def differing(nodes: Sequence[NodeFacts]) -> dict[str, dict[str, list[int]]]:
 
 
 def comparison(nodes: Sequence[NodeFacts]) -> list[str]:
-    """What differs first, the fewest last; then what all have; then each node."""
+    """Return lines with the differences (rarest values last), then the common facts, then each node."""
     differs = differing(nodes)
     lines = [f"{len(nodes)} nodes, which differ in" if differs else f"{len(nodes)} nodes, alike in all of this"]
     for name, values in differs.items():
@@ -202,7 +202,7 @@ def comparison(nodes: Sequence[NodeFacts]) -> list[str]:
 
 
 def _nodes(numbers: Sequence[int]) -> str:
-    """`node 3`, or `nodes 0-2, 5`."""
+    """Format node numbers, such as `node 3` or `nodes 0-2, 5`."""
     runs = list[list[int]]()
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -214,7 +214,7 @@ def _nodes(numbers: Sequence[int]) -> str:
 
 
 def _all_reduce(launched: LaunchResult, device: str) -> list[str]:
-    """Its slowest rank's median; the rate is that of a ring's links, by which worlds of any size compare."""
+    """Return the median of the slowest rank. The rate is that of a ring's links, which compares worlds of any size."""
     world = len(launched.reports)
     seconds = max(statistics.median(report.all_reduce_seconds) for report in launched.reports)
     num_bytes = NUM_BYTES[device]
@@ -226,7 +226,7 @@ def _all_reduce(launched: LaunchResult, device: str) -> list[str]:
 
 
 def of_links(links: Sequence[Link]) -> list[str]:
-    """Every pair, or of many nodes the slowest; and the odd ones."""
+    """Return every pair of nodes, or the slowest pairs if there are many, and the outliers."""
     nodes = 1 + max(link.source for link in links)
     rates = {(link.source, link.target): link.rate / GIGA for link in links}  # of the last go
     if nodes <= _MOST_COLUMNS:

@@ -1,4 +1,4 @@
-"""The command line: `meshmark doctor`, `cases`, `report`; those of the planner and of regressions bring their own."""
+"""The `meshmark` command. Commands of the planner and of regressions define their own arguments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AddArguments = Callable[[argparse.ArgumentParser], None]
 
 
 class _Command(argparse.ArgumentParser):
-    """Learns its arguments when it is the one that was asked for: what they are made of takes long to import."""
+    """A command that adds its arguments only when it is called, because their imports are slow."""
 
     add_arguments: AddArguments | None = None
 
@@ -41,14 +41,14 @@ class _Command(argparse.ArgumentParser):
 
 
 class _Help(argparse.HelpFormatter):
-    """Keeps names such as gpt-tiny on one line, where a search finds them."""
+    """Help formatter that keeps names such as gpt-tiny on one line, where a search finds them."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code: 0, 1 where a gate failed, or 2 for a mistake of the user's."""
+    """Run the command line. Returns the exit code: 0, 1 if a gate failed, or 2 for a user's mistake."""
     if sys.stdout is None:  # closed by whoever started this
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     parsed = _parser().parse_args(arguments)
@@ -74,11 +74,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EBADF, errno.EIO)
-"""Of a standard output that is full or closed."""
+"""Errors of a standard output that is full or closed."""
 
 
 def _silence_stdout() -> None:
-    """Python would try to write once more at its end, and fail again."""
+    """Redirect stdout to /dev/null, because Python would flush it again at exit and fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,4 +1,4 @@
-"""Values of command-line options that pytest and `meshmark` share. All raise `InputError`."""
+"""Parse values of command-line options that pytest and `meshmark` share. All functions raise `InputError`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from meshmark.spec.workload import Workload, workload
 
 DEFAULT_WORKLOAD = "gpt-tiny"
 WORKLOADS_GROUP = "meshmark.workloads"
-"""Entry points of a distribution that brings workloads: `name = "package.module:Class"`."""
+"""Entry point group for distributions that provide workloads: `name = "package.module:Class"`."""
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _DIGITS = 5
-"""Of a number of ranks: no cluster has more."""
+"""Digits of the largest number of ranks. No cluster has more."""
 
 
 def split_values(option: str, text: str) -> list[str]:
-    """The values of `a,b`, each once, at least one."""
+    """Return the distinct values of `a,b`. At least one is required."""
     values = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not values:
         raise InputError(f"{option} {text!r}: expected at least one value")
@@ -32,8 +32,11 @@ def split_values(option: str, text: str) -> list[str]:
 
 
 def chosen_adapters(patterns: str | None, outside: list[str]) -> dict[str, str]:
-    """Name to target of what `--adapters` (names or patterns; by default the core) and `--adapter` (targets) ask for;
-    adapters from outside alone where there are some and nothing else was named."""
+    """Return the adapters to use, as a mapping from name to target.
+
+    `patterns` is the value of `--adapters` (names or patterns; by default the core), `outside` that of `--adapter`
+    (targets). If only `outside` is given, only these are used.
+    """
     for target in outside:
         if ":" not in target:
             raise InputError(
@@ -52,7 +55,11 @@ def chosen_adapters(patterns: str | None, outside: list[str]) -> dict[str, str]:
 
 
 def chosen_layouts(world: str | None, layouts: str | None) -> tuple[list[int], LayoutChoice]:
-    """World sizes of `--world` (2 by default), and no layouts or `auto`; or the layouts of `--layouts` with theirs."""
+    """Return world sizes and layouts.
+
+    They are the sizes of `--world` (2 by default), with no layouts or `auto`; or the layouts of `--layouts` with their
+    sizes.
+    """
     if layouts is None or layouts.strip() == AUTO:
         worlds = [positive("--world", text) for text in split_values("--world", "2" if world is None else world)]
         return worlds, None if layouts is None else AUTO
@@ -63,9 +70,12 @@ def chosen_layouts(world: str | None, layouts: str | None) -> tuple[list[int], L
 
 
 def chosen_workloads(names: str, model: str | None, global_batch: int | None) -> list[Workload]:
-    """Presets, renamed where their model or batch is another, for then their numbers are too; and users' own workloads,
-    as FILE.py:CLASS or package.module:Class, or by a name of the entry points `meshmark.workloads`; behind a
-    class, after a hyphen, the id of an algorithm."""
+    """Return the workloads of `--workload`: presets and users' own.
+
+    A preset with another model or batch is renamed, because its numbers differ. A user's own workload is
+    FILE.py:CLASS, package.module:Class, or a name of the entry points `meshmark.workloads`. The id of an algorithm may
+    follow a class after a hyphen.
+    """
     return [_in_batches(_of_model(_named(name), model), global_batch) for name in split_values("--workload", names)]
 
 
@@ -108,14 +118,14 @@ def _in_batches(preset: Workload, global_batch: int | None) -> Workload:
 
 
 def positive(option: str, text: str) -> int:
-    """A whole number of at least 1, such as a world size: each of its ranks is a process."""
+    """Parse a whole number of at least 1, such as a world size. It is limited, because each rank is a process."""
     if not text.isdecimal() or len(text) > _DIGITS or int(text) < 1:
         raise InputError(f"{option} {text[:40]!r}: expected a whole number of at least 1, of at most {_DIGITS} digits")
     return int(text)
 
 
 def part(option: str, text: str) -> tuple[int, int]:
-    """Number and count of `2/4`."""
+    """Parse `2/4` into number and count."""
     number, slash, count = text.partition("/")
     found = positive(option, number), positive(option, count if slash else "")
     if found[0] > found[1]:
@@ -124,7 +134,7 @@ def part(option: str, text: str) -> tuple[int, int]:
 
 
 def duration(option: str, text: str) -> float:
-    """Seconds of `90`, `90s`, `30m` or `2h`."""
+    """Parse `90`, `90s`, `30m` or `2h` into seconds."""
     number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "s")
     if not number.isdecimal() or len(number) > _DIGITS or not int(number):
         raise InputError(f"{option} {text[:40]!r}: expected a time such as 90s, 30m or 2h")

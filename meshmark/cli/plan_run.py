@@ -1,4 +1,4 @@
-"""`meshmark plan --run`: the layout that a plan chooses, handed to the suites."""
+"""`meshmark plan --run`: train the layout that a plan chooses, with the suites."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload
 
 _TRIED = 200
-"""Layouts, the fastest first, that the adapter is asked about."""
+"""Number of layouts, the fastest first, that are checked against the adapter."""
 _RANKS_A_CORE = 4
-"""More processes on a core are no run but a wait."""
+"""Largest number of ranks per core. With more processes, ranks would mostly wait."""
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
-    """The planner's arguments, and the one that hands its choice on."""
+    """Add the planner's arguments, and `--run`."""
     cli.add_plan(parser)
     told = (
         "train the choice here, by the suites; OPTIONS are pytest's, such as '--steps 6 -k equivalence', or "
@@ -38,7 +38,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
-    """Plan and print; then train, where that was asked for. Returns pytest's exit code."""
+    """Plan and print, then train if requested. Returns pytest's exit code."""
     if arguments.hand_on is not None:
         _adapter_of(arguments)  # a mistake is told before the search
         if arguments.model and is_description(arguments.model):
@@ -53,9 +53,9 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 
 def _own_workload(options: Sequence[str]) -> Workload | None:
-    """Return the workload of the user's own that OPTIONS name, which is trained in place of the planned model.
+    """Return the user's own workload that OPTIONS name, which is trained instead of the planned model.
 
-    Raises `InputError` where they name several.
+    Raises `InputError` if they name several.
     """
     from meshmark.cli.options import DEFAULT_WORKLOAD, chosen_workloads
 
@@ -78,9 +78,10 @@ def _adapter_of(arguments: argparse.Namespace) -> str:
 
 
 def suite_arguments(found: Search, adapter: str, own: Workload | None = None) -> list[str]:
-    """What makes pytest train the fastest layout that the adapter takes. `own`: a workload in place of the planned one.
+    """Return pytest's arguments to train the fastest layout that the adapter supports.
 
-    Raises `InputError` when it takes none, and when there are more ranks than this machine can run.
+    `own` is a workload to train instead of the planned model. Raises `InputError` when the adapter supports none of
+    the layouts, or when there are more ranks than this machine can run.
     """
     from meshmark.adapter.registry import known_adapters, load_adapter  # with PyTorch, which no plan takes
     from meshmark.environment import num_gpus
@@ -110,7 +111,7 @@ def suite_arguments(found: Search, adapter: str, own: Workload | None = None) ->
 
 
 def _tried(found: Search, adapter: str, own: Workload | None) -> Iterator[Case | InvalidLayout]:
-    """In the plan's arithmetic first, and in fp32, which every adapter has."""
+    """Yield the cases to try: in the plan's precision first, then in fp32, which every adapter supports."""
     from meshmark.cli.options import DEFAULT_WORKLOAD, chosen_workloads
 
     grid, model = found.prediction.grid, found.prediction.model

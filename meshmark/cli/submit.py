@@ -1,5 +1,6 @@
-"""`meshmark submit`: the matrix as a job array of SLURM, whose tasks each run a part of it; and their records in one
-folder."""
+"""`meshmark submit`: run the matrix as a SLURM job array, with a part per task, and gather the records in one
+folder.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from meshmark.text import pluralize
 
 _POLL_SECONDS = 2.0
 _ENDED_WELL = (0, 1, 5)
-"""pytest's exit codes of a run that came to its end: all passed, some failed, no test was in this part."""
+"""pytest's exit codes for a run that ended regularly: all passed, some failed, no test was in this part."""
 _OWN = ("--results", "--resume", "--shard", "--nnodes", "--node-rank", "--rdzv")
 _SCRIPT = """\
 #!/bin/bash
@@ -41,13 +42,13 @@ class Submission:
     """A job array, and where it leaves its records."""
 
     folder: Path
-    """Absolute; every node sees it."""
+    """Absolute path, visible to every node."""
     tasks: int
     nodes: int
-    """Of each task."""
+    """Nodes per task."""
     tasks_per_node: int
     options: tuple[str, ...]
-    """Of sbatch."""
+    """Options for sbatch."""
     pytest: tuple[str, ...]
 
     @property
@@ -70,25 +71,25 @@ class Submission:
         return self.folder / f"task-{task}"
 
     def reading(self, task: int) -> Reading:
-        """What it has left so far, if anything."""
+        """Return the records and sessions of a task so far, if any."""
         try:
             return read_records(self.task_folder(task))
         except ResultsError:
             return Reading(records=[], complaints=[])
 
     def ended(self, task: int) -> int | None:
-        """pytest's exit code; None where it was cut off."""
+        """Return pytest's exit code, or None if the task was cut off."""
         sessions = self.reading(task).sessions
         return sessions[-1].exit_code if sessions else None
 
     def told(self, task: int) -> str:
-        """The end of what it printed."""
+        """Return the end of the task's output."""
         output = self.task_folder(task) / "output"
         return output.read_text(errors="replace")[-800:] if output.is_file() else "it printed nothing"
 
 
 def add_submit(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `submit`."""
+    """Add the arguments of `submit`."""
     parser.add_argument("--tasks", type=int, default=1, metavar="N", help="of the array, each a part (default: 1)")
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="of each task (default: 1)")
     parser.add_argument("--ntasks-per-node", type=int, default=1, metavar="N", help="1 (default), or one a GPU")
@@ -103,7 +104,7 @@ def add_submit(parser: argparse.ArgumentParser) -> None:
 
 
 def submit(arguments: argparse.Namespace) -> int:
-    """Submit, follow to the end, gather; 0 when all passed."""
+    """Submit, follow the job to its end, and gather the records. Returns 0 when all tests passed."""
     asked = _submission(arguments)
     if arguments.dry_run:
         print(asked.script + "\n" + shlex.join(asked.command(range(1, asked.tasks + 1))))
@@ -140,7 +141,7 @@ def _submission(arguments: argparse.Namespace) -> Submission:
 
 
 def _sbatch(command: Sequence[str]) -> str:
-    """The job's number."""
+    """Run sbatch and return the job's number."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().partition(";")[0]
     except FileNotFoundError as error:
@@ -150,7 +151,7 @@ def _sbatch(command: Sequence[str]) -> str:
 
 
 def _follow(asked: Submission, tasks: Sequence[int], job: str) -> None:
-    """Until the job has left the queue, and tell every record as it comes."""
+    """Follow a job until it has left the queue, and print every record as it arrives."""
     seen = {task: len(asked.reading(task).records) for task in tasks}
     print(f"job {job}: {pluralize(len(tasks), 'task')}", flush=True)
     queued = True

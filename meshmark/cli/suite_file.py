@@ -1,4 +1,4 @@
-"""`meshmark run suite.toml`: runs of the suites and their gates, written down once, for CI."""
+"""`meshmark run suite.toml`: runs of the suites and their gates, defined in a file for CI."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ from meshmark.report.github import tell_github
 
 
 def hold(gate: Sequence[str]) -> int:
-    """`meshmark compare` by these arguments; what it found stands beside the records from then on, in the place of what
-    an earlier one did, so that pages show it."""
+    """Run `meshmark compare` with these arguments.
+
+    The findings are stored with the records, replacing those of an earlier gate, so that pages show them.
+    """
     _, baseline, results, _, limits = gate
     _expect_baseline(Path(baseline), results)
     command = shlex.join(["meshmark", *gate])
@@ -60,13 +62,13 @@ def hold(gate: Sequence[str]) -> int:
 
 
 def _missing_failures(failing: Sequence[Change], read: Reading) -> list[Change]:
-    """Without verdicts that became wrong, where a test of the case has failed and says so."""
+    """Return `failing` without wrong verdicts of cases where a failed test already reports them."""
     failed = {attempt.case for attempt in _failed(read)}
     return [change for change in failing if change.kind is not Kind.WRONG or change.case not in failed]
 
 
 def _unannotated(missing_failures: Sequence[Change], read: Reading) -> list[Change]:
-    """Without bytes that grew, where the suite that judges them has failed: that test is an annotation already."""
+    """Return changes without larger bytes where the suite's failed test is already an annotation."""
     failed = {(attempt.case, PurePath(attempt.test.partition("::")[0]).stem) for attempt in _failed(read)}
     return [
         change
@@ -76,13 +78,13 @@ def _unannotated(missing_failures: Sequence[Change], read: Reading) -> list[Chan
 
 
 def _failed(read: Reading) -> list[Attempt]:
-    """Tests, and no findings of a gate's."""
+    """Return failed tests, without the findings of a gate."""
     found = standing(read.sessions, conforming=False)
     return [a for a, by in found if a.ending is Ending.FAILED and not by.session.startswith("gate ")]
 
 
 def _expect_baseline(baseline: Path, results: str) -> None:
-    """Raises `ResultsError` where there is none yet; what was measured can become it."""
+    """Raise `ResultsError` if there is no baseline yet. The message says how to accept the results as one."""
     if not baseline.exists():
         raise ResultsError(
             f"no baseline {str(baseline)!r} to hold these results against: `meshmark baseline accept {results} --name "
@@ -111,30 +113,30 @@ OPTIONS = (
     "timing-budget",
     "known-gaps",
 )
-"""Of all runs."""
+"""Keys that apply to all runs."""
 GATES = ("baseline", "fail-on")
 _FLAGS = ("conformance", "allow-skipped", "resume")
 """Options without a value."""
 _REPEATED = ("adapter", "tuning")
-"""Options that may stand several times, where the others take commas."""
+"""Options that may be repeated. The others take commas."""
 _OWN = ("suites", "select")
 _SUITES = ("equivalence", "memory", "communication", "throughput", "conformance", "scale")
 _WORST = (3, 4, 2, 1, 5)
-"""pytest's exit codes, the worst first: an internal error, a wrong usage, an interruption, failures, no test."""
+"""pytest's exit codes, the worst first: internal error, wrong usage, interruption, failures, no tests."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteFile:
-    """What such a file asks for."""
+    """The content of a suite file."""
 
     runs: tuple[tuple[str, ...], ...]
-    """Arguments of pytest, one run a table [[cases]]."""
+    """Arguments of pytest, one run per table [[cases]]."""
     gate: tuple[str, ...]
-    """Arguments of `meshmark compare`, for what the runs left; empty without [gates]."""
+    """Arguments of `meshmark compare` for the results of the runs. Empty without [gates]."""
 
 
 def read_suite(path: Path) -> SuiteFile:
-    """Raises `InputError`, with the table and the key, for what cannot be read or is not known."""
+    """Read a suite file. Raises `InputError`, with the table and the key, for unreadable or unknown content."""
     refuse_device(path)
     try:
         said = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -178,7 +180,7 @@ def _table(path: Path, said: Mapping[str, object], name: str) -> dict[str, objec
 
 
 def _run(where: str, said: dict[str, object], every: Sequence[str], common: object) -> tuple[str, ...]:
-    """Arguments of one run. `common` is the `select` of all runs: a test must match it as well."""
+    """Return the arguments of one run. `common` is the `select` of all runs, which a test must match as well."""
     own = {key: said[key] for key in _OWN if key in said}
     arguments = _arguments(where, {key: value for key, value in said.items() if key not in _OWN}, (*CASES, *_OWN))
     suites = _texts(where, "suites", own.get("suites", []))
@@ -231,7 +233,7 @@ def _expect(where: str, said: Mapping[str, object], known: Sequence[str]) -> Non
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `run`."""
+    """Add the arguments of `run`."""
     parser.add_argument("suite", type=Path, metavar="SUITE.toml", help="runs of the suites, options and gates")
     parser.add_argument("pytest", nargs=argparse.REMAINDER, metavar="OPTIONS", help="for pytest, behind the file's own")
     parser.set_defaults(run=run_suite)
@@ -257,7 +259,7 @@ def run_file(path: Path, words: Sequence[str] = ()) -> int:
 
 
 def run_pytest(words: Sequence[str]) -> int:
-    """Runs pytest in a process of its own, as typed; prints what could be typed."""
+    """Run pytest in a separate process, and print the command."""
     command = [sys.executable, "-m", "pytest", *words]
     print(shlex.join(["pytest", *words]), flush=True)
     return subprocess.run(command).returncode

@@ -1,4 +1,4 @@
-"""The clauses of conformance: what must hold of any framework, and the scenario that shows it.
+"""The clauses of conformance: requirements for any framework, and the scenarios that test them.
 
 Records on disk can be judged again.
 """
@@ -16,17 +16,17 @@ from meshmark.records.record import Record, Status
 
 @dataclass(frozen=True, kw_only=True)
 class Clause:
-    """One statement that must hold."""
+    """One requirement."""
 
     name: str
     statement: str
     scenarios: tuple[str, ...]
-    """Whose records `judge` takes, in this order."""
+    """Scenarios whose records `judge` takes, in this order."""
     judge: judges.Judge
 
 
 def judge_clause(clause: Clause, records: Mapping[str, Record]) -> Finding:
-    """The finding of `clause` from the records of its scenarios, by name."""
+    """Return the finding of `clause` from the records of its scenarios, by name."""
     needed = [records[name] for name in clause.scenarios]
     found = _obstacle(needed) or clause.judge(*needed)
     if found.result is ClauseResult.FAIL and found.defect is None:
@@ -43,7 +43,7 @@ def judge_clause(clause: Clause, records: Mapping[str, Record]) -> Finding:
 
 
 def point_back(name: str, found: Finding, earlier: Mapping[str, Finding]) -> Finding:
-    """`found` of the clause `name`; in one short line where a clause before it fails by the same defect."""
+    """Return `found`, shortened to one line if a clause before `name` fails because of the same defect."""
     for other, before in earlier.items():
         if other == name:
             break
@@ -53,7 +53,7 @@ def point_back(name: str, found: Finding, earlier: Mapping[str, Finding]) -> Fin
 
 
 def _defects(record: Record, evidence: str) -> Iterator[Defect]:
-    """What of `record` the evidence of a failure tells."""
+    """Yield the defects of `record` that the evidence of a failure mentions."""
     plain, diagnosis = record.conformance.scenario == "plain", record.equivalence.diagnosis
     if diagnosis and diagnosis.text in evidence:
         yield Defect(kind=diagnosis.fault, detail=diagnosis.detail, plain=plain)
@@ -64,7 +64,7 @@ def _defects(record: Record, evidence: str) -> Iterator[Defect]:
 
 
 def _obstacle(records: list[Record]) -> Finding | None:
-    """Why there is nothing to judge: a scenario was skipped, or did not reach its end."""
+    """Return a finding if there is nothing to judge, because a scenario was skipped or did not end, otherwise None."""
     for record in records:
         outcome = record.outcome
         if outcome.status is Status.SKIPPED:

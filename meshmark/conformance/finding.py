@@ -1,4 +1,4 @@
-"""What became of a clause: a cell of the conformance table."""
+"""Findings of clauses: the cells of the conformance table."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ class ClauseResult(StrEnum):
     PASS = "pass"
     FAIL = "fail"
     UNSUPPORTED = "unsupported"
-    """Or without meaning in this layout; the evidence says why."""
+    """Not supported, or without meaning in this layout. The evidence says why."""
     KNOWN_GAP = "known gap"
-    """It fails, as its adapter says it will."""
+    """The clause fails, as its adapter declares."""
     STALE_GAP = "stale gap"
-    """It passes, though its adapter says that it fails: take the gap out."""
+    """The clause passes although its adapter declares that it fails. The gap should be removed."""
     TOLD = "told"
-    """What was found is reported and nothing is required: it counts neither as kept nor as broken."""
+    """The result is only reported, because nothing is required. It counts neither as passed nor as failed."""
     UNDECIDED = "undecided"
-    """A pass that it rests on was too slow for the time limit: neither kept nor broken."""
+    """A pass that the clause needs was too slow for the time limit. It counts neither as passed nor as failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Defect:
-    """What a clause fails by, for others to point to."""
+    """The cause of a failing clause, for other clauses to refer to."""
 
     kind: str
     """The class of a diagnosis, or how a pass ended."""
     detail: str
     plain: bool
-    """Whether it shows in the plain scenario, of which all others are variations."""
+    """True if it shows in the plain scenario, of which all others are variations."""
 
     @property
     def title(self) -> str:
@@ -42,35 +42,37 @@ class Defect:
         return textwrap.shorten(self.kind, 80, placeholder=" ...")
 
     def explains(self, other: Defect) -> bool:
-        """Whether `other` is this one again: what is wrong with the plain run stays so in its variations, though with
-        other numbers."""
+        """Return whether `other` is the same defect.
+
+        A defect of the plain run also shows in its variations, though with other numbers.
+        """
         return self.kind == other.kind and (self.plain or self.detail == other.detail)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One cell, with what it rests on."""
+    """One cell, with its evidence."""
 
     result: ClauseResult
     evidence: str
     link: str = ""
     defect: Defect | None = None
-    """What it fails by, where that is known."""
+    """Cause of the failure, if known."""
 
 
 def decide(passed: bool, evidence: str) -> Finding:
-    """Kept or broken."""
+    """Return a finding that passes or fails."""
     return Finding(result=ClauseResult.PASS if passed else ClauseResult.FAIL, evidence=evidence)
 
 
 def all_of(*findings: Finding) -> Finding:
-    """The first that fails, or all."""
+    """Return the first finding that does not pass, or one that combines all."""
     failed = next((f for f in findings if f.result is not ClauseResult.PASS), None)
     return failed or decide(True, "; ".join(f.evidence for f in findings))
 
 
 def drift_text(drifts: list[Drift]) -> str:
-    """Where ranks that should hold the same differ."""
+    """Describe where ranks that should hold the same differ."""
     if not drifts:
         return "equal bit for bit"
     first = drifts[0]

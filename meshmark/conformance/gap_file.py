@@ -1,4 +1,4 @@
-"""Known gaps as a data file (`--known-gaps FILE.toml`), beside those that adapters name themselves."""
+"""Read known gaps from a file (`--known-gaps FILE.toml`), in addition to those that adapters declare."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _STAGES = (0, 1, 2, 3)
 
 
 def read_gaps(path: Path) -> tuple[tuple[str, KnownGap], ...]:
-    """Pattern of adapters' names, and gap, of every table [[gap]]. Raises `InputError` with the table and the key."""
+    """Return a pattern of adapter names and a gap for every table [[gap]].
+
+    Raises `InputError` with the table and the key.
+    """
     refuse_device(path)
     try:
         said = tomllib.loads(path.read_text(encoding="utf-8"))

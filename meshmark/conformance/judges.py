@@ -1,4 +1,4 @@
-"""How clauses are judged: pure functions from the records of their scenarios to findings."""
+"""Judges of clauses: pure functions from the records of their scenarios to findings."""
 
 from __future__ import annotations
 
@@ -19,33 +19,40 @@ from meshmark.text import pluralize
 from meshmark.theory.traffic import METERED_STEP
 
 GROWTH_BYTES = 64.0
-"""A step: growth that is not judged. Correct engines keep nothing; a few bytes are Python's own lists."""
+"""Growth in bytes per step that is tolerated. Correct engines keep nothing; a few bytes are Python's own lists."""
 GROWTH_BLOCK = 8
-"""Steps whose least use is compared with that of the next as many: what the C library counts rises and falls by
-kilobytes from step to step, with temporaries of other threads."""
+"""Number of steps per block. The minimum of each block is compared with that of the next.
+
+The C library's count fluctuates by kilobytes from step to step, with temporaries of other threads.
+"""
 WIDER = 0.03
-"""Of a precision's noise: a run whose worst gradient is closer to the truth was computed in a wider one. A correct run
-comes to half its noise and more, fp32 under the name of bf16 to a ten-thousandth."""
+"""Share of a precision's noise. A run whose worst gradient is closer to the truth was computed in a wider
+precision.
+
+A correct run reaches half of its noise or more; fp32 under the name of bf16 reaches a ten-thousandth.
+"""
 
 LEAST_SAVED = 0.5
-"""Of the activations that recomputation should save by the plan; where kernels save others than the plan's (a GPU's
-attention), most of them still are the same."""
+"""Least share of the planned savings of activations that recomputation must reach.
+
+Even where kernels save other activations than planned (a GPU's attention), most of them are the same.
+"""
 
 _SHORT = {Dtype.BF16: "bf16", Dtype.FP16: "fp16"}
-"""As `state_dtypes` has the formats that gradients are rounded to."""
+"""Dtypes that gradients are rounded to, as in `state_dtypes`."""
 
 Judge = Callable[..., Finding]
 
 
 def _alone(record: Record, what: str) -> Finding | None:
-    """A finding for one rank, of which nothing can be said."""
+    """Return a finding for one rank, which cannot be judged, or None for several."""
     return (
         Finding(result=ClauseResult.UNSUPPORTED, evidence=f"one rank {what}") if record.case.world_size == 1 else None
     )
 
 
 def _within(record: Record, *kinds: QuantityKind) -> Finding:
-    """Every compared quantity of these kinds within its tolerance."""
+    """Judge that every compared quantity of these kinds is within its tolerance."""
     tolerance_model = record.equivalence.tolerance_model
     excesses = [e for e in tolerance_model.judge(record.equivalence.deviations) if e[1].kind in kinds]
     if not excesses:
@@ -60,7 +67,7 @@ def _within(record: Record, *kinds: QuantityKind) -> Finding:
 
 
 def equivalent(record: Record) -> Finding:
-    """The whole verdict of equivalence."""
+    """Judge by the verdict of equivalence."""
     verdict = record.verdict("equivalence")
     if verdict is None:
         return decide(False, "not judged")
@@ -109,14 +116,14 @@ def replicas(record: Record) -> Finding:
 
 
 def _compared(record: Record, kind: QuantityKind) -> bool:
-    """Whether quantities of this kind were, of whichever replica."""
+    """Return whether quantities of this kind were compared on any replica."""
     return any(quantity.kind is kind for quantity in record.equivalence.deviations)
 
 
 def evaluation(record: Record) -> Finding:
     if not _compared(record, QuantityKind.EVALUATION):
         return Finding(result=ClauseResult.UNSUPPORTED, evidence="the adapter has no evaluation")
-    # Training goes on as if it had not been.
+    # Training must continue as if there had been no evaluation.
     return all_of(_within(record, QuantityKind.EVALUATION), equivalent(record))
 
 
@@ -155,7 +162,10 @@ def frozen(record: Record) -> Finding:
 
 
 def masters(record: Record) -> Finding:
-    """One tensor of the masters' format says nothing of the others, so every parameter's values must make use of it."""
+    """Judge that the values of every parameter use the masters' precision.
+
+    A single tensor's dtype does not show this.
+    """
     dtypes, asked = record.memory.state_dtypes, record.case.precision.master
     kept = dtypes.get("parameters") or record.unmeasured.get("memory", "nothing")
     used = dtypes.get("masters", asked)  # records of before do not tell
@@ -167,8 +177,11 @@ def masters(record: Record) -> Finding:
 
 
 def declared_precision(record: Record) -> Finding:
-    """Gradients within their precision's noise and no rounder than asked; moments, and the bytes of states and of the
-    reduction, as declared."""
+    """Judge that gradients and moments have the declared precision.
+
+    Gradients must be within their precision's noise and not rounder than requested. Moments, and the bytes of states
+    and of the reduction, must be as declared.
+    """
     precision = record.case.precision
     kept = record.memory.state_dtypes.get("optimizer_states") or record.unmeasured.get("memory", "nothing")
     moments = decide(kept == precision.states, f"moments in {kept}")
@@ -187,31 +200,31 @@ def declared_precision(record: Record) -> Finding:
 
 
 def _rounds(record: Record) -> bool:
-    """Whether the precision asks for gradients that are rounded, on their way to other ranks."""
+    """Return whether the precision rounds gradients before they are sent to other ranks."""
     return record.case.precision.narrows_reduction and record.case.layout.dp > 1
 
 
 def _sums(record: Record) -> bool:
-    """Whether a gradient is a sum of several micro-batches' or ranks'."""
+    """Return whether a gradient is a sum over several micro-batches or ranks."""
     return record.case.layout.dp * record.case.layout.num_micro_batches > 1
 
 
 def reduced(record: Record) -> Finding:
-    """As declared, where there is a reduction."""
+    """Judge the declared precision if there is a reduction."""
     if not _rounds(record):
         return Finding(result=ClauseResult.UNSUPPORTED, evidence="no gradient is reduced")
     return declared_precision(record)
 
 
 def recomputes(kept: Record, recomputed: Record) -> Finding:
-    """Ranks hold what is planned, and on any device less than the same run without recomputation."""
+    """Judge that ranks hold what is planned and, on any device, less than the same run without recomputation."""
     held = recomputed.verdict("memory")
     planned = [decide(held.passed, held.summary)] if held else []
     return all_of(equivalent(recomputed), *planned, *_saved(kept.memory, recomputed.memory))
 
 
 def _saved(kept: MemoryEvidence, recomputed: MemoryEvidence) -> list[Finding]:
-    """By rank: activations that recomputation spared, against those that it should by the plan, if there is one."""
+    """Return findings by rank: activations saved by recomputation compared with the planned savings, if planned."""
     if not 0 < len(kept.readings) == len(recomputed.readings):
         return [decide(False, "memory was not read on every rank")]
     found = []
@@ -237,10 +250,10 @@ def overflow(record: Record) -> Finding:
 
 
 def endures(record: Record) -> Finding:
-    """Nothing more in use after each block of steps than after the one before, from the metered step on.
+    """Judge that memory does not grow between blocks of steps, from the metered step on.
 
-    The growth is a mean over blocks, with its interval: a buffer that comes once is in one of them, and widens the
-    interval; a leak is in all.
+    Growth is a mean over blocks, with its interval. A buffer that is allocated once affects one block and widens the
+    interval; a leak affects all blocks.
     """
     growth = max(
         (_growth(sample["live_bytes"][METERED_STEP:]) for sample in record.conformance.samples),
@@ -251,14 +264,14 @@ def endures(record: Record) -> Finding:
 
 
 def _growth(live: Sequence[float]) -> Interval:
-    """A step, on one rank."""
+    """Return the growth per step on one rank."""
     blocks = range(0, len(live) - GROWTH_BLOCK + 1, GROWTH_BLOCK)
     least = [min(live[start : start + GROWTH_BLOCK]) for start in blocks]
     return mean_interval([(after - before) / GROWTH_BLOCK for before, after in itertools.pairwise(least)])
 
 
 def deterministic(first: Record, second: Record) -> Finding:
-    """Told, not required."""
+    """Report whether two runs are bitwise equal. This is not required."""
     digests = first.conformance.digests
     steps = [i for i, (a, b) in enumerate(zip(digests, second.conformance.digests, strict=True)) if a != b]
     same = f"bitwise equal over {len(digests) - 1} steps" if not steps else f"differs from step {steps[0] - 1} on"
@@ -280,8 +293,11 @@ def recovers(lost: Record, recovered: Record) -> Finding:
 
 
 def ends(record: Record) -> Finding:
-    """The error comes home, and no peer has to be ended where it hears of the end: by gloo, whose connections break;
-    NCCL's ranks wait until they are killed, and torchrun kills them at once."""
+    """Judge that the error is reported, and that under gloo no peer had to be ended.
+
+    Gloo's peers notice the end because their connections break. NCCL's ranks wait until they are killed, and torchrun
+    kills them at once.
+    """
     outcome, last = record.outcome, record.case.world_size - 1
     right = outcome.status is Status.RAISED and outcome.rank == last and MESSAGE in outcome.message
     hung = [peer.rank for peer in outcome.peers if peer.kind == "ended"]

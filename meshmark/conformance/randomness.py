@@ -1,4 +1,4 @@
-"""Whether dropout is as random as it should be: judged by what it does to the loss and the gradients."""
+"""Judge the randomness of dropout by its effect on the loss and the gradients."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ from meshmark.judge.tolerance_model import FALSE_ALARMS
 from meshmark.records.record import Record
 
 EVALUATION_TOLERANCE = 1e-5
-"""Relative, on the loss of evaluation where no noise is measured; dropout left on moves it by a hundred times that."""
+"""Relative tolerance for the evaluation loss, which has no measured noise. Dropout left on moves it a hundred times
+more.
+"""
 SAME = 1e-5
-"""Relative, between runs that differ in nothing but rounding; other masks move gradients by half a percent and more."""
+"""Relative tolerance between runs that differ only by rounding.
+
+Other masks move gradients by half a per cent or more.
+"""
 TINY = 1e-30
 
 
@@ -53,8 +58,11 @@ def dropout(record: Record) -> Finding:
 
 
 def draws_again(kept: Record, recomputed: Record) -> Finding:
-    """The first step's forward pass draws the same masks from the same seed; so must its gradient, if its backward pass
-    draws them again."""
+    """Judge that recomputation draws the same masks.
+
+    The first step's forward pass draws the same masks from the same seed. Its gradient is also the same if the
+    backward pass draws them again.
+    """
     loss = abs(recomputed.training.losses[0] / kept.training.losses[0] - 1)
     gradients = [
         abs(recomputed.conformance.samples[0][name][0] / kept.conformance.samples[0][name][0] - 1)
@@ -67,11 +75,14 @@ def draws_again(kept: Record, recomputed: Record) -> Finding:
 
 
 def _away(draws: NDArray[np.float64], reference: NDArray[np.float64]) -> float:
-    """The difference of two means in standard errors."""
+    """Return the difference of two means in standard errors."""
     error = math.sqrt(draws.var(ddof=1) / len(draws) + reference.var(ddof=1) / len(reference))
     return float(draws.mean() - reference.mean()) / max(error, TINY)
 
 
 def student(z: float, freedom: int) -> float:
-    """Where Student's t is as unlikely as a normal variable beyond `z` (Abramowitz and Stegun, 26.7.5)."""
+    """Return the quantile of Student's t that is as unlikely as `z` for a normal variable.
+
+    See Abramowitz and Stegun, 26.7.5.
+    """
     return float(z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2))

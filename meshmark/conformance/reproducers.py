@@ -1,8 +1,9 @@
-"""Scripts that show what frameworks get wrong, without Meshmark: `adapters/gaps/*.py`.
+"""Scripts that reproduce framework defects without Meshmark: `adapters/gaps/*.py`.
 
-Each script begins with a block of inline metadata (https://packaging.python.org/specifications/inline-script-metadata):
-its dependencies name the versions that show the defect, and the table [tool.meshmark] describes it. A script ends with
-exit code 1 and the line "expected: ...; got: ..." while the defect is there, and with 0 once it is gone.
+Each script begins with a block of inline metadata
+(https://packaging.python.org/specifications/inline-script-metadata). Its dependencies name the versions that show the
+defect, and the table [tool.meshmark] describes it. While the defect exists, a script ends with exit code 1 and the
+line "expected: ...; got: ...". Once it is fixed, it ends with 0.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ class Reproducer:
     """A script that shows one defect of one framework."""
 
     name: str
-    """Name of the file, without its suffix."""
+    """Name of the file without its suffix."""
     title: str
     framework: str
     """Distribution that has the defect."""
     versions: Mapping[str, str]
-    """Versions that show it: those of the framework and of what it was tried with."""
+    """Versions that show it: those of the framework and of the packages it was tried with."""
     symptom: str
     cause: str
     upstream: str
-    """Address of an issue, or empty."""
+    """URL of an issue, or empty."""
     num_processes: int
     launcher: str
-    """Command that the file's name is appended to."""
+    """Command to which the file's name is appended."""
     operators: tuple[str, ...]
     """C++ operators of DeepSpeed that the script needs."""
     source: str
@@ -64,7 +65,7 @@ def read_reproducers() -> list[Reproducer]:
 
 
 def read_reproducer(path: Path) -> Reproducer:
-    """Return the reproducer in a script. Raises `InputError` where its metadata is missing or incomplete."""
+    """Return the reproducer in a script. Raises `InputError` if its metadata is missing or incomplete."""
     text = path.read_text(encoding="utf-8")
     if not (block := _BLOCK.search(text)):
         raise InputError(f"{path.name}: expected a block '# /// script' ... '# ///' of inline script metadata")
@@ -91,7 +92,7 @@ def read_reproducer(path: Path) -> Reproducer:
 
 
 def failed_clauses() -> dict[str, Clauses]:
-    """Return, by reproducer, the clauses that adapters fail because of its defect, as their known gaps say."""
+    """Return, by reproducer, the clauses that adapters fail because of its defect, as their known gaps declare."""
     failed: dict[str, dict[str, tuple[str, ...]]] = {}
     for name, target in known_adapters().items():
         for gap in load_adapter(target).known_gaps:

@@ -1,4 +1,4 @@
-"""What a conformance pass makes a case do: each scenario is one launch, and shows one or several clauses."""
+"""Scenarios: variations of a case that conformance passes run. Each is one launch, and tests one or more clauses."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from meshmark.spec.workload import Workload, workload
 
 STEPS = 3
 RESUMED_STEPS = 4
-"""Of runs that are saved halfway: with two steps before and two after, more can be said of what was forgotten."""
+"""Steps of runs that are saved halfway. Two steps before and two after show more of what was lost."""
 MICRO_BATCHES = 4
-"""Of scenarios that accumulate: more than there are ranks, so that one degree is not taken for the other."""
+"""Micro-batches of scenarios that accumulate. It exceeds the number of ranks, so that the two are not confused."""
 ENDURED_STEPS = 50
 DROPOUT_STEPS = 24
 DROPOUT = 0.2
@@ -42,28 +42,31 @@ class _NotInWorkload(MeshmarkError):
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """One pass over a variant of the case that conforms."""
+    """One pass over a variant of the base case."""
 
     name: str
     vary: Callable[[Case], Case] = lambda base: base
     task: Task = Task.OBSERVE
     steps: int = STEPS
     needs: frozenset[Feature] = frozenset()
-    """Beyond what the variant's training takes."""
+    """Features needed beyond those of the variant's training."""
     evaluate: bool = False
-    """Evaluate every batch before it is trained on, where the adapter can."""
+    """True to evaluate every batch before training on it, if the adapter can."""
     metered: bool = False
-    """Measure memory and traffic."""
+    """True to measure memory and traffic."""
     after: str | None = None
-    """The scenario that must have run before, for what it leaves."""
+    """Scenario that must run before, for the files it leaves."""
     ends: Status = Status.OK
-    """How it is meant to end."""
+    """The expected outcome."""
     varies_text: bool = False
-    """Varies what the built-in model of text alone has; a user's own workload is not put through it."""
+    """If True, it varies what only the built-in model of text has, and skips a user's own workload."""
 
     def varied(self, base: Case) -> tuple[Case, str | None]:
-        """The case that is run; `base` itself with a reason where its layout cannot be laid over the variant, its
-        algorithm is not defined with the variant's optimizer, or its workload has not got what is varied."""
+        """Return the case to run, and None or the reason why there is none.
+
+        With a reason, the case is `base` itself: its layout does not fit the variant, its algorithm is not defined with
+        the variant's optimizer, or its workload lacks what is varied.
+        """
         if self.varies_text and base.workload.dataset is Dataset.OWN:
             return base, "needs the built-in text model, and the workload is your own"
         try:
@@ -73,7 +76,7 @@ class Scenario:
 
 
 def _training(change: Callable[[Workload], Workload]) -> Callable[[Case], Case]:
-    """Another workload."""
+    """Return a function that changes a case's workload."""
     return lambda base: replace(base, workload=change(base.workload))
 
 
@@ -102,12 +105,15 @@ def _uneven(base: Case) -> Case:
 
 
 def _low(base: Case) -> Case:
-    """A rate at which no update of a norm's weight reaches half a unit in bf16's last place."""
+    """Return the case with a rate at which no update of a norm's weight reaches half a unit in bf16's last place."""
     return replace(_optimizing(lambda plain: replace(plain, learning_rate=1e-4))(base), precision=Precision.BF16)
 
 
 def _low_reduced(base: Case) -> Case:
-    """With one micro-batch, as the base has: FSDP adds those of several up in fp32, and the sum is no bf16 number."""
+    """Return the case with reduction in bf16, and one micro-batch as in the base.
+
+    FSDP adds those of several micro-batches in fp32, and the sum is not a bf16 number.
+    """
     return replace(base, precision=Precision.BF16_REDUCE_BF16)
 
 
@@ -126,7 +132,7 @@ def _unmoved_again(base: Case) -> Case:
 
 
 def _scheduled(base: Case) -> Case:
-    """With two micro-batches, for a schedule may be stepped after each."""
+    """Return the case with a schedule and two micro-batches, because a schedule may wrongly be stepped after each."""
     warmed = _optimizing(lambda plain: replace(plain, warmup_steps=RESUMED_STEPS))(base)
     return _laying(lambda plain: replace(plain, num_micro_batches=2))(warmed)
 
@@ -141,14 +147,14 @@ def _decaying_by_group(base: Case) -> Case:
 
 
 def _shallow(base: Case) -> Case:
-    """A layer a stage: what leaks does so whatever the depth, and many steps of ZeRO-3's gathers take their time."""
+    """Return the case with one layer per stage. Leaks do not depend on depth, and many steps with ZeRO-3 are slow."""
     if base.workload.dataset is Dataset.OWN:
         return base
     return _modelling(lambda plain: replace(plain, num_layers=base.layout.pp * base.layout.virtual_stages))(base)
 
 
 def _resharded(base: Case) -> Case:
-    """Half the pipeline, or twice the ranks of the axis that there is; as many sequences in a micro-batch."""
+    """Return the case with half the pipeline, or twice the ranks along its axis, and equally large micro-batches."""
     return _laying(_redivided)(_scheduled(base))
 
 
@@ -232,7 +238,7 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 def plain_workload() -> Workload:
-    """What every scenario varies: as many tokens in every row, nothing clipped."""
+    """Return the workload that every scenario varies: equal numbers of tokens in every row, and no clipping."""
     mini = workload("gpt-mini")
     return replace(mini, masked=False, optimizer=replace(mini.optimizer, clip_norm=None))
 
@@ -243,7 +249,10 @@ def _plain(own: Workload) -> Workload:
 
 
 def _by_algorithm(plain: Workload, adapter: type[Adapter]) -> Workload:
-    """`plain`, renamed and by an adapter's first algorithm that takes its optimizer, where it is not synchronous."""
+    """Return `plain` with the first algorithm of an adapter that works with its optimizer, unless it is synchronous.
+
+    The workload is renamed if its algorithm changes.
+    """
     can = adapter.capabilities
     if SYNCHRONOUS.kind in can.algorithms:
         return plain
@@ -254,9 +263,11 @@ def _by_algorithm(plain: Workload, adapter: type[Adapter]) -> Workload:
 
 
 def _grown(plain: Workload, layout: Layout, global_batch: int | None) -> Workload:
-    """`plain`, renamed where it is larger: a layer for every stage, heads for twice the tensor-parallel ranks (which
-    resharding takes), and unless a `global_batch` is given, sequences for every micro-batch of every data-parallel
-    rank."""
+    """Return `plain`, enlarged for the layout and renamed if it changes.
+
+    It gets a layer for every stage and heads for twice the tensor-parallel ranks (which resharding uses). Unless
+    `global_batch` is given, it gets sequences for every micro-batch of every data-parallel rank.
+    """
     model = plain.transformer
     layers, heads = max(model.num_layers, layout.pp * layout.virtual_stages), math.lcm(model.num_heads, 2 * layout.tp)
     batch = global_batch or math.lcm(plain.global_batch, layout.dp * MICRO_BATCHES, layout.num_micro_batches)
@@ -282,10 +293,12 @@ def plain_cells(
     corpus: str | None = None,
     own: Workload | None = None,
 ) -> list[Case | InvalidLayout]:
-    """What a conformance pass of one adapter at a world size is made of: every ZeRO stage, every axis, the rest as
-    plain as it has it; where it refuses that, as crossed as it must be. The workload grows with the world, but for a
-    `global_batch` that was asked for; it is of text, so a `corpus` of images is not for it. A user's `own` workload
-    takes its place as it is, and does not grow."""
+    """Return the cells of a conformance pass of one adapter at a world size.
+
+    They cover every ZeRO stage and every axis, and are otherwise as plain as the adapter supports. If it refuses
+    these, they combine as much as it requires. The workload grows with the world unless `global_batch` is given. It
+    trains on text, so a `corpus` of images is ignored. A user's `own` workload takes its place and does not grow.
+    """
     text = None if corpus and Path(corpus).is_dir() else corpus
     can, layouts = adapter.capabilities, list[Layout]()
     plain = Layout(zero_stage=min(can.zero_stages), offload=next(where for where in Offload if where in can.offloads))
@@ -314,8 +327,8 @@ def plain_cells(
     plainest = made(layouts)
     if any(isinstance(each, Case) and takes(adapter, each) for each in plainest):
         return plainest
-    # Some adapters are made for a combination, and a distributed optimizer takes replicas alone: ask of what the matrix
-    # tries, then of replicas, then of every layout that there is.
+    # Some adapters require a combination, and a distributed optimizer needs replicas. Try the layouts of the matrix,
+    # then replicas, then every possible layout.
     replicas = (layout for layout in variants(can, Layout(dp=world_size)) if "dp" in can.degrees)
     for tried in (matrix_layouts(adapter, world_size), replicas, _combined(adapter, world_size)):
         taken: dict[int, Case | InvalidLayout] = {}
@@ -328,12 +341,12 @@ def plain_cells(
 
 
 def _combined(adapter: type[Adapter], world_size: int) -> Iterator[Layout]:
-    """Every layout of so many ranks that is within an adapter's capabilities and computes nothing again."""
+    """Yield every layout of this many ranks that is within an adapter's capabilities, without recomputation."""
     for layout in combinations(world_size):
         if layout.recompute is Recompute.NONE and not adapter.capabilities.beyond(layout):
             yield layout
 
 
 def _unaccumulated(layout: Layout) -> Layout:
-    """But for a pipeline, which takes several micro-batches."""
+    """Return the layout with one micro-batch, except for pipelines, which need several."""
     return layout if layout.pp > 1 else replace(layout, num_micro_batches=1)

@@ -1,4 +1,4 @@
-"""Runs scenarios, each once a session, and judges clauses by them."""
+"""Runs each scenario once per session, and judges clauses by the records."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from meshmark.spec.case import Case
 
 
 class ScenarioRunner:
-    """The conformance suite's side of a runner."""
+    """Runs the scenarios of the conformance suite on a `Runner`."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self._records: dict[tuple[str, Case], Record] = {}
-        """By scenario and base: another node, and what they stood on, may be gone when a record is asked for again."""
+        """Records by scenario and base. Cached, because nodes or files that they depended on may be gone later."""
         self._judged: dict[Case, dict[str, Finding]] = {}
-        """What clauses were found of each base, in the order in which they were judged."""
+        """Findings of clauses for each base, in the order in which they were judged."""
 
     def perform(self, scenario: Scenario, base: Case) -> Record:
-        """The record of `scenario` of `base`; or of what it needs, where that did not end well."""
+        """Return the record of `scenario` for `base`, or that of the scenario before it if that one failed."""
         key = scenario.name, base
         if key not in self._records:
             self._records[key] = self._perform(scenario, base)
@@ -56,11 +56,11 @@ class ScenarioRunner:
         return self.runner.once(request, scenario.needs, misfit)
 
     def perform_all(self, clause: Clause, base: Case) -> dict[str, Record]:
-        """By scenario, all that `clause` stands on."""
+        """Return the records of all scenarios that `clause` needs."""
         return {name: self.perform(SCENARIOS[name], base) for name in clause.scenarios}
 
     def judge(self, clause: Clause, base: Case) -> Finding:
-        """What `clause` finds of `base`; where an earlier clause found the same defect, a pointer to it."""
+        """Return the finding of `clause` for `base`, or a reference to an earlier clause with the same defect."""
         judged = self._judged.setdefault(base, {})
         judged[clause.name] = judge_clause(clause, self.perform_all(clause, base))
         return point_back(clause.name, judged[clause.name], judged)

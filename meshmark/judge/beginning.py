@@ -1,9 +1,10 @@
-"""Where a run first deviates from the truth: in which module, in its forward or its backward pass.
+"""Find where a run first deviates from the truth: in which module, and in its forward or backward pass.
 
-Hooks note the outputs of all modules in the forward pass and, in the backward pass, the gradients that enter a module
-by its outputs and leave it by its inputs, and those of its parameters before they are reduced. One process computes the
-same in float64, from the run's own parameters, inputs and gradient of the model's output. The first note in the run's
-own order that is further off than rounding carries it names the module: what came before it was right.
+Hooks record the outputs of all modules in the forward pass. In the backward pass they record the gradients that enter
+a module by its outputs and leave it by its inputs, and those of its parameters before they are reduced. One process
+computes the same in float64, from the run's own parameters, inputs and gradient of the model's output. The first
+record, in the run's own order, that is off by more than rounding identifies the module, because everything before it
+was right.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ from meshmark.spec.workload import Workload
 
 NOISE_RUNS = 3
 ALLOWED = 8.0
-"""Times the largest distance of the noise runs: what a number may be off, for few runs are made."""
+"""Allowed deviation as a multiple of the largest one in the noise runs, of which there are few."""
 _ROUNDED = 2.0**-23
-"""Of a tensor's norm: a float32 copy of the truth is off by about as much."""
+"""Share of a tensor's norm by which a float32 copy of the truth is off."""
 
 
 class Direction(StrEnum):
-    """In which pass a module deviates first."""
+    """The pass in which a module deviates first."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
 
 
 class Point(StrEnum):
-    """What a note is of."""
+    """The kind of tensor that was recorded."""
 
     INPUT = "input"
     OUTPUT = "output"
@@ -60,9 +61,9 @@ class Beginning:
     step: int
     micro_batch: int
     place: int
-    """Among the notes of the step: ranks that do the same are compared by it."""
+    """Index among the recorded tensors of the step. It compares ranks that do the same."""
     module: str
-    """Canonical name; empty for the model itself."""
+    """Canonical name. Empty for the model itself."""
     direction: Direction
     point: Point
     parameter: str = ""
@@ -71,12 +72,12 @@ class Beginning:
 
     @property
     def what(self) -> tuple[str, str, str]:
-        """What ranks that deviate alike have in common."""
+        """Key that ranks with the same deviation share."""
         return self.module, self.direction, self.parameter
 
 
 def describe(found: Sequence[Beginning], world_size: int) -> str:
-    """Return a sentence on where a run begins to deviate; `found` is of the ranks that do."""
+    """Return a sentence on where a run begins to deviate. `found` is from the ranks that do."""
     if not found:
         return (
             "every rank's forward pass, gradients of outputs and own gradients of parameters are right: look at what "
@@ -106,23 +107,23 @@ def canonical(name: str) -> str:
 
 
 Key = tuple[str, Point, int, int]
-"""Module (or parameter), point, which of the module's calls, which of its tensors."""
+"""Module (or parameter), point, index of the module's call, index of the tensor."""
 
 
 @dataclass(kw_only=True)
 class Call:
-    """What was noted of one forward pass of the whole model and the backward pass through it."""
+    """Records of one forward pass of the whole model and its backward pass."""
 
     inputs: tuple[Any, ...]
     keywords: dict[str, Any]
     notes: dict[Key, Tensor] = field(default_factory=dict)
-    """In the order in which they were made."""
+    """Tensors in the order in which they were recorded."""
     output_gradient: tuple[Tensor | None, ...] = ()
-    """Of the model."""
+    """Gradients of the model's outputs."""
 
 
 class Recorder:
-    """Notes a model's forward and backward passes while it is attached."""
+    """Records a model's forward and backward passes while its context is active."""
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
@@ -213,7 +214,7 @@ def first_deviation(
     rank: int,
     step: int,
 ) -> Beginning | None:
-    """Return where one rank's step first deviates; None where nothing does. `parameters`: before the step, whole."""
+    """Return where one rank's step first deviates, or None. `parameters` are whole, from before the step."""
     workload, batch, place = case.workload, make_batch(case.workload, step), 0
     for number, call in enumerate(calls):
         exact = _replay(call, doubles(parameters), workload, batch)
@@ -246,14 +247,14 @@ def _ratio(
 
 
 def _is_given(key: Key) -> bool:
-    """Whether a note is what the replay starts from."""
+    """Return whether a recorded tensor is an input of the replay."""
     return key[0] == "" and key[1] is Point.OUTPUT_GRADIENT
 
 
 def _named(key: Key, ratio: float) -> Beginning:
-    """Say which module a deviation of `key` accuses, where all that came before was right.
+    """Return which module a deviation of `key` points to, given that everything before was right.
 
-    A wrong input has come from code of the module around, and so has a wrong gradient of an output.
+    A wrong input comes from code of the enclosing module, and so does a wrong gradient of an output.
     """
     name, point, _, _ = key
     module, parameter = name, ""
@@ -280,7 +281,7 @@ def _distance(own: Tensor, exact: Tensor) -> float:
 
 
 def _replay(call: Call, values: Mapping[str, Tensor], workload: Workload, batch: Batch) -> dict[Key, Tensor]:
-    """Compute one call once more, in the precision of `values`, and return its notes."""
+    """Compute one call again, in the precision of `values`, and return its records."""
     model = exact_model(workload, batch)
     leaves = {name: value.requires_grad_(workload.trains(name)) for name, value in values.items()}
     buffers = {name: value.to(next(iter(values.values())).dtype) for name, value in fresh_buffers(workload).items()}
@@ -299,7 +300,7 @@ def _replay(call: Call, values: Mapping[str, Tensor], workload: Workload, batch:
 
 
 def _perturbed(parameters: Tensors, case: Case, run: int) -> dict[str, Tensor]:
-    """Return float32 values off by up to half a unit in the last place of the precision that products run in."""
+    """Return float32 values with errors of up to half a unit in the last place of the products' precision."""
     ulp = 2.0 ** -(case.precision.compute.mantissa_bits + 1)
     found = {}
     for name, value in parameters.items():

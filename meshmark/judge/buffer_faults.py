@@ -1,4 +1,4 @@
-"""Explains buffers that are wrong: what else would have made a batch norm's running statistics what they are?"""
+"""Explain wrong buffers: what would have produced these running statistics of a batch norm?"""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from meshmark.judge.gradient_faults import LEFT_OVER, Explanation, FailedStep, l
 from meshmark.text import pluralize
 
 _MOMENTA = (0.9, 0.5, 0.2, 0.05, 0.01, 0.001, 1.0, 0.0)
-"""What frameworks call so differs: 0.9 of one is 0.1 of another."""
+"""Alternative momenta. Frameworks define momentum differently: 0.9 in one is 0.1 in another."""
 
 
 def explain_buffers(failed: FailedStep, names: list[str]) -> tuple[Explanation, list[int]]:
-    """Why these buffers stand where they do after the step, and on which ranks."""
+    """Return why these buffers have their values after the step, and on which ranks."""
     workload, layout, replicas = failed.case.workload, failed.case.layout, failed.trace.buffers
     exact = [replica_truth(failed.trace, workload, layout, r, failed.step) for r in range(len(replicas))]
     distances = [_distance(told[failed.step + 1], x, names) for told, x in zip(replicas, exact, strict=True)]
@@ -50,7 +50,7 @@ def explain_buffers(failed: FailedStep, names: list[str]) -> tuple[Explanation, 
 
 
 def _distance(told: Tensors, exact: Tensors, names: Iterable[str]) -> float:
-    """Over all buffers together; infinite where one is missing."""
+    """Return the distance over all buffers together. Infinite if one is missing."""
     if any(name not in told or name not in exact for name in names):
         return float("inf")
     return float(np.sqrt(sum(np.sum(np.square(told[n].astype(np.float64) - exact[n])) for n in names)))

@@ -1,8 +1,8 @@
-"""Where the rows of a micro-batch enter one another's gradients: batch norms, and the statistics that they keep.
+"""Workloads whose rows affect each other's gradients within a micro-batch: batch norms and their statistics.
 
-The workload defines statistics as those of one micro-batch of one replica. So the exact gradient is the sum over all
-micro-batches of all replicas, each normalised by itself, and each replica's running averages are those that float64
-makes, from where they were before the step, of the micro-batches that this replica saw.
+The workload defines statistics as those of one micro-batch of one replica. The exact gradient is therefore the sum
+over all micro-batches of all replicas, each normalised separately. Each replica's running averages are those that
+float64 computes from the replica's values before the step and from the micro-batches that it processed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from meshmark.spec.workload import Workload
 
 
 def together(workload: Workload, batch: Batch, layout: Layout | None) -> list[Batch]:
-    """`batch`, in parts whose rows are normalised together: whole, or by micro-batches of the replicas of `layout`."""
+    """Split `batch` into parts whose rows are normalised together: all of it, or the replicas' micro-batches in
+    `layout`.
+    """
     if not workload.couples_rows or layout is None:
         return [batch]
     rows = workload.global_batch // (layout.dp * layout.num_micro_batches)
@@ -35,9 +37,9 @@ def together(workload: Workload, batch: Batch, layout: Layout | None) -> list[Ba
 
 
 def exact_model(workload: Workload, batch: Batch) -> Model:
-    """Without values, and without dropout; but batch norms work as they do in training.
+    """Return the model without values and without dropout. Batch norms work as in training.
 
-    A user's own module, which has no dropout, works as in training throughout.
+    A user's own module, which has no dropout, is in training mode entirely.
     """
     model = skeleton(workload.model)
     model.train(workload.dataset is Dataset.OWN).skipped_block = batch.skipped_block
@@ -48,13 +50,13 @@ def exact_model(workload: Workload, batch: Batch) -> Model:
 
 
 def doubles(tensors: Tensors) -> dict[str, Tensor]:
-    """In float64; counts stay whole numbers."""
+    """Return the tensors in float64. Integer counts keep their dtype."""
     found = {name: torch.from_numpy(value) for name, value in tensors.items()}
     return {name: value.double() if value.is_floating_point() else value.clone() for name, value in found.items()}
 
 
 def initial_buffers(workload: Workload) -> Tensors:
-    """Return the prescribed start, of every replica."""
+    """Return the prescribed initial values, equal for every replica."""
     values = module_class(workload.model).initial_buffers(workload.model, workload.seed)
     return {name: value.numpy() for name, value in values.items()}
 
@@ -67,7 +69,7 @@ def fresh_buffers(workload: Workload) -> dict[str, Tensor]:
 def exact_buffers(
     workload: Workload, parameters: Tensors, before: Tensors, parts: Sequence[Batch], momentum: float | None = None
 ) -> Tensors:
-    """What `before` becomes when a replica trains on `parts`, one after the other; `momentum`: another than its own."""
+    """Return the buffers after a replica trains on `parts`, one after the other. `momentum` overrides the model's."""
     buffers = {name: value.clone() for name, value in doubles(before).items()}
     for part in parts:
         model = exact_model(workload, part)
@@ -82,7 +84,7 @@ def exact_buffers(
 
 @torch.no_grad()
 def exact_evaluation(workload: Workload, parameters: Tensors, batch: Batch, trace: Trace, step: int) -> float:
-    """The loss in evaluation before `step`: each replica's rows under its own running statistics."""
+    """Return the evaluation loss before `step`, with each replica's rows under its own running statistics."""
     model, replicas = exact_model(workload, batch).eval(), [replica[step] for replica in trace.buffers]
     shares = [
         loss_share(
@@ -96,8 +98,10 @@ def exact_evaluation(workload: Workload, parameters: Tensors, batch: Batch, trac
 
 
 def assess_buffers(trace: Trace, workload: Workload, layout: Layout | None) -> Deviations:
-    """Every buffer of a trace against the truth, that of the replica which is furthest from it; none for a workload
-    without. A replica that tells no buffers is infinitely far."""
+    """Compare every buffer of a trace with the truth. Empty for a workload without batch norms.
+
+    The replica that is furthest from the truth counts. A replica that reports no buffers is infinitely far.
+    """
     if not workload.couples_rows:
         return {}
     found = dict[Quantity, list[Deviation]]()
@@ -112,8 +116,10 @@ def assess_buffers(trace: Trace, workload: Workload, layout: Layout | None) -> D
 
 
 def replica_truth(trace: Trace, workload: Workload, layout: Layout | None, replica: int, step: int) -> Tensors:
-    """The buffers that a replica should have after `step`, made of those that it had before and of the parameters where
-    the run was. An attempt that loss scaling left out has seen the batch too."""
+    """Return the buffers that a replica should have after `step`, given its buffers and the parameters before it.
+
+    An attempt that loss scaling skipped has processed the batch too.
+    """
     nowhere = initial_buffers(workload)
     told = trace.buffers[replica][step]
     before = {name: told.get(name, np.full_like(x, np.nan if x.shape else 0)) for name, x in nowhere.items()}
@@ -123,7 +129,7 @@ def replica_truth(trace: Trace, workload: Workload, layout: Layout | None, repli
 
 
 def known_parameters(trace: Trace, workload: Workload, step: int) -> Tensors:
-    """Where the run was before `step`; what it did not tell is no number."""
+    """Return the run's parameters before `step`, with NaN for those it did not report."""
     told = trace.parameters[step]
     return {name: told.get(name, np.full(shape, np.nan)) for name, shape in parameter_shapes(workload.model).items()}
 

@@ -1,4 +1,4 @@
-"""How far one quantity of a run is from the truth, and replicas from one another: values, without torch."""
+"""Deviations of a run from the truth, and of replicas from one another, as values without torch."""
 
 from __future__ import annotations
 
@@ -13,60 +13,65 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, kw_only=True)
 class Deviation:
-    """One quantity y of a run at one step, against the truth x. Norms are L2 over the whole tensor, in float64."""
+    """One quantity y of a run at one step compared with the truth x.
+
+    Norms are L2 over the whole tensor, in float64.
+    """
 
     distance: float
-    """||y - x||; infinite where y is missing or not finite."""
+    """||y - x||. Infinite if y is missing or not finite."""
     scale: float
     """||x||."""
     factor: float
-    """<y, x> / ||x||^2: y is about this multiple of the truth."""
+    """<y, x> / ||x||^2, so y is about this multiple of the truth."""
 
 
 class QuantityKind(StrEnum):
-    """What is compared of a run."""
+    """The quantities of a run that are compared."""
 
     LOSS = "loss"
     EVALUATION = "evaluation"
-    """The loss, in evaluation."""
+    """The loss in evaluation."""
     NORM = "norm"
-    """Of all gradients, as the framework told it."""
+    """Norm of all gradients, as the framework reports it."""
     INITIAL = "initial"
-    """Of a parameter or buffer: its start, the only step there is of it."""
+    """Initial value of a parameter or buffer. Has only one step."""
     GRADIENTS = "gradients"
     PARAMETERS = "parameters"
     BUFFERS = "buffers"
-    """Of the replica that is furthest from its truth."""
+    """Buffers of the replica that is furthest from its truth."""
     SCALE = "scale"
-    """Of a gradient: the multiple of the truth that it is."""
+    """Scale of a gradient: the multiple of the truth that it is."""
     TWIN = "twin"
-    """Of a gradient, from the twin's."""
+    """Distance of a gradient from the twin's."""
     TWIN_SCALE = "twin-scale"
-    """Of a gradient: the multiple of the twin's that it is."""
+    """Scale of a gradient: the multiple of the twin's that it is."""
     TWIN_LOSS = "twin-loss"
-    """From the twin's."""
+    """Distance of the loss from the twin's."""
     REFERENCE = "reference"
-    """Of the twin's gradient, from the truth."""
-    # Of noise runs alone: the gradients, and as the quantity without a name the loss, of an engine that computes in
-    # another way than the twin, from the twin's. Ways are told in `judge.equivalents`.
+    """Distance of the twin's gradient from the truth."""
+    # Only in noise runs: distances from the twin of engines that compute in other ways. They apply to gradients and,
+    # as the quantity without a name, to the loss. `judge.equivalents` defines the ways.
     REORDERED = "reordered"
-    """Rows stand in another order within every micro-batch."""
+    """Rows are in another order within every micro-batch."""
     REGROUPED = "regrouped"
-    """Micro-batches are more or fewer, of other rows."""
+    """There are more or fewer micro-batches, with other rows."""
     SUMS = "sums"
     """Products of the backward pass add up in another order."""
     PRODUCTS = "products"
-    """And are fused, so that gradients between layers are rounded once and not thrice."""
+    """Products are also fused, so that gradients between layers are rounded once and not three times."""
     FORWARD = "forward"
-    """Attention and products round otherwise in the forward pass too."""
+    """Attention and products also round differently in the forward pass."""
     CAST_REORDERED = "cast-reordered"
-    """The same where the weights are cast."""
+    """As `REORDERED`, for engines that cast the weights."""
     CAST_SUMS = "cast-sums"
     CAST_PRODUCTS = "cast-products"
     CAST_FORWARD = "cast-forward"
 
     def of(self, name: str = "") -> Quantity:
-        """That of the parameter or buffer called `name`; a number of the whole model has none."""
+        """Return this kind's quantity for the parameter or buffer called `name`. Numbers of the whole model have no
+        name.
+        """
         return Quantity(kind=self, name=name)
 
 
@@ -75,17 +80,17 @@ _OF_ONE_REPLICA = re.compile(r"replica(?P<replica>0|[1-9]\d*)(:(?P<name>.+))?")
 
 @dataclass(frozen=True, kw_only=True)
 class Quantity:
-    """One thing that is compared at every step; in order as it is written."""
+    """One quantity that is compared at every step. Ordered by its text."""
 
     kind: QuantityKind
     name: str = ""
-    """The parameter's or buffer's."""
+    """Name of the parameter or buffer."""
     replica: int | None = None
-    """Whose it is, where replicas may differ by design."""
+    """Index of the replica, if replicas may differ by design."""
 
     @property
     def subject(self) -> str:
-        """What it is of, as written: `NAME`, `replica1:NAME`, `replica1`, or nothing."""
+        """Subject of the quantity as written in reports: `NAME`, `replica1:NAME`, `replica1`, or nothing."""
         whose = "" if self.replica is None else f"replica{self.replica}"
         return ":".join(part for part in (whose, self.name) if part)
 
@@ -97,7 +102,7 @@ class Quantity:
 
     @classmethod
     def parse(cls, text: str) -> Quantity:
-        """The quantity that is written so. Raises `ValueError` when it is none."""
+        """Return the quantity written as `text`. Raises `ValueError` if it is not valid."""
         kind, _, subject = text.partition("/")
         if of_one := _OF_ONE_REPLICA.fullmatch(subject):
             return cls(kind=QuantityKind(kind), name=of_one["name"] or "", replica=int(of_one["replica"]))
@@ -105,16 +110,16 @@ class Quantity:
 
 
 Deviations = Mapping[Quantity, list[Deviation]]
-"""By quantity, then step."""
+"""Deviations by quantity, then step."""
 
 
 def global_norm(tensors: Tensors) -> float:
-    """L2 norm over all tensors together, in float64."""
+    """Return the L2 norm over all tensors together, in float64."""
     return float(np.sqrt(sum(np.sum(np.square(t, dtype=np.float64)) for t in tensors.values())))
 
 
 def deviation(y: NDArray[np.floating] | None, x: NDArray[np.floating]) -> Deviation:
-    """`y` None means missing."""
+    """Return the deviation of `y` from `x`. None for `y` means missing."""
     exact = np.asarray(x, dtype=np.float64)
     scale = float(np.linalg.norm(exact))
     if y is None:
@@ -129,7 +134,7 @@ def deviation(y: NDArray[np.floating] | None, x: NDArray[np.floating]) -> Deviat
 
 
 Tensors = Mapping[str, NDArray[np.floating]]
-"""Full tensors by canonical name, in host memory that PyTorch's allocator (which is being watched) does not own."""
+"""Full tensors by canonical name, in host memory outside PyTorch's allocator (which is being watched)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,4 +145,4 @@ class Drift:
     """A parameter, or its gradient."""
     step: int
     ranks: list[int]
-    """Those that differ from the lowest rank that holds it."""
+    """Ranks that differ from the lowest rank that holds it."""

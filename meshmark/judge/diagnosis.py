@@ -1,9 +1,9 @@
-"""Names the likely class of what is wrong with a run, and where it begins.
+"""Diagnose the likely class of a run's defect, and where it begins.
 
-Runs on rank 0, where the whole trace is, and only when something exceeds its tolerance. The earliest step at which
-anything is wrong decides; there the start comes before gradients, gradients before the update, and the update before
-what is merely reported, because each makes the next wrong. Two runs of a step that are both wrong in themselves leave
-one diagnosis: mend it, and run again.
+Runs on rank 0, which has the whole trace, and only when something exceeds its tolerance. The earliest step with
+anything wrong decides. Within it, initial values come before gradients, gradients before the update, and the update
+before merely reported values, because each makes the next wrong. Two independent defects in one step give one
+diagnosis: fix it, and run again.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ from meshmark.judge.update_faults import explain_norm, explain_updates
 from meshmark.spec.case import Case
 
 _UNKNOWN = (Fault.UNEXPLAINED, Fault.FORWARD, Fault.BACKWARD)
-"""What is said where no hypothesis fits."""
+"""Faults that are reported if no hypothesis fits."""
 RULED = 2
-"""Updates that were right before a step vouch for the rule: betas and moments show in the second, not in the first."""
+"""Number of correct updates before a step that confirm the rule.
+
+Betas and moments show in the second, not the first.
+"""
 
 
 def diagnose(
@@ -45,7 +48,7 @@ def diagnose(
     tolerance_model: ToleranceModel,
     twin: Twin | None = None,
 ) -> Diagnosis | None:
-    """None when nothing is wrong."""
+    """Return the diagnosis, or None when nothing is wrong."""
     rank_progress.begin(rank_progress.Phase.EXPLAIN)
     wrong = {(q, step): excess for excess, q, step in tolerance_model.judge(deviations) if not excess <= 1}
     if start := [q.name for q, d in deviations.items() if q.kind is QuantityKind.INITIAL and d[0].distance != 0]:
@@ -73,8 +76,10 @@ def diagnose(
 
 
 def _wrong(wrong: dict[tuple[Quantity, int], float], step: int, drift: Diagnosis) -> bool:
-    """Whether the very tensors that drift, or the norm that clipped them, are wrong on the lowest rank too, which then
-    says more."""
+    """Return whether the drifting tensors, or the norm that clipped them, are also wrong on the lowest rank.
+
+    The wrong tensor then says more than the drift.
+    """
     if (QuantityKind.NORM.of(), step) in wrong and drift.detail.startswith("parameters"):
         return True
     return any(
@@ -92,7 +97,7 @@ def _start(trace: Trace, names: list[str]) -> Diagnosis:
 
 
 def first_drift(drifts: Sequence[Drift]) -> Diagnosis | None:
-    """What ranks that differ say by themselves; None where none do."""
+    """Return what can be said from the ranks' differences alone, or None if there are none."""
     if not drifts:
         return None
 
@@ -114,19 +119,19 @@ def first_drift(drifts: Sequence[Drift]) -> Diagnosis | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _WrongStep:
-    """The first one at which anything is wrong."""
+    """The first step at which anything is wrong."""
 
     step: int
     excesses: dict[Quantity, float]
-    """Of the quantities that exceed their tolerances."""
+    """Excess of each quantity that exceeds its tolerance."""
     drifted: bool
-    """Gradients differ between ranks too."""
+    """True if gradients also differ between ranks."""
     twin: Twin | None
-    """That the run's gradients were held against too."""
+    """The twin with which the run's gradients were also compared."""
 
 
 def _at(case: Case, trace: Trace, deviations: Deviations, tolerance_model: ToleranceModel, at: _WrongStep) -> Diagnosis:
-    """What is wrong at that step."""
+    """Return what is wrong at that step."""
     step, wrong = at.step, at.excesses
 
     def failed(*kinds: QuantityKind) -> FailedStep:
@@ -176,7 +181,7 @@ def _at(case: Case, trace: Trace, deviations: Deviations, tolerance_model: Toler
 
 
 def _explained(failed: FailedStep, deviations: Deviations) -> Diagnosis:
-    """All wrong gradients by one hypothesis; or the worst one alone, where they differ."""
+    """Explain all wrong gradients by one hypothesis, or the worst one alone if they differ."""
     if found := explain_gradients(failed):
         return _diagnosis(found, failed.step, failed.names)
     worst = failed.names[0]
@@ -193,7 +198,9 @@ def _explained(failed: FailedStep, deviations: Deviations) -> Diagnosis:
 
 
 def _loss_factor(deviations: Deviations, step: int) -> float:
-    """By the twin, where there is one: it sees more."""
+    """Return the loss as a multiple of the twin's if there is one, because the twin is more precise, else of the
+    truth.
+    """
     steps = deviations.get(QuantityKind.TWIN_LOSS.of()) or deviations[QuantityKind.LOSS.of()]
     return steps[step].factor
 

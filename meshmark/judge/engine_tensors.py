@@ -1,4 +1,4 @@
-"""The tensors that engines return, checked by name when they arrive, and made plain where they are sharded."""
+"""Tensors that engines return: checked by name on arrival, and made plain if they are sharded."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ _CATEGORIES = ("parameters", "gradients", "optimizer_states", "communication")
 
 @torch.no_grad()
 def host_parameters(engine: Engine, workload: Workload) -> Tensors:
-    """A copy of `engine.parameters()`, a collective call.
+    """Return a copy of `engine.parameters()`, a collective call.
 
-    Raises `AdapterError` for what is neither a full tensor under its canonical name nor sharded.
+    Raises `AdapterError` for anything that is neither a full tensor under its canonical name nor sharded.
     """
     return {name: host_copy(tensor) for name, tensor in full_parameters(engine, workload)[1]}
 
 
 @torch.no_grad()
 def host_gradients(engine: Engine, workload: Workload) -> Tensors:
-    """The same of `engine.gradients()`."""
+    """Return a copy of `engine.gradients()`; see `host_parameters`."""
     return {name: host_copy(tensor) for name, tensor in full_gradients(engine, workload)[1]}
 
 
 NamedTensors = tuple[list[str], Iterator[tuple[str, Tensor]]]
-"""Names, and for each in order its tensor, brought together when it is asked for: a collective call."""
+"""Names, and an iterator over names and tensors in order. Each tensor is gathered on demand: a collective call."""
 
 
 def full_parameters(engine: Engine, workload: Workload) -> NamedTensors:
-    """What `engine.parameters()` tells, one tensor after the other; for `AdapterError` see `host_parameters`."""
+    """Return the tensors of `engine.parameters()` one after the other. For `AdapterError` see `host_parameters`."""
     return _full("parameters()", engine.parameters(), workload)
 
 
 def full_gradients(engine: Engine, workload: Workload) -> NamedTensors:
-    """The same of `engine.gradients()`."""
+    """Return the tensors of `engine.gradients()` one after the other."""
     return _full("gradients()", engine.gradients(), workload)
 
 
 @torch.no_grad()
 def local_holdings(engine: Engine) -> Holdings:
-    """`engine.holdings()`, each sharded tensor by the part that is here.
+    """Return `engine.holdings()` with the local part of each sharded tensor.
 
-    Raises `AdapterError` for what has no storage of its own.
+    Raises `AdapterError` for anything without its own storage.
     """
     held: object = engine.holdings()
     if not isinstance(held, Holdings):
@@ -104,7 +104,7 @@ def _is_sharded(value: object) -> TypeGuard[DTensor]:
 
 
 def _check(where: str, value: object, expected: str) -> Tensor:
-    """`value`, a tensor that PyTorch's own operators and a look at its storage work on."""
+    """Return `value` if it is a tensor whose operators and storage PyTorch can access."""
     if not isinstance(value, Tensor) or type(value.detach()) is not Tensor:
         problem = f"is {_kind(value)}"
     elif value.is_meta:

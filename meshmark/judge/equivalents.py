@@ -1,13 +1,13 @@
-"""Equivalents of a twin: the same step in arithmetic that a declaration leaves open.
+"""Equivalents of a twin: the same step in other arithmetic that a declaration permits.
 
 An adapter declares a precision and who casts. It does not declare in which order rows are summed, which rows share a
 micro-batch, whether queries, keys and values are one product, or how attention is computed. Every such choice rounds
-16-bit numbers in other places, and all of them are correct. Each noise run draws one engine of every *way* in which an
-engine may differ from the twin, and notes how far that is from the twin on the same parameters. The ways are kept
-apart, because a correct engine computes in one of them: one way must explain all differences of a run. A single limit
-for all of them would be as wide as the widest, and excuse defects that no arithmetic makes.
+16-bit numbers in other places, and all of them are correct. Each noise run draws one engine for every *way* in which
+an engine may differ from the twin, and records how far it is from the twin on the same parameters. The ways are kept
+separate, because a correct engine computes in one of them: one way must explain all differences of a run. A single
+limit for all would be as wide as the widest, and would excuse defects that no arithmetic produces.
 
-Shape suffixes: B sequences, T tokens, C hidden, H heads, K heads of keys and values, D a head's width.
+Shape suffixes: B sequences, T tokens, C hidden, H heads, K heads of keys and values, D head width.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from meshmark.reference.model import Model
 from meshmark.reference.transformer import Attention, FeedForward, rotate
 
 _HANDS = 3
-"""Ways of writing attention by hand."""
+"""Number of ways to write attention by hand."""
 
 
 def with_equivalents(twin: Twin, run: int) -> Twin:
-    """`twin`, with one engine of every way beside it, as drawn for noise run `run`."""
+    """Return `twin` with one engine of every way in `others`, as drawn for noise run `run`."""
     case, casting = twin.case, twin.arithmetic.casting
     ways = WAYS[casting]
     within = dataclasses.replace(twin, arrange=_Rows(twin, run, anyhow=False))
-    # Rows that share a micro-batch are summed before they are rounded. In wide gradients, as autocast's norms and
-    # embeddings have them, nothing of that is left, and so a loss of digits cannot pass for it. Where the weights are
-    # cast all gradients are narrow; which rows share a micro-batch is then part of what is declared.
+    # Rows that share a micro-batch are summed before rounding. With wide gradients, as in autocast's norms and
+    # embeddings, this has no effect, so a real loss of digits cannot be mistaken for it. If weights are cast, all
+    # gradients are narrow; then the rows of a micro-batch are part of the declaration.
     regroups = casting is Casting.AUTOCAST and not case.workload.couples_rows and not case.precision.narrows_reduction
     rows, times = within, _groupings(twin) if regroups else []
     if times:
@@ -55,7 +55,7 @@ def with_equivalents(twin: Twin, run: int) -> Twin:
 
 
 def _groupings(twin: Twin) -> list[Fraction]:
-    """So many times the twin's micro-batches hold other rows than they do."""
+    """Return factors on the number of the twin's micro-batches with which they hold other rows."""
     layout = twin.case.layout
     count = layout.dp * layout.num_micro_batches
     found = [Fraction(1, 2)] if count % 2 == 0 else []
@@ -65,7 +65,7 @@ def _groupings(twin: Twin) -> list[Fraction]:
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """Another order of rows: within every micro-batch of the twin's, or of all of them."""
+    """Reorders rows within every micro-batch of the twin, or across all of them."""
 
     twin: Twin
     run: int
@@ -82,8 +82,11 @@ class _Rows:
 
 @dataclasses.dataclass(frozen=True)
 class _Rewrite:
-    """Puts layers that compute otherwise into a model: products whose inner sums have another order, and that are
-    fused; and, with `forward`, other roundings of the forward pass too, of attention above all."""
+    """Replaces a model's layers by ones that compute differently.
+
+    Products sum in another order and are fused. With `forward`, the forward pass also rounds differently, mainly in
+    attention.
+    """
 
     run: int
     fuse: bool = True
@@ -113,7 +116,9 @@ class _Product(nn.Linear):
 
 
 class _FusedAttention(Attention):
-    """Queries, keys and values are one product: its input's gradient is rounded once, and not thrice."""
+    """Attention with one product for queries, keys and values, so that its input's gradient is rounded once, not three
+    times.
+    """
 
     run: int
     other_forward: bool
@@ -128,7 +133,7 @@ class _FusedAttention(Attention):
 
 
 class _AttentionByHand(_FusedAttention):
-    """Scores, softmax and the mean of values as operations of their own, with the softmax in float32."""
+    """Attention with scores, softmax and the mean of values as separate operations, and the softmax in float32."""
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         return super().forward(x_BTC) if self.run // _HANDS % 2 else Attention.forward(self, x_BTC)
@@ -155,7 +160,7 @@ class _AttentionByHand(_FusedAttention):
 
 
 class _FusedFeedForward(FeedForward):
-    """Gate and up are one product."""
+    """Feed-forward network with one product for gate and up."""
 
     run: int
     other_forward: bool
@@ -168,7 +173,7 @@ class _FusedFeedForward(FeedForward):
 
 
 def _fused(x: Tensor, layers: list[nn.Linear], run: int, other_forward: bool) -> tuple[Tensor, ...]:
-    """What each of `layers` makes of `x`, in one product."""
+    """Apply all `layers` to `x` in one product."""
     biases: list[Tensor] = [
         layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers
     ]
@@ -178,8 +183,11 @@ def _fused(x: Tensor, layers: list[nn.Linear], run: int, other_forward: bool) ->
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, run: int, other_forward: bool) -> Tensor:
-    """A linear layer in the format that autocast, or the weights, ask for. Its inner sums run in an order of `run`'s:
-    always in the backward pass, and with `other_forward` in the forward pass too."""
+    """Apply a linear layer in the dtype of autocast or of the weights, with inner sums in an order that depends on
+    `run`.
+
+    The order changes in the backward pass and, with `other_forward`, also in the forward pass.
+    """
     device = x.device.type
     if torch.is_autocast_enabled(device):
         kind = torch.get_autocast_dtype(device)

@@ -1,4 +1,4 @@
-"""The first step at which anything is wrong of replicas that may differ, and how well another account of it fits."""
+"""The first wrong step of replicas that may differ, and how well another account of it fits."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from meshmark.spec.case import Case
 
 @dataclass(frozen=True, kw_only=True)
 class FailedReplicas:
-    """The first step at which anything is wrong, of all replicas together."""
+    """The first step at which anything is wrong, for all replicas together."""
 
     case: Case
     traces: Sequence[Trace]
     tolerance_models: Sequence[ToleranceModel]
-    """By replica, as the traces."""
+    """Tolerance models by replica, like the traces."""
     step: int
     wrong: dict[int, dict[Quantity, float]]
-    """By replica, then quantity: how many times its tolerance it is from the truth. No replica without any."""
+    """Excesses by replica, then quantity: distance from the truth in tolerances. Contains only replicas with any."""
 
     def names(self, *kinds: QuantityKind) -> dict[int, list[str]]:
-        """Of the wrong tensors, the worst first."""
+        """Return the names of wrong tensors by replica, the worst first."""
         found = {}
         for replica, excesses in self.wrong.items():
             worst = sorted((q for q in excesses if q.kind in kinds), key=lambda q: -excesses[q])
@@ -36,7 +36,7 @@ class FailedReplicas:
         return found
 
     def at(self, step: int) -> tuple[list[Tensors], list[Tensors]]:
-        """Where each replica was, and the gradients that it had."""
+        """Return each replica's parameters before `step`, and its gradients."""
         uses = self.case.workload.uses
         own: list[Tensors] = [
             {n: g for n, g in trace.gradients[step].items() if uses(n, step)} for trace in self.traces
@@ -47,7 +47,7 @@ class FailedReplicas:
 def misfit(
     failed: FailedReplicas, wrong: dict[int, list[str]], exact: Sequence[Tensors], there: Sequence[Tensors]
 ) -> float:
-    """How far the worst of the wrong parameters is from `there`, relative to what explains it: up to one does."""
+    """Return how far the worst of the wrong parameters is from `there`. Up to 1, `there` explains the run."""
     after = [trace.parameters[failed.step + 1] for trace in failed.traces]
     return max(
         float(np.linalg.norm(after[r][name] - there[r][name]))

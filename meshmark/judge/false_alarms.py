@@ -1,9 +1,9 @@
-"""How often correct runs fail: what has been shown of it, and not what the tolerance model aims at.
+"""How often correct runs fail: measured frequencies, as opposed to the tolerance model's target.
 
-`make power-long` runs training that is correct, of `single` and of real adapters, and leaves what it counted in
-`false_alarms.json` beside this file. A run that comes to the same bits as another shows nothing, and is not counted.
-Runs of one problem share its tolerance_models, and fare more alike than runs of several: they show as much as a smaller
-number of independent runs, which is how many they are over their design effect (Kish, Survey Sampling, 1965).
+`make power-long` runs correct training, of `single` and of real adapters, and writes the counts to `false_alarms.json`
+in this folder. A run with the same bits as another shows nothing and is not counted. Runs of one problem share its
+tolerance models, so they are more alike than runs of several problems. They are worth as many independent runs as
+their number divided by their design effect (Kish, Survey Sampling, 1965).
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from meshmark.serial import decode
 COUNTED = Path(__file__).with_name("false_alarms.json")
 CONFIDENCE = 0.95
 CLOSE = 0.02
-"""Part of all runs."""
+"""Share of all runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
-    """Correct runs of one problem."""
+    """Counts of correct runs of one problem."""
 
     what: str
-    """How they were made, workload and precision."""
+    """How the runs were made, their workload and precision."""
     problems: int
-    """Of other seeds, numbers of micro-batches, or both."""
+    """Number of problems with different seeds, numbers of micro-batches, or both."""
     tolerance_models: int
-    """How many there were of them, each from noise runs of its own."""
+    """Number of tolerance models, each from separate noise runs."""
     runs: int
-    """No two with the same bits."""
+    """Number of runs, no two with the same bits."""
     alarms: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class FalseAlarms:
-    """All of them, under one version of the tolerance model."""
+    """All counts under one version of the tolerance model."""
 
     version: int
-    """Of what shapes the noise and its factors: `passes.noise.FORMAT`."""
+    """Version of the noise and its factors: `passes.noise.FORMAT`."""
     machines: list[str]
     torch: list[str]
     design_effect: float = 1.0
@@ -60,13 +60,16 @@ class FalseAlarms:
 
     @property
     def independent(self) -> int:
-        """Runs, all of other problems, that would show as much."""
+        """Number of runs of distinct problems that would show as much."""
         return int(self.runs / self.design_effect)
 
     @property
     def bound(self) -> float:
-        """Clopper and Pearson's upper limit of the probability that a correct run fails, of as many independent runs
-        with the same share of alarms (Korn and Graubard, Survey Methodology 24, 1998)."""
+        """Upper limit of the probability that a correct run fails, by Clopper and Pearson.
+
+        It assumes the effective number of independent runs with the same share of alarms (Korn and Graubard, Survey
+        Methodology 24, 1998).
+        """
         return upper_limit(self.alarms / self.design_effect, self.runs / self.design_effect)
 
     def __str__(self) -> str:
@@ -78,9 +81,11 @@ class FalseAlarms:
 
 
 def design_effect(groups: Sequence[Sequence[float]]) -> float:
-    """By how much the share of runs that come close to an alarm varies more from problem to problem than that of
-    independent runs would; never below one. `groups`: the largest excess of every run, by problem. Alarms themselves
-    are too few to tell: it is that of the furthest CLOSE of all runs."""
+    """Return how much more the share of runs close to an alarm varies between problems than for independent runs.
+
+    It is at least one. `groups` is the largest excess of every run, by problem. Alarms themselves are too rare, so the
+    furthest CLOSE of all runs are used.
+    """
     sizes = np.array([len(group) for group in groups])
     if sizes.sum() < 1 / CLOSE or len(groups) < 2:
         return 1.0
@@ -94,15 +99,17 @@ def design_effect(groups: Sequence[Sequence[float]]) -> float:
 
 
 def upper_limit(num_events: float, num_trials: float, confidence: float = CONFIDENCE) -> float:
-    """The probability at which so few events in so many trials have a chance of 1 - `confidence`; neither need be
-    whole."""
+    """Return the probability at which `num_events` or fewer in `num_trials` have a chance of 1 - `confidence`.
+
+    Neither number needs to be an integer.
+    """
     from scipy.special import betaincinv  # takes a quarter of a second, and few commands need it
 
     return float(betaincinv(num_events + 1, num_trials - num_events, confidence)) if num_events < num_trials else 1.0
 
 
 def merged(parts: Sequence[Counted]) -> list[Counted]:
-    """By what they are of, added up."""
+    """Add up counts with the same description."""
     found: dict[str, Counted] = {}
     for part in parts:
         so_far = found.get(part.what, Counted(what=part.what, problems=0, tolerance_models=0, runs=0, alarms=0))
@@ -118,6 +125,6 @@ def merged(parts: Sequence[Counted]) -> list[Counted]:
 
 @functools.cache
 def shown() -> FalseAlarms:
-    """What was counted under the tolerance model of this version."""
+    """Return the counts under this version of the tolerance model."""
     counted: FalseAlarms = decode(FalseAlarms, json.loads(COUNTED.read_text()))
     return counted

@@ -1,4 +1,4 @@
-"""What can be wrong with a run that fails: the classes that a diagnosis names, and the evidence it gives."""
+"""Classes of defects that a diagnosis names, and its evidence."""
 
 from __future__ import annotations
 
@@ -13,55 +13,57 @@ class Fault(StrEnum):
     START = "wrong start"
     """Initial values are not the prescribed ones."""
     MISSING = "gradient missing"
-    """Absent or all zero."""
+    """A gradient is absent or all zero."""
     SCALED = "gradient scaled"
-    """Off by a constant factor, which the detail names."""
+    """Gradients are off by a constant factor, which the detail names."""
     NOT_REDUCED = "missing reduction"
-    """One rank's own part, in place of the sum over ranks."""
+    """Gradients are one rank's own part instead of the sum over ranks."""
     DROPPED = "part of the batch left out"
     UNEVEN = "parts of the batch weighed wrongly"
-    """Such as a mean of means over parts with unequal numbers of tokens."""
+    """For example, a mean of means over parts with unequal numbers of tokens."""
     MASK = "masked targets counted"
     STALE_GRADIENT = "stale gradient"
-    """That of the step before."""
+    """The gradient is that of the previous step."""
     NOT_CLEARED = "gradient not cleared"
-    """The step before's is still in it."""
+    """The gradient still includes that of the previous step."""
     STALE_WEIGHTS = "stale weights"
-    """The gradient at the parameters of the step before."""
+    """The gradient is at the parameters of the previous step."""
     OTHER_BATCH = "another step's batch"
     FORWARD = "another function computed"
-    """Loss and gradients are wrong, and no weighing of the right parts explains them."""
+    """Loss and gradients are wrong, and no weighting of the right parts explains them."""
     BACKWARD = "gradient of another function"
-    """The loss is right, but no weighing of the right parts explains its gradient."""
+    """The loss is right, but no weighting of the right parts explains its gradient."""
     PRECISION = "precision lower than asked"
     DRIFT = "replicas drifted apart"
     NEVER_UPDATED = "never updated"
     CLIPPING = "clipping by a wrong norm"
     UPDATE = "another update rule"
-    """Learning rate, betas, weight decay, bias correction, ...: the detail names it where one explains the update."""
+    """Learning rate, betas, weight decay, bias correction, ... The detail names it if one explains the update."""
     ALGORITHM = "another algorithm"
-    """Replicas that may differ by design meet at another time, or otherwise, than the algorithm says."""
+    """Replicas that may differ by design exchange values at another time, or in another way, than the algorithm
+    defines.
+    """
     BUFFERS = "running statistics wrong"
-    """Of a batch norm, though loss, gradients and update are right."""
+    """Statistics of a batch norm are wrong although loss, gradients and update are right."""
     LOSS = "loss told wrong"
     EVALUATION = "evaluation is another function"
-    """Though training's loss and gradients are right."""
+    """Evaluation is wrong although training's loss and gradients are right."""
     UNEXPLAINED = "unexplained"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """The earliest thing that is wrong in a run, and what it looks like."""
+    """The earliest defect of a run, and its symptoms."""
 
     fault: Fault
     step: int
-    """The first at which it shows."""
+    """The first step at which it shows."""
     names: list[str] = field(default_factory=list)
-    """Parameters concerned at that step, the worst first; no more than MOST_NAMES."""
+    """Affected parameters at that step, the worst first, at most MOST_NAMES."""
     num_names: int = 0
-    """Parameters concerned, all of them."""
+    """Number of all affected parameters."""
     ranks: list[int] = field(default_factory=list)
-    """Where it is known to be on some ranks alone."""
+    """Affected ranks, if it is known to affect only some."""
     detail: str = ""
     """The evidence."""
 
@@ -80,6 +82,6 @@ MOST_NAMES = 5
 
 
 def named_factor(factor: float, known: Mapping[str, float], tolerance: float = 1e-3) -> str:
-    """`factor`, with every known quantity that it equals: `0.5 = 1/dp = 1/num_micro_batches`."""
+    """Return `factor` with every known quantity that it equals, such as `0.5 = 1/dp = 1/num_micro_batches`."""
     matching = [name for name, value in known.items() if abs(factor - value) <= tolerance * abs(value)]
     return " = ".join([f"{factor:.7g}", *matching])

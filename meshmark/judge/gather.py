@@ -1,6 +1,6 @@
-"""Values of every rank brought together without pickle: JSON and plain arrays, their sizes checked.
+"""Gather values of every rank without pickle: JSON and plain arrays, with checked sizes.
 
-PyTorch's object collectives unpickle what peers send, and unpickling runs whatever code the sender names.
+PyTorch's object collectives unpickle what peers send, and unpickling runs any code that the sender names.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 MOST_BYTES = 2**36
-"""More than all that one rank tells of any model that is compared with the truth."""
+"""Upper bound for one rank's data, above what any model that is compared with the truth needs."""
 _ALIGNMENT = 8
 _KINDS = "fiu"
-"""Of NumPy's dtypes, those that are plain numbers."""
+"""Kinds of NumPy dtypes that are plain numbers."""
 
 
 def all_gather_json(value: object) -> list[Any]:
-    """Every rank's `value`, by rank. A collective call."""
+    """Return every rank's `value`, by rank. A collective call."""
     own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device_of_default_group())
     sizes = _all_sizes(len(own))
     padded = _padded(own, max(sizes))
@@ -35,7 +35,7 @@ def all_gather_json(value: object) -> list[Any]:
 
 
 def gather_arrays(arrays: list[NDArray[Any]]) -> list[list[NDArray[Any]]] | None:
-    """Every rank's `arrays` on rank 0, by rank; None elsewhere. A collective call."""
+    """Return every rank's `arrays` on rank 0, by rank, and None elsewhere. A collective call."""
     own = np.zeros(sum(_room(array) for array in arrays), dtype=np.uint8)
     offset = 0
     for array in arrays:
@@ -55,7 +55,7 @@ def gather_arrays(arrays: list[NDArray[Any]]) -> list[list[NDArray[Any]]] | None
 
 
 def _unpacked(forms: list[tuple[str, list[int]]], payload: NDArray[np.uint8]) -> list[NDArray[Any]]:
-    """The arrays that lie in `payload`, copied; raises `ValueError` unless they fill it."""
+    """Return copies of the arrays in `payload`. Raises `ValueError` unless they fill it."""
     arrays, offset = [], 0
     for name, shape in forms:
         dtype = np.dtype(name)
@@ -75,7 +75,7 @@ def _room(array: NDArray[Any]) -> int:
 
 
 def _all_sizes(own: int) -> list[int]:
-    """Every rank's number of bytes. Raises `ValueError` for one that no trace can have."""
+    """Return every rank's number of bytes. Raises `ValueError` for sizes that no trace can have."""
     sizes = [torch.zeros(1, dtype=torch.int64, device=device_of_default_group()) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([own], dtype=torch.int64, device=device_of_default_group()))
     told = [int(size) for size in sizes]
@@ -89,6 +89,6 @@ def _padded(own: Tensor, size: int) -> Tensor:
 
 
 def device_of_default_group() -> torch.device:
-    """Where the default process group takes its tensors."""
+    """Return the device on which the default process group takes its tensors."""
     on_gpu = dist.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -1,5 +1,7 @@
-"""The twin's model where megatron-core's own GPTModel trains (local spec, unfused): every tensor-parallel rank's
-products, one after the other, in its order of operations. Weights are cast, and sequences come first.
+"""The twin's model for megatron-core's own GPTModel (local spec, unfused).
+
+It computes every tensor-parallel rank's products, one after the other, in GPTModel's order of operations. Weights are
+cast, and sequences come first.
 
 Shape suffixes: T tokens, B sequences, C hidden, N rows of a fused weight, G groups of query heads, H heads times
 sequences, D head width, V vocabulary.
@@ -19,8 +21,10 @@ from meshmark.spec.model_spec import ModelSpec
 
 
 class GPTModelOrder(Transformer):
-    """The parameters are the reference's, by their names; queries, keys and values are one product here, and biases of
-    row-parallel products are added by themselves."""
+    """The model, with the reference's parameters under the same names.
+
+    Queries, keys and values are one product, and biases of row-parallel products are added separately.
+    """
 
     def __init__(self, spec: ModelSpec, tp: int) -> None:
         super().__init__(spec)
@@ -41,11 +45,11 @@ class GPTModelOrder(Transformer):
         return logits_TBV.transpose(0, 1).contiguous()
 
     def _entered(self, x_TBC: Tensor) -> tuple[Tensor, ...]:
-        """A rank's each; their gradients are summed as the products make them."""
+        """Return one copy per rank. Their gradients are summed in the dtype in which the products make them."""
         return copies_of(x_TBC, self.tp, x_TBC.dtype)
 
     def _attend(self, attention: Attention, x_TBC: Tensor) -> Tensor:
-        """By group of heads that share a key: its queries, then the key, then the value."""
+        """Apply attention with the fused rows of each head group: its queries, then the key, then the value."""
         projections = attention.q, attention.k, attention.v
         weight_NC, bias_N = self._fused([p.weight for p in projections]), self._fused([p.bias for p in projections])
         parts = zip(self._entered(x_TBC), weight_NC.chunk(self.tp), bias_N.chunk(self.tp), strict=True)
@@ -56,7 +60,7 @@ class GPTModelOrder(Transformer):
         return torch.cat(by_group, 1).flatten(0, 2)
 
     def _scores(self, fused_TBN: Tensor) -> Tensor:
-        """One rank's heads."""
+        """Return the attention output of one rank's heads."""
         T, B, _ = fused_TBN.shape
         D = self.head_dim
         fused_TBGN = fused_TBN.view(T, B, self.num_groups // self.tp, -1)
@@ -75,7 +79,7 @@ class GPTModelOrder(Transformer):
         return y_HTD.view(B, -1, T, D).permute(2, 0, 1, 3).contiguous().view(T, B, -1)
 
     def _feed_forward(self, network: FeedForward, x_TBC: Tensor) -> Tensor:
-        """Biases of the first product are not in it."""
+        """Apply the feed-forward network. Biases of the first product are added separately."""
         up = network.up
         parts = zip(self._entered(x_TBC), up.weight.chunk(self.tp), up.bias.chunk(self.tp), strict=True)
         return self._by_rows([F.gelu(product(x, w) + bias, approximate="tanh") for x, w, bias in parts], network.down)

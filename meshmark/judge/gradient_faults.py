@@ -1,8 +1,9 @@
-"""Explains gradients that are wrong: by which combination of gradients that could have been computed instead?
+"""Explain wrong gradients as combinations of gradients that could have been computed instead.
 
-Every hypothesis is a few candidate gradients, computed in float64, of which the run's is fitted as a weighted sum; the
-first that leaves no more than rounding (or 5 % of the deviation) is taken. The most telling candidates are the
-gradients of the single sequences of the batch: their weights say what was dropped, reduced, or averaged how.
+Every hypothesis is a few candidate gradients, computed in float64. The run's gradient is fitted as their weighted sum.
+The first hypothesis that leaves no more than rounding (or 5 % of the deviation) is accepted. The most informative
+candidates are the gradients of the batch's single sequences: their weights show what was dropped, reduced, or
+averaged, and how.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from meshmark.spec.case import Case
 from meshmark.text import pluralize
 
 LEFT_OVER = 0.05
-"""Part of a deviation that may stay unexplained."""
+"""Share of a deviation that may remain unexplained."""
 _ALONG = 0.3
-"""Part of a deviation by rounding that lies along the gradient itself."""
+"""Share of a rounding deviation that lies along the gradient itself."""
 SAME = 0.02
-"""Weights of sequences that differ by less, relative to the largest, are one weight."""
+"""Weights of sequences that differ by less, relative to the largest, count as equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +41,11 @@ class FailedStep:
     trace: Trace
     step: int
     tolerances: dict[str, float]
-    """By name of the wrong tensors, the worst first."""
+    """Tolerances of the wrong tensors by name, the worst first."""
     twin: Twin | None = None
-    """Takes the truth's place, where what is wrong is too small for it."""
+    """Replaces the truth if the error is too small for it."""
     drifted: bool = False
-    """Whether ranks that should hold the same gradient do not."""
+    """True if ranks that should hold the same gradient do not."""
     loss_is_wrong: bool = False
 
     @property
@@ -56,13 +57,13 @@ class FailedStep:
         return make_batch(self.case.workload, self.step)
 
     def truth(self, step: int, batch: Batch) -> Tensors:
-        """The right gradients by `batch` at the run's parameters before `step`."""
+        """Return the right gradients for `batch` at the run's parameters before `step`."""
         if self.twin:
             return self.twin.step_of(self.trace, self.trace.parameters[step], batch, self.step).gradients
         return exact_gradients(self.case.workload, self.trace.parameters[step], batch, self.case.layout).gradients
 
     def parts(self, batch: Batch) -> list[Batch]:
-        """The smallest whose gradients add up: single rows, or what is normalised together."""
+        """Return the smallest parts whose gradients add up: single rows, or rows that are normalised together."""
         workload, layout = self.case.workload, self.case.layout
         if self.twin:
             return list(batch.micro_batches(len(batch) * layout.dp * layout.num_micro_batches // workload.global_batch))
@@ -78,7 +79,7 @@ class FailedStep:
         return "sequences" if unit == "tokens" else unit
 
     def known_factors(self) -> dict[str, float]:
-        """Constants by which gradients and losses are multiplied by mistake."""
+        """Return constants by which gradients and losses are multiplied by mistake."""
         layout, batch, unit = self.case.layout, self.batch, self.case.workload.unit
         counts = {
             "dp": layout.dp,
@@ -104,7 +105,7 @@ Explanation = tuple[Fault, str]
 
 
 def explain_gradients(failed: FailedStep) -> Explanation | None:
-    """The first hypothesis that fits all wrong tensors together."""
+    """Return the first hypothesis that fits all wrong tensors together, or None."""
     own = failed.trace.gradients[failed.step]
     if absent := [name for name in failed.names if name not in own or not np.any(own[name])]:
         wrong = pluralize(len(failed.names), "wrong gradient")
@@ -125,7 +126,7 @@ def explain_gradients(failed: FailedStep) -> Explanation | None:
 
 
 class _Fit:
-    """Least squares over all wrong tensors together, each in units of the norm of its own exact gradient."""
+    """Least squares over all wrong tensors together, each in units of the norm of its exact gradient."""
 
     def __init__(self, failed: FailedStep, own: Tensors, exact: Tensors) -> None:
         self.units = {name: float(np.linalg.norm(exact[name])) or 1.0 for name in failed.names}
@@ -139,7 +140,7 @@ class _Fit:
         return np.concatenate([np.asarray(tensors[n], dtype=np.float64).ravel() / u for n, u in self.units.items()])
 
     def weights(self, *candidates: NDArray[np.float64]) -> NDArray[np.float64] | None:
-        """Of the (flat) candidates whose weighted sum is the run's gradient; None when there are none."""
+        """Return the weights with which the (flat) candidates add up to the run's gradient, or None if they do not."""
         basis = np.stack(candidates, axis=1)
         found = np.linalg.lstsq(basis, self.own, rcond=None)[0]
         return np.asarray(found) if np.linalg.norm(self.own - basis @ found) <= self.allowed else None
@@ -165,7 +166,9 @@ def _weighed(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation | Non
 
 
 def _weighed_rows(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation | None:
-    """Of one tensor, in a few rows alone: those of the tokens that only some ranks, or micro-batches, have seen."""
+    """Explain one tensor that is wrong in only a few rows: those of tokens that only some ranks or micro-batches
+    saw.
+    """
     (name, *others), batch = failed.names, failed.batch
     own, right = (np.asarray(t[name], dtype=np.float64) for t in (failed.trace.gradients[failed.step], exact))
     off = np.linalg.norm((own - right).reshape(len(own), -1), axis=1)
@@ -188,8 +191,10 @@ def _weighed_rows(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation 
 
 
 def read_weights(weights: NDArray[np.float64], failed: FailedStep, batch: Batch) -> Explanation:
-    """What the weights of the batch's parts (sequences) in a gradient, which should all be one, say; those that are no
-    number do not count."""
+    """Return what the weights of the batch's parts (sequences) in a gradient mean.
+
+    All should be one; NaN is ignored.
+    """
     layout = failed.case.layout
     size = layout.dp * layout.num_micro_batches
     grid = weights.reshape(layout.dp, layout.num_micro_batches, -1)
@@ -219,7 +224,7 @@ def read_weights(weights: NDArray[np.float64], failed: FailedStep, batch: Batch)
 
 
 def _previous(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation | None:
-    """The gradient of the step before, alone or on top."""
+    """Explain by the previous step's gradient, alone or added."""
     if failed.step == 0 or any(name not in failed.trace.gradients[failed.step - 1] for name in failed.names):
         return None
     weights = fit.weights(fit.exact, fit.flat(failed.trace.gradients[failed.step - 1]))
@@ -232,7 +237,7 @@ def _previous(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation | No
 
 
 def _old_weights(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation | None:
-    """The first step with old weights is the second; how old they are beyond one step is not listed apart."""
+    """Explain by the previous step's weights. The second step shows them first; greater ages are not distinguished."""
     if failed.step == 0:
         return None
     weights = fit.weights(fit.flat(failed.truth(failed.step - 1, failed.batch)))
@@ -247,7 +252,7 @@ def _old_weights(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation |
 
 
 def _other_batch(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation | None:
-    """Wholly another step's batch, or one data-parallel rank's part of it."""
+    """Explain by another step's batch, all of it or one data-parallel rank's part."""
     dp = failed.case.layout.dp
     for step in (failed.step - 1, failed.step + 1):
         if step < 0:
@@ -261,7 +266,7 @@ def _other_batch(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation |
 
 
 def _unmasked(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation | None:
-    """All positions count. The batches without masks are cut from the same places."""
+    """Explain by counting all positions. Batches without masks are cut from the same places."""
     if not failed.case.workload.masked:
         return None
     whole = make_batch(dataclasses.replace(failed.case.workload, masked=False), failed.step)
@@ -283,7 +288,10 @@ def _low_precision(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation
 
 
 def low_precisions(tensors: Iterator[NDArray[np.floating]]) -> list[str]:
-    """The formats narrower than float32 that hold every value of all tensors; one by one, for they may be large."""
+    """Return the dtypes narrower than float32 that represent every value of all tensors.
+
+    Tensors are read one by one, because they may be large.
+    """
     kinds = {"bf16": 8, "fp16": 11}
     for tensor in tensors:
         mantissa = np.frexp(np.asarray(tensor, dtype=np.float64))[0]
@@ -294,7 +302,9 @@ def low_precisions(tensors: Iterator[NDArray[np.floating]]) -> list[str]:
 
 
 def rounding(relative: Sequence[float], what: str) -> Explanation | None:
-    """Relative deviations (sorted) of the size of bf16's or fp16's rounding, alike in all tensors."""
+    """Explain (sorted) relative deviations of the size of bf16's or fp16's rounding that are similar in all
+    tensors.
+    """
     low, middle, high = relative[0], relative[len(relative) // 2], relative[-1]
     if not (2**-14 <= middle <= 2**-5 and high <= 20 * middle and low >= middle / 20):
         return None

@@ -1,8 +1,8 @@
-"""The truth of a model too large to be differentiated whole: float64, layer by layer, on any device.
+"""The truth of a model that is too large to differentiate at once: float64, layer by layer, on any device.
 
-The forward pass keeps what goes into each layer alone; the backward pass runs every layer again, from the last to the
-first, and gives its gradients before it turns to the next. So there is one layer in memory at a time, of as many rows
-at once as take no more than `MOST_BYTES`.
+The forward pass keeps only the inputs of each layer. The backward pass runs every layer again, from the last to the
+first, and yields its gradients before the next. One layer is in memory at a time, for as many rows as take at most
+`MOST_BYTES`.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.workload import Workload
 
 MOST_BYTES = 2**30
-"""Of one layer's activations, about."""
+"""Approximate upper bound for one layer's activations, in bytes."""
 _WORKING = 4
-"""Of the largest tensor of a layer, those that autograd has in memory together: logits, their logarithms, gradients."""
+"""Tensors of the size of a layer's largest that autograd holds at once: logits, their logarithms, gradients."""
 
 
 Piece = dict[str, Tensor | None]
-"""Some parameters' gradients, on the device; None where a parameter has no part in the loss."""
+"""Gradients of some parameters, on the device. None for a parameter without effect on the loss."""
 
 
 class LayeredTruth:
-    """Loss and gradients of a global batch at some parameters, without dropout."""
+    """Loss and gradients of a global batch at given parameters, without dropout."""
 
     def __init__(self, workload: Workload, parameters: Tensors, batch: Batch, device: torch.device) -> None:
-        """`parameters` are read a layer at a time; no rows of the workload may be coupled."""
+        """`parameters` are read one layer at a time. The workload's rows must not be coupled."""
         assert not workload.couples_rows
         self.workload, self.parameters, self.batch, self.device = workload, parameters, batch, device
         self.loss = 0.0
-        """Whole when the first piece is there."""
+        """The loss. Complete once the first piece has been yielded."""
         self._tied: dict[str, Tensor] = {}
-        """Gradients of parameters of which another layer holds a part too."""
+        """Gradients of parameters that another layer also contributes to."""
 
     @property
     def num_layers(self) -> int:
         return self.workload.model.num_layers + 2
 
     def pieces(self) -> Iterator[Piece]:
-        """A layer's gradients each, from the last to the first; every trained parameter comes once."""
+        """Yield each layer's gradients, from the last to the first. Every trained parameter comes once."""
         inputs, above = self._inputs(), list[Tensor]()
         for layer in reversed(range(self.num_layers)):
             model, values = self._layer(layer)
@@ -59,7 +59,7 @@ class LayeredTruth:
 
     @torch.no_grad()
     def _inputs(self) -> list[list[Tensor]]:
-        """What goes into each layer, some rows each."""
+        """Return the inputs of each layer, in parts of some rows."""
         rows = [part.inputs.to(self.device) for part in self._parts()]
         found = [rows]
         for layer in range(self.num_layers - 1):
@@ -74,14 +74,14 @@ class LayeredTruth:
         return [self.batch.rows(i, min(i + count, len(self.batch))) for i in range(0, len(self.batch), count)]
 
     def _layer(self, layer: int) -> tuple[Model, dict[str, Tensor]]:
-        """A model of one layer, without values, and its values."""
+        """Return a model of one layer without values, and its values."""
         with torch.device("meta"):
             model = build_model(self.workload.model, [layer])
         model.eval().skipped_block = self.batch.skipped_block
         return model, {name: self._value(drawn_name(model.spec, name), p.shape) for name, p in model.named_parameters()}
 
     def _value(self, name: str, shape: torch.Size) -> Tensor:
-        """No number where the run did not tell."""
+        """Return a parameter's value, or NaN if the run did not report it."""
         told = self.parameters.get(name)
         value = torch.full(shape, math.nan) if told is None else torch.from_numpy(told)
         return value.to(self.device, torch.float64).requires_grad_(self.workload.trains(name))
@@ -89,7 +89,7 @@ class LayeredTruth:
     def _differentiate(
         self, model: Model, values: dict[str, Tensor], inputs: list[Tensor], above: list[Tensor]
     ) -> tuple[Piece, list[Tensor]]:
-        """The gradients of a layer's trained parameters, and of its inputs; `above` are those of its outputs."""
+        """Return the gradients of a layer's trained parameters and of its inputs. `above` is those of its outputs."""
         trained = {name: value for name, value in values.items() if value.requires_grad}
         total, below = Piece.fromkeys(trained), list[Tensor]()
         for i, (rows, part) in enumerate(zip(inputs, self._parts(), strict=True)):
@@ -109,7 +109,7 @@ class LayeredTruth:
         return total, below
 
     def _untied(self, model: Model, gradients: Piece) -> Piece:
-        """By canonical name, and whole: what a tied head adds to the embedding's gradient waits for that."""
+        """Return whole gradients by canonical name. A tied head's part is kept until the embedding's gradient."""
         found: Piece = {}
         for name, gradient in gradients.items():
             whole = drawn_name(model.spec, name)
@@ -123,7 +123,7 @@ class LayeredTruth:
 
 
 def rows_at_once(workload: Workload) -> int:
-    """Rows of a batch whose activations of one layer fit into `MOST_BYTES`."""
+    """Return the number of rows whose activations of one layer fit into `MOST_BYTES`."""
     spec, positions = workload.model, workload.model.seq_len
     if isinstance(spec, ModelSpec):
         widest = max(4 * spec.hidden, spec.num_heads * positions, spec.vocab_size, spec.ffn_hidden)

@@ -1,4 +1,4 @@
-"""What the instrumented pass of a case computed: what its untouched pass must compute as well."""
+"""What a case's instrumented pass computed, and what its untouched pass must also compute."""
 
 from __future__ import annotations
 
@@ -7,31 +7,30 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedPath:
-    """What the instrumented pass computed, which the untouched one must compute as well."""
+    """What the instrumented pass computed, and what the untouched pass must also compute."""
 
     losses: list[float]
-    """By step: of those that were judged, and of those that the same calls made of them, up to the last that was
-    timed."""
+    """Losses by step, up to the last timed step: of judged steps, and of later steps by the same calls."""
     digests: list[str]
-    """A hash of every parameter's bits, before the first step and after each that was judged."""
+    """A hash of every parameter's bits before the first step and after each judged step."""
     later: dict[int, str] = field(default_factory=dict)
-    """The same after more steps than these, by steps done."""
+    """The same hashes after more steps than these, by steps done."""
     left_out: int = 0
-    """Of as many first steps as are judged, those that loss scaling left out."""
+    """Number of steps that loss scaling skipped, among as many first steps as are judged."""
     repeats: bool | None = None
-    """Whether another such pass computed the same bits; None where nobody needed to know."""
+    """True if another such pass computed the same bits. None if that was not needed."""
 
     def digest(self, done: int) -> str | None:
-        """After so many steps; None where nobody looked."""
+        """Return the hash after `done` steps, or None if there is none."""
         return self.digests[done] if done < len(self.digests) else self.later.get(done)
 
     @property
     def num_judged(self) -> int:
-        """Steps."""
+        """Number of judged steps."""
         return len(self.digests) - 1
 
     def differences(self, losses: list[float], digests: dict[int, str]) -> list[str]:
-        """Where an untouched pass computed other bits; `digests` are by steps done."""
+        """Return where an untouched pass computed other bits. `digests` is by steps done."""
         judged = "where it was judged", "where the calls that were judged went on"
         found = [
             f"the loss of step {step} is {own!r}, and {other!r} {judged[step >= self.num_judged]}"

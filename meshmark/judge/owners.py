@@ -1,4 +1,4 @@
-"""Gradients that are of one rank's part of the batch alone: whose."""
+"""Explain gradients that come from one rank's part of the batch only: which rank's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshmark.spec.case import Case
 
 
 def own_parts(failed: FailedStep) -> Explanation | None:
-    """Different tensors are made of different sequences: each shard is the part of the rank that owns it."""
+    """Explain tensors made of different sequences: each shard is the part of the rank that owns it."""
     batch, own, parts = failed.batch, failed.trace.gradients[failed.step], set()
     rows = [failed.truth(failed.step, part) for part in failed.parts(batch)]
     for name in failed.names:
@@ -31,8 +31,10 @@ def own_parts(failed: FailedStep) -> Explanation | None:
 
 
 def nobody_reduced(case: Case, trace: Trace, step: int) -> str | None:
-    """Whether the gradients of every rank that drifts, and of the lowest, are made of one data-parallel rank's
-    sequences alone; None where some rank's are made of several, or of something else."""
+    """Return a text if every drifting rank, and the lowest, has gradients of one data-parallel rank's sequences only.
+
+    None if some rank's gradients are made of several ranks' sequences, or of something else.
+    """
     names = sorted(set.intersection(*(set(held) for held in trace.drifted.values()))) if trace.drifted else []
     if not names or step >= len(trace.gradients) or any(name not in trace.gradients[step] for name in names):
         return None
@@ -48,7 +50,7 @@ def nobody_reduced(case: Case, trace: Trace, step: int) -> str | None:
 
 
 def _whose(own: Tensors, rows: Sequence[Tensors], names: Sequence[str], dp: int) -> int | None:
-    """The data-parallel rank of whose sequences alone all these gradients are made."""
+    """Return the data-parallel rank whose sequences alone produce all these gradients, or None."""
     basis = np.stack([np.concatenate([row[n].ravel() for n in names]) for row in rows], axis=1)
     gradient = np.concatenate([np.asarray(own[n], dtype=np.float64).ravel() for n in names])
     weights = np.linalg.lstsq(basis, gradient, rcond=None)[0]

@@ -1,7 +1,7 @@
-"""A run against the truth, one tensor at a time: what `meshmark.judge.truth` says of a run whose tensors are in memory.
+"""Compare a run with the truth one tensor at a time, like `meshmark.judge.truth` for a run in memory.
 
-The gradients of a step come layer by layer from `LayeredTruth`, and each is compared and let go. Of an update, in which
-tensors share nothing but the norm that all are clipped by, each tensor is followed alone through all steps.
+A step's gradients come layer by layer from `LayeredTruth`; each is compared and released. In updates, tensors share
+only the norm that all are clipped by, so each tensor is followed separately through all steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from meshmark.spec.workload import Workload
 
 @contextlib.contextmanager
 def all_cores(share: int = 1) -> Iterator[None]:
-    """PyTorch computes on all cores that this process may use, over `share` of such processes."""
+    """Let PyTorch use all cores of this process, divided by `share` processes."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(len(os.sched_getaffinity(0)) // share, 1))
     try:
@@ -49,8 +49,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 def assess_pieces(
     trace: Trace, workload: Workload, start: Tensors | None = None, device: torch.device | None = None
 ) -> Found:
-    """Every quantity of the steps of which `trace` has gradients, on `device` (by default the CPU); `start` replaces
-    the workload's initial values. The rows of the workload may not be coupled, nor its replicas differ."""
+    """Return every deviation of the steps for which `trace` has gradients, computed on `device` (by default the CPU).
+
+    `start` replaces the workload's initial values. The workload's rows must not be coupled, and its replicas must not
+    differ.
+    """
     device, found, num_steps = device or torch.device("cpu"), Found(), len(trace.gradients)
     rank_progress.begin(rank_progress.Phase.TRUTH, 2 * num_steps * (workload.model.num_layers + 2))
     shapes = parameter_shapes(workload.model)
@@ -70,11 +73,11 @@ def assess_pieces(
 
 @dataclass(frozen=True, kw_only=True)
 class _Norm:
-    """Of all gradients that the run itself told at a step."""
+    """Norm of all gradients that the run reported at a step."""
 
     value: float
     used: frozenset[str]
-    """Parameters that had a part in it."""
+    """Parameters that contributed to it."""
 
 
 def _assess_gradients(
@@ -108,7 +111,7 @@ def _assess_gradients(
 def _assess_updates(
     trace: Trace, spec: OptimizerSpec, name: str, shape: tuple[int, ...], norms: Sequence[_Norm], device: torch.device
 ) -> list[Deviation]:
-    """Of one parameter, after each step."""
+    """Return the deviations of one parameter after each step."""
     optimizer = _PieceOptimizer(spec, [norm.value for norm in norms])
     found = []
     for step, norm in enumerate(norms):
@@ -121,7 +124,7 @@ def _assess_updates(
 
 
 class _PieceOptimizer(ExactOptimizer):
-    """Of one parameter, clipped by the norm of all."""
+    """Optimizer of one parameter, clipped by the norm of all."""
 
     def __init__(self, spec: OptimizerSpec, norms: Sequence[float]) -> None:
         super().__init__(spec)
@@ -133,7 +136,7 @@ class _PieceOptimizer(ExactOptimizer):
 
 
 def tensor_deviation(y: NDArray | None, x: Tensor) -> Deviation:  # type: ignore[type-arg]
-    """What `deviation` says, where x is on a device, and too large to be widened whole."""
+    """Like `deviation`, for an x on a device that is too large to be widened at once."""
     exact = torch.split(x.detach().flatten(), _CHUNK)
     scale = math.sqrt(sum(float(part.double().square().sum()) for part in exact))
     if y is None:

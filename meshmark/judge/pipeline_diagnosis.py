@@ -1,4 +1,4 @@
-"""What is wrong with a pipeline that does not wait: which versions of the weights its gradients are of."""
+"""Diagnose a pipeline that does not wait: which versions of the weights its gradients are computed at."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshmark.spec.case import Case
 def diagnose_pipeline(
     case: Case, trace: Trace, deviations: Deviations, tolerance_model: ToleranceModel
 ) -> Diagnosis | None:
-    """None where no other versions explain the first step at which anything is wrong."""
+    """Return the diagnosis, or None if no other versions explain the first wrong step."""
     wrong = [(step, q) for excess, q, step in tolerance_model.judge(deviations) if not excess <= 1]
     first = min((step for step, _ in wrong), default=0)
     names = {
@@ -53,7 +53,7 @@ def _of_gradients(case: Case, trace: Trace, step: int, names: list[str], toleran
 
 
 def _gradients_by(rule: GradientRule, case: Case, trace: Trace, step: int) -> Tensors:
-    """Return the gradients of `step` by a rule that is replayed from the first step, for it may remember."""
+    """Return the gradients of `step` by a rule, replayed from the first step because it may keep state."""
     found: Tensors = {}
     for index in range(step + 1):
         past = trace.parameters[max(0, index + 1 - MOST_PAST) : index + 1]
@@ -65,7 +65,7 @@ def _gradients_by(rule: GradientRule, case: Case, trace: Trace, step: int) -> Te
 def _first_that_fits(
     accounts: Iterable[tuple[str, Tensors]], exact: Tensors, told: Tensors, tolerances: Mapping[str, float]
 ) -> str | None:
-    """`tolerances`: by the names of what is wrong."""
+    """Return the first account that fits. `tolerances` is by the names of wrong tensors."""
     for how, there in accounts:
         if all(
             np.linalg.norm(told[name] - there[name])

@@ -1,4 +1,4 @@
-"""A failed run of replicas, replayed under other accounts of what they do: which of these explains it?"""
+"""Replay a failed run of replicas under other accounts of what they do, to find one that explains it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.workload import Workload
 
 Account = tuple[int, Explanation]
-"""An explanation after the number of steps that it explains, from the failed one on."""
+"""The number of steps explained from the failed one on, and the explanation."""
 Transitions = Callable[[Workload, Sequence[UpdateRule]], Transition]
 """Makes a transition, right or wrong, from a workload and the replicas' optimizers."""
 
@@ -25,7 +25,7 @@ Transitions = Callable[[Workload, Sequence[UpdateRule]], Transition]
 class Replays:
     """Finds the account that explains the most steps from the failed one on.
 
-    One step is not enough: at the first, all replicas stand at one place, and many accounts come to the same.
+    One step is not enough: at the first, all replicas have the same parameters, and many accounts agree.
     """
 
     def __init__(self, failed: FailedReplicas, wrong: dict[int, list[str]]) -> None:
@@ -74,7 +74,7 @@ class Replays:
             yield self.explained(self.real, self.rules(rate)), (Fault.UPDATE, f"{factor:.4g} times the right step")
 
     def fitted_factors(self) -> Iterator[float]:
-        """Yield what multiple of the right step the worst replica's failed step is, where all replicas are averaged."""
+        """Yield the worst replica's failed step as a multiple of the right step, if all replicas are averaged."""
         if not self.failed.case.workload.algorithm.averages_after(self.failed.step):
             return
         replica, names = next(iter(self.wrong.items()))
@@ -96,7 +96,7 @@ class Replays:
             yield steps, (Fault.ALGORITHM, detail)
 
     def longest(self, accounts: Iterable[Account]) -> Explanation | None:
-        """None where no step is explained. The first that explains all ends the search."""
+        """Return the account that explains the most steps, or None. The first that explains all ends the search."""
         most: int = 0
         best: Explanation | None = None
         for steps, account in accounts:

@@ -1,7 +1,7 @@
-"""Names the likely class of what is wrong with a run whose replicas may differ, and where it begins.
+"""Diagnose the likely class of a defect in a run whose replicas may differ, and where it begins.
 
-What is wrong of one replica alone, whatever the algorithm, `diagnose` names. What is the algorithm's own is explained
-here: gradients by the parts of which replicas they are made, and parameters by another way of averaging them.
+`diagnose` handles what is wrong in one replica, independently of the algorithm. This module handles the algorithm:
+which replicas' parts gradients are made of, and other ways of averaging parameters.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def diagnose_replicas(
     tolerance_model: ToleranceModel,
     twin: Twin | None = None,
 ) -> Diagnosis | None:
-    """None when nothing is wrong. One trace alone is a run whose replicas are all to be the same."""
+    """Return the diagnosis, or None when nothing is wrong. A single trace means that all replicas must be equal."""
     if num_replicas(case) == 1:
         of_older_weights = case.workload.algorithm.stale_weights and not drifts
         stale = diagnose_pipeline(case, traces[0], deviations, tolerance_model) if of_older_weights else None
@@ -114,7 +114,7 @@ def _diagnosis(failed: FailedReplicas, explained: Explanation, names: dict[int, 
 
 
 def _parts(failed: FailedReplicas, wrong: dict[int, list[str]]) -> Explanation | None:
-    """By how much of each replica's part a wrong gradient is made of."""
+    """Explain a wrong gradient by the weights of the replicas' parts in it."""
     case, layout, batch = failed.case, failed.case.layout, make_batch(failed.case.workload, failed.step)
     algorithm = case.workload.algorithm.transition(case.workload, local_rules(case.workload, len(failed.traces)))
     replica = next(iter(wrong))
@@ -163,7 +163,7 @@ def _explain_update(failed: FailedReplicas, wrong: dict[int, list[str]]) -> Expl
 
 
 def _norm_of_mean(failed: FailedReplicas, replica: int) -> Explanation | None:
-    """The norm reported is not of the replica's own gradients, but of all replicas' mean."""
+    """Explain a reported norm that is of the mean over all replicas, and not of the replica's own gradients."""
     mean = global_norm(averaged([trace.gradients[failed.step] for trace in failed.traces])[replica])
     reported = failed.traces[replica].norms[failed.step] or 0.0
     if not abs(reported - mean) <= SAME * mean:

@@ -1,9 +1,9 @@
-"""Which experts a token is sent to, where their scores nearly tie: float64 goes the way of the run.
+"""Experts whose scores nearly tie: float64 makes the same choice as the run.
 
-Two right runs of a mixture of experts may send a token to different experts, where the last that is chosen and the
-first that is not score the same but for rounding; both are then the truth. Which of the two the run took, its gradients
-tell: ties are decided one by one, the closest first, each for what brings the truth nearer to the run. A token that was
-sent elsewhere by more than rounding stays where float64 sends it, and is an error.
+Two correct runs of a mixture of experts may send a token to different experts if the last chosen and the first not
+chosen expert have equal scores up to rounding. Both are then right. The run's gradients show which it took: ties are
+decided one by one, the closest first, by what brings the truth nearer to the run. A token sent elsewhere for more than
+rounding stays where float64 sends it, and is an error.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from meshmark.reference.mixture import Mixture
 from meshmark.spec.workload import Workload
 
 NEAR = 2.0**-18
-"""Of the largest score of its layer: two scores that are nearer to each other tie. In float32 a score was off by up to
-4.6e-7 of it, an eighth of this, in 200 steps of `gpt-moe-mini`."""
+"""Share of a layer's largest score. Two scores closer than this tie.
+
+In float32 a score was off by up to 4.6e-7 of it, an eighth of this, in 200 steps of `gpt-moe-mini`.
+"""
 MOST_TIES = 6
-"""That are decided in one step. Of the 512 choices in a step of `gpt-moe-mini` 0.01 tie."""
+"""Most ties that are decided per step. Of the 512 choices in a step of `gpt-moe-mini`, 0.01 tie."""
 Tie = tuple[str, int]
 """Layer and token."""
 Computed = TypeVar("Computed")
@@ -33,12 +35,12 @@ Computed = TypeVar("Computed")
 
 @dataclass
 class _Routing:
-    """Of all tokens of a forward pass."""
+    """Routing of all tokens of a forward pass."""
 
     swapped: frozenset[Tie] = frozenset()
-    """Ties that go to the expert that scores a little less."""
+    """Ties that go to the expert with the slightly lower score."""
     gaps: dict[Tie, float] = field(default_factory=dict)
-    """Of all ties, as a part of the largest score."""
+    """Gaps of all ties, as a share of the largest score."""
 
     def choose(self, layer: str, scores_NE: Tensor, experts_per_token: int) -> Tensor:
         best = scores_NE.detach().topk(experts_per_token + 1, dim=-1)
@@ -53,7 +55,7 @@ class _Routing:
 
 @contextlib.contextmanager
 def _routed(workload: Workload, routing: _Routing) -> Iterator[None]:
-    """The truth's model chooses by `routing`."""
+    """Make the truth's model choose experts by `routing`."""
     mixtures = [(name, m) for name, m in skeleton(workload.model).named_modules() if isinstance(m, Mixture)]
 
     def choosing(name: str, mixture: Mixture) -> Callable[[Tensor], Tensor]:
@@ -71,7 +73,7 @@ def _routed(workload: Workload, routing: _Routing) -> Iterator[None]:
 def followed(
     workload: Workload, own: Tensors, compute: Callable[[], Computed], gradients: Callable[[Computed], Tensors]
 ) -> Computed:
-    """What `compute` finds in float64, of all that ties allow the nearest to a run whose gradients are `own`."""
+    """Return what `compute` finds in float64 with the tie choices closest to a run with gradients `own`."""
 
     def attempt(swapped: frozenset[Tie]) -> tuple[Computed, dict[Tie, float]]:
         routing = _Routing(swapped)
@@ -91,7 +93,7 @@ def followed(
 
 
 def _distance(own: Tensors, exact: Tensors) -> float:
-    """Of each gradient in units of itself."""
+    """Return the sum over gradients of their squared relative distances."""
     return sum(
         float(np.sum(np.square(own[name].astype(np.float64) - x)) / (np.sum(np.square(x)) or 1.0))
         for name, x in exact.items()

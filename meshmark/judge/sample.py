@@ -1,4 +1,4 @@
-"""What is judged of a run: all of it, or of a large model a sample."""
+"""The part of a run that is judged: all of it or, for a large model, a sample."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Assess(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Of what `Assess.SAMPLED` judges."""
+    """The sample that `Assess.SAMPLED` judges."""
 
     steps: int = 2
     """The first ones: an update's moments and bias correction show in the second."""
@@ -40,11 +40,11 @@ class Sample:
 
 
 TIME_LIMITS = 10
-"""That a pass has in which a large model is judged."""
+"""Multiple of the usual time limit for a pass in which a large model is judged."""
 OBSERVED_STEPS = 5
-"""Of a run that is judged in full."""
+"""Number of steps of a run that is judged in full."""
 ENDURANCE_STEPS = 50
-"""Of one that is to show what begins late."""
+"""Number of steps of a run that should show late faults."""
 ENDURANCE_TIME = ENDURANCE_STEPS // OBSERVED_STEPS
 """Time limits that such a run has."""
 LARGEST_FULL = 20_000_000
@@ -53,8 +53,10 @@ bytes a parameter on one rank."""
 
 
 def assess_of(case: Case, asked: Assess | None) -> Assess:
-    """What becomes of `asked`, or by default of the size of its model: what cannot be judged by a sample is judged in
-    full where it is small enough."""
+    """Return how to judge a case: as `asked`, or by default depending on the size of its model.
+
+    A case that cannot be sampled is judged in full if it is small enough.
+    """
     small = case.workload.model.num_parameters <= LARGEST_FULL
     chosen = asked or (Assess.FULL if small else Assess.SAMPLED)
     if chosen is Assess.SAMPLED and unsampled(case):

@@ -1,7 +1,7 @@
-"""Names the likely class of what is wrong with a large model's run by what is left of its tensors: deviations alone.
+"""Diagnose the run of a large model from its deviations alone, because its tensors are gone.
 
-To weigh single sequences against one another, as `diagnose` does, would take several whole models in float64. The same
-layout of a small model shows the same defect, and is diagnosed so.
+To weigh single sequences as `diagnose` does would need several whole models in float64. A small model in the same
+layout shows the same defect, and can be diagnosed fully.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from meshmark.judge.faults import MOST_NAMES, Diagnosis, Fault
 from meshmark.judge.tolerance_model import ToleranceModel, zeros
 
 _SAME = 1e-3
-"""Factors that differ by less, relative to one, are one factor."""
+"""Factors that differ by less, relative to one, count as equal."""
 _ALONG = 0.05
-"""Of a deviation, the part that its factor may leave unexplained."""
+"""Share of a deviation that its factor may leave unexplained."""
 _ADVICE = "a model of up to 20 million parameters in the same layout is diagnosed in full"
 
 
 def diagnose_sample(
     deviations: Deviations, drifts: Sequence[Drift], tolerance_model: ToleranceModel
 ) -> Diagnosis | None:
-    """None when nothing is wrong."""
+    """Return the diagnosis, or None when nothing is wrong."""
     if start := [q.name for q, d in deviations.items() if q.kind is QuantityKind.INITIAL and d[0].distance]:
         return _diagnosis(Fault.START, f"{len(start)} initial values differ", 0, start)
     wrong = [(step, q, e) for e, q, step in tolerance_model.judge(deviations) if not e <= 1]

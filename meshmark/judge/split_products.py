@@ -1,5 +1,7 @@
-"""The twin's model where tensor parallelism splits products as Megatron-LM does (arXiv:1909.08053): every rank's
-products, one after the other, in the shapes that the ranks have, and the sums over ranks in the formats they have.
+"""The twin's model for tensor parallelism that splits products as Megatron-LM does (arXiv:1909.08053).
+
+It computes every rank's products, one after the other, with the ranks' shapes, and the sums over ranks in their
+dtypes.
 
 Shape suffixes: B sequences, T tokens, V vocabulary.
 """
@@ -17,7 +19,7 @@ from meshmark.reference.transformer import Transformer, products_of
 
 
 def split(model: Transformer, tp: int) -> None:
-    """Put layers that compute as `tp` ranks do in the place of the model's linear ones."""
+    """Replace the model's linear layers by layers that compute as `tp` ranks do."""
     for module in list(model.modules()):
         if (products := products_of(module)) is None:
             continue
@@ -32,7 +34,10 @@ def split(model: Transformer, tp: int) -> None:
 
 
 class _Region:
-    """What several layers of a rank read: its gradient is summed over them on every rank, and then over ranks."""
+    """The input that several layers of a rank read.
+
+    Its gradient is summed over them on every rank, then over ranks.
+    """
 
     def __init__(self, tp: int) -> None:
         self.tp = tp
@@ -43,7 +48,7 @@ class _Region:
 
 
 def copies_of(x: Tensor, tp: int, summed_in: torch.dtype) -> tuple[Tensor, ...]:
-    """One a rank, whose gradients are summed in a format of their own."""
+    """Return one copy of `x` per rank. Their gradients are summed in the dtype `summed_in`."""
     copies: tuple[Tensor, ...] = _Copies.apply(x, tp, summed_in)  # type: ignore[no-untyped-call]
     return copies
 
@@ -60,7 +65,7 @@ class _Copies(torch.autograd.Function):
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A rank's linear layer, in megatron-core's order of operations: its bias makes the output wide."""
+    """Apply a rank's linear layer in megatron-core's order of operations. Its bias makes the output wide."""
     output: Tensor = _Product.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return output
 
@@ -85,7 +90,7 @@ class _Product(torch.autograd.Function):
 
 
 class _Linear(nn.Module):
-    """Holds the parameters of the layer whose place it takes."""
+    """Holds the parameters of the layer that it replaces."""
 
     def __init__(self, layer: nn.Linear, tp: int) -> None:
         super().__init__()
@@ -93,8 +98,10 @@ class _Linear(nn.Module):
 
 
 class _ByColumns(_Linear):
-    """Each rank has some of the outputs. Without a `region`, the gradient of its input is summed over ranks as the
-    products make it: narrow."""
+    """A layer of which each rank has some outputs.
+
+    Without a `region`, the gradient of its input is summed over ranks in the products' narrow dtype.
+    """
 
     def __init__(self, layer: nn.Linear, tp: int, region: _Region | None) -> None:
         super().__init__(layer, tp)
@@ -109,7 +116,10 @@ class _ByColumns(_Linear):
 
 
 class _ByRows(_Linear):
-    """Each rank has some of the inputs; what they make is summed over ranks, narrow, before the bias."""
+    """A layer of which each rank has some inputs.
+
+    Outputs are summed over ranks in the narrow dtype, before the bias.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         parts = zip(x.chunk(self.tp, dim=-1), self.weight.chunk(self.tp, dim=1), strict=True)
@@ -119,13 +129,16 @@ class _ByRows(_Linear):
 
 
 def split_loss_share(logits_BTV: Tensor, batch: Batch, tp: int) -> Tensor:
-    """`meshmark.reference.objective.loss_share` of logits whose vocabulary ranks share."""
+    """Like `meshmark.reference.objective.loss_share`, for logits whose vocabulary is split over ranks."""
     loss_BT: Tensor = _CrossEntropy.apply(logits_BTV, batch.targets, tp)  # type: ignore[no-untyped-call]
     return (loss_BT * batch.weights).sum() / batch.total_weight
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Sums of exponentials rank by rank, then over ranks. A masked target counts as none."""
+    """Cross-entropy that sums exponentials rank by rank, then over ranks.
+
+    A masked target has no term for its logit.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits_BTV: Tensor, targets_BT: Tensor, tp: int) -> Tensor:  # noqa: ANN401

@@ -1,11 +1,11 @@
-"""How one quantity scatters from correct run to correct run, from its own noise runs, and how far out that reaches.
+"""How one quantity scatters between correct runs, estimated from its noise runs, and the tail of that distribution.
 
-The square of a tensor's distance is a sum of squares in many directions, some of which take a larger share than others.
-Relative to its mean its variance is 2 / d: d are its *degrees of freedom*, those of as many equal directions. A few
-large shares make a longer tail than d equal ones, so the tail is that of d / 7 directions which make the same variance
-(of one alone where d is below seven). The mean is known from a handful of runs: that makes chi-squared an F, and of a
-single number, which has but one direction however little a few draws of it differ, Student's t.
-reports/power.md sets what correct runs did beside it.
+The square of a tensor's distance is a sum of squares in many directions, some with larger shares than others. Its
+variance relative to its mean is 2 / d. Here d is its *degrees of freedom*: the number of equal directions with that
+variance. A few large shares make a longer tail than d equal ones, so the tail is that of d / 7 directions with the
+same variance (one direction if d is below seven). The mean is estimated from a few runs, which turns chi-squared into
+an F distribution. A single number has only one direction, however little a few draws differ; for it the distribution
+is Student's t. reports/power.md compares this with correct runs.
 """
 
 from __future__ import annotations
@@ -17,36 +17,44 @@ import numpy as np
 from numpy.typing import NDArray
 
 TAIL_DIRECTIONS = 1 / 7
-"""Of the degrees of freedom, those that carry the tail."""
+"""Share of the degrees of freedom that carries the tail."""
 MOST_DEGREES = 64.0
-"""That a few dozen draws can show. Roundings take few values: draws that are all the same may be followed by one where
-a single element was rounded the other way, which in a bias of 32 elements changes the square by a tenth. Independent
-roundings of so many have 80 degrees of freedom."""
+"""Largest number of degrees of freedom that a few dozen draws can show.
+
+Roundings take few values. Identical draws may be followed by one where a single element was rounded the other way,
+which changes the square by a tenth in a bias of 32 elements. Independent roundings of as many have 80 degrees of
+freedom.
+"""
 ONE_SIDED = 1.645
-"""Standard errors below an estimate at which the 95 % limit lies."""
+"""Standard errors between an estimate and its one-sided 95 % limit."""
 
 
 def _at_least(degrees: float, num_values: int) -> float:
-    """The lower 95 % limit of degrees of freedom that were estimated from the variance of so many squared values: of
-    many quantities, those whose few draws happened to differ little would be the ones that alarm. The sample variance
-    of chi-squared values has a relative variance of (2 + 12 / d) / n."""
+    """Return the lower 95 % limit of degrees of freedom estimated from the variance of `num_values` squared values.
+
+    Without it, the quantities whose few draws happened to differ little would cause alarms. The sample variance of
+    chi-squared values has a relative variance of (2 + 12 / d) / n.
+    """
     return degrees / (1 + ONE_SIDED * math.sqrt((2 + 12 / degrees) / num_values))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """One quantity's scatter."""
+    """Scatter of one quantity."""
 
     level: list[float]
     """Root mean square over the runs, by step."""
     degrees: float
-    """Of freedom of one squared value; below one where the steps differ more than their draws."""
+    """Degrees of freedom of one squared value. Below one if steps differ more than their draws."""
     known: float
     """Degrees of freedom of `level`."""
 
     @classmethod
     def of(cls, values: NDArray[np.float64], *, of_number: bool) -> Spread:
-        """Of runs x steps; `of_number`: of a single number, whose level at no step is below that of all together."""
+        """Return the spread of values (runs x steps).
+
+        `of_number` is for a single number, whose level at every step is at least that of all steps together.
+        """
         squares = np.square(values)
         own = squares.mean(axis=0)
         means = np.broadcast_to(np.maximum(squares.mean(), own) if of_number else own, squares.shape)
@@ -67,11 +75,11 @@ class Spread:
 
     @property
     def _share(self) -> float:
-        """Of a squared value, what its tail's directions make up."""
+        """Share of a squared value that is in the tail's directions."""
         return math.sqrt(self._directions / self.degrees)
 
     def factor(self, probability: float) -> float:
-        """The multiple of its level that a value exceeds with `probability`."""
+        """Return the multiple of its level that a value exceeds with `probability`."""
         from scipy.special import betaincinv  # takes a quarter of a second, and few commands need it
 
         y = float(betaincinv(self.known / 2, self._directions / 2, probability))
@@ -79,7 +87,7 @@ class Spread:
         return math.sqrt(1 - self._share + self._share * tail)
 
     def probability(self, multiples: NDArray[np.float64]) -> NDArray[np.float64]:
-        """That a correct run exceeds these multiples of the level: `factor` the other way round."""
+        """Return the probability that a correct run exceeds these multiples of the level, the inverse of `factor`."""
         from scipy.special import betainc
 
         tail = np.maximum((np.square(multiples) - 1 + self._share) / self._share, 0.0)

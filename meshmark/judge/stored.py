@@ -1,7 +1,7 @@
-"""Tensors of a run that are too many for memory: on disk, written one by one as they are read off an engine, and read
-one by one where they are judged.
+"""Store a run's tensors on disk if they do not fit in memory.
 
-While an engine is alive, judging it takes one whole tensor beside what it holds, and that tensor's copy on the host.
+They are written one by one as they are read from an engine, and read one by one for judging. While an engine is alive,
+judging it needs one whole tensor besides what it holds, and that tensor's copy on the host.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from meshmark.spec.workload import Workload
 
 
 class StoredTensors(Mapping[str, NDArray[np.floating]]):
-    """Tensors by name, each read from its file when it is asked for, and kept by nobody."""
+    """Tensors by name. Each is read from its file on access, and not cached."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: of these tensors alone; made if it is not there, and emptied if it is."""
+        """`folder` is for these tensors only. It is created, or emptied if it exists."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         self.folder = folder
@@ -64,7 +64,7 @@ class StoredTensors(Mapping[str, NDArray[np.floating]]):
 
 
 def stored_copies(tensors: Mapping[str, Tensor], folder: Path) -> StoredTensors:
-    """All of `tensors`, in a folder of their own."""
+    """Write all `tensors` to a new folder."""
     found = StoredTensors(folder)
     for name, tensor in tensors.items():
         found.write(name, host_copy(tensor, shared=True))
@@ -72,14 +72,16 @@ def stored_copies(tensors: Mapping[str, Tensor], folder: Path) -> StoredTensors:
 
 
 class DiskNotebook:
-    """Notes of all ranks together, which hold one state: whole on rank 0, each tensor from the lowest rank that tells
-    it. All its methods are collective calls."""
+    """Notes of all ranks together, which hold one state, on disk.
+
+    They are whole on rank 0, with each tensor from the lowest rank that reports it. All methods are collective calls.
+    """
 
     def __init__(self, folder: Path, around: AbstractContextManager[None] | None = None) -> None:
-        """`folder`: this rank's own; `around`: entered whenever an engine's tensors are brought together."""
+        """`folder` is this rank's own. The context `around` is entered whenever an engine's tensors are gathered."""
         self.folder, self.around = folder, around or nullcontext()
         self.digests: dict[QuantityKind, list[dict[str, str]]] = {}
-        """Of what this rank told, by step and name."""
+        """Digests of what this rank reported, by step and name."""
 
     def parameters(self, engine: Engine, workload: Workload, step: int) -> StoredTensors:
         with self.around:
@@ -107,7 +109,7 @@ class DiskNotebook:
         return found
 
     def gather(self, own: Trace) -> tuple[list[Trace], list[Drift], int]:
-        """What `gather_replicas` returns, of one replica; `own.parameters` and `own.gradients` are what `take` did."""
+        """Like `gather_replicas` for one replica. `own.parameters` and `own.gradients` are results of this class."""
         rank_progress.begin(rank_progress.Phase.GATHER)
         kinds = (QuantityKind.PARAMETERS, QuantityKind.GRADIENTS)
         numbers = [own.losses, own.norms, own.evaluations, own.left_out, own.loss_scales]
@@ -128,7 +130,7 @@ class DiskNotebook:
 
 
 def _send_to_first(own: StoredTensors) -> None:
-    """What other ranks than the first have written goes to it, tensor by tensor."""
+    """Send what other ranks have written to rank 0, tensor by tensor."""
     rank, device = dist.get_rank(), device_of_default_group()
     forms = {} if rank == 0 else {name: [str(own[name].dtype), list(own[name].shape)] for name in own}
     for sender, told in enumerate(all_gather_json(forms)):

@@ -1,11 +1,11 @@
-"""The tolerance model of equivalence: how far correct runs stand from the truth, and so how far is too far.
+"""The tolerance model of equivalence: how far correct runs are from the truth, and so how far is too far.
 
 Every run is reduced to the same comparisons: the distance of each loss, norm, gradient and parameter at each step from
-the truth, and for each gradient by how much its multiple of the truth misses one, which sees a scaling that is small
-against the tensor's rounding in all other directions. The noise of a comparison is its root mean square over the noise
-runs, for a single number (of which one run says least, as nothing averages it) over all steps too. How far a quantity
-scatters about its noise, `spread` finds for each by itself, and follows to where a correct run is with a probability of
-FALSE_ALARMS, shared over all comparisons of a case. That gives its factor: a case passes while no comparison exceeds
+the truth. For each gradient there is also the error of its multiple of the truth, which detects a scaling that is
+small compared with the tensor's rounding in all other directions. The noise of a comparison is its root mean square
+over the noise runs. For a single number, over which nothing averages, it is also over all steps. `spread` estimates
+how each quantity scatters about its noise, and the distance that a correct run exceeds with probability FALSE_ALARMS,
+shared over all comparisons of a case. That gives the quantity's factor: a case passes while no comparison exceeds
 factor x noise.
 """
 
@@ -24,39 +24,46 @@ from meshmark.judge.spread import Spread
 from meshmark.spec.precision import Precision
 
 FALSE_ALARMS = 1e-4
-"""Probability that a correct run fails, any of its comparisons, all steps together: what factors aim at. What has been
-shown of it, `false_alarms` tells."""
+"""Target probability that a correct run fails in any of its comparisons at any step. `false_alarms` has measured
+values.
+"""
 SMALLEST_FACTORS = {"number": 8.0, "gradients": 2.4, "parameters": 4.0, "buffers": 4.0, "twin": 4.0, "way": 4.0}
-"""By kind: a framework that computes in another order than `single` has another noise, not only another draw of it. Of
-real adapters the furthest stood at 4.9, 2.1 and 2.9. `make power` tells it again."""
+"""Smallest factors by kind. A framework that computes in another order than `single` has another noise distribution.
+
+The furthest real adapters were at 4.9, 2.1 and 2.9. `make power` measures it again.
+"""
 ZERO = 1e-12
-"""Relative to the norm of all gradients."""
+"""Threshold for zero gradients, relative to the norm of all gradients."""
 STEP_BY_ROUNDING = 4.0
-"""Units in the last place of a parameter whose gradient is zero by mathematics: twice the usual rounding, squared."""
+"""Units in the last place of a parameter whose gradient is mathematically zero: twice the usual rounding, squared."""
 UNMEASURED_FACTOR = 4.0
-"""For records older than factors."""
+"""Factor for records from before factors existed."""
 
 MULTIPLES = {QuantityKind.GRADIENTS: QuantityKind.SCALE, QuantityKind.TWIN: QuantityKind.TWIN_SCALE}
-"""What is told besides of tensors that have a multiple."""
+"""Kinds of tensors that have a scale, and the kind of the scale."""
 TWINS = (QuantityKind.TWIN, QuantityKind.TWIN_SCALE, QuantityKind.TWIN_LOSS)
-"""What is compared with the twin."""
+"""Kinds that are compared with the twin."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """What engines that compute in one way have in common."""
+    """Common properties of engines that compute in one way."""
 
     dense: Mapping[str, float] = field(default_factory=dict)
-    """Quantities, as written, that are far from the twin in every one of them, at every step; and at least how far."""
+    """Quantities, as written, that are far from the twin in all such engines at every step, with their least
+    distance.
+    """
     fewest: int = 0
-    """Gradients, at all steps together, that had not the twin's bits in the one of them that is the most like it."""
+    """Least number of gradients, over all steps of one engine, that differ from the twin's bits."""
     most_flips: int = 0
-    """The most gradients of one of them, at all steps together, that were further than the others had led to expect."""
+    """Most gradients of one engine, over all steps, that were further from the twin than the other engines
+    suggested.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ways:
-    """In which an engine that casts as declared may still differ from the twin, the least first."""
+    """Ways in which an engine that casts as declared may still differ from the twin, the smallest difference first."""
 
     reordered: QuantityKind
     regrouped: QuantityKind | None = None
@@ -100,35 +107,50 @@ _FLIPS_LIKE = {
     QuantityKind.CAST_SUMS: (QuantityKind.CAST_FORWARD, 0.25),
     QuantityKind.CAST_PRODUCTS: (QuantityKind.CAST_FORWARD, 0.25),
 }
-"""Where a way rounds most numbers as the twin does, a few are flipped, each engine's in other tensors. A tensor with a
-flip is no further off than one of which a way rounds all numbers anew: this part of what that makes. Of n numbers anew
-one flip is sqrt(6 / n) of all, a few times that for the largest number: all of a bias, a quarter of what has passed
-through layers."""
+"""Bounds for tensors with a flipped rounding, as (way, share of its effect).
+
+If a way rounds most numbers as the twin does, a few are flipped, in other tensors for each engine. A tensor with a
+flip is no further off than one whose numbers are all rounded anew: this share of that effect. With n numbers, one flip
+is sqrt(6 / n) of all, and a few times that for the largest number: all of a bias, a quarter of what has passed through
+layers.
+"""
 DENSE = 10.0
-"""Tolerances of the twin's own bits: where every engine that was drawn of a way is further away, the way shows."""
+"""Distance, in tolerances of the twin's own bits, beyond which all drawn engines of a way must be for the way to
+show.
+"""
 SHOWN = 0.1
-"""Of what a way always changes, the part that a run must show that claims it. An engine that fuses products in some of
-its layers shows some of it; a defect in one tensor shows none of the others."""
+"""Share of what a way always changes that a run must show to use the way.
+
+An engine that fuses products in some of its layers shows some of it. A defect in one tensor shows none in the others.
+"""
 LEAST = 0.5
-"""Of the least that any engine drawn of a way had: what is smaller does not show the way."""
+"""Share of the least distance of any drawn engine of a way. Smaller distances do not show the way."""
 SHOWN_AT_SIZE = 0.5
-"""Of what a run changes of that, the part that must be as large. Sums over ranks in 11 bits instead of 24 change every
-gradient, and each by a tenth of what other products do."""
+"""Share of a run's changes that must be as large as those of the way.
+
+Sums over ranks in 11 bits instead of 24 change every gradient, each by a tenth of what other products do.
+"""
 MORE_FLIPS = 4
-"""Beyond twice the most that any engine drawn of a way had where the others had none. Flips are rare and independent,
-so their number is Poisson's, and a next draw exceeds twice the most of a dozen, and four, in fewer than one of 10,000
-runs whatever the rate."""
+"""Flips allowed beyond twice the most that any drawn engine of a way had where the others had none.
+
+Flips are rare and independent, so their number is Poisson. Another draw exceeds twice the most of a dozen, plus four,
+in fewer than one of 10,000 runs, whatever the rate.
+"""
 ONE_DIRECTION = 1e-3
-"""Of the twin's distance from the truth, the part that is no multiple: a tensor of one element has less."""
+"""Share of the twin's distance from the truth that is not a multiple. A tensor of one element has less."""
 
 Comparisons = Mapping[Quantity, list[float]]
-"""One run, by quantity, then step; or the noise, which is the root mean square over runs. Quantities are those of
-`Deviations` but for initial values, and the scales of gradients."""
+"""Comparisons of one run by quantity, then step; or the noise, their root mean square over runs.
+
+Quantities are those of `Deviations` without initial values, and the scales of gradients.
+"""
 
 
 def compare(deviations: Deviations) -> Comparisons:
-    """What of a run is held against its noise. A gradient that is zero has no multiple, nor one that is no nearer to
-    the truth than zero is."""
+    """Return the comparisons of a run that are compared with its noise.
+
+    A gradient that is zero has no scale, and neither has one that is no nearer to the truth than zero is.
+    """
     zero = zeros(deviations)
     apart = (QuantityKind.INITIAL, QuantityKind.REFERENCE)
     found = {q: [d.distance for d in steps] for q, steps in deviations.items() if q.kind not in apart}
@@ -140,24 +162,29 @@ def compare(deviations: Deviations) -> Comparisons:
 
 
 def zeros(deviations: Deviations) -> set[Quantity]:
-    """The gradients that are zero by mathematics, as that of the keys' bias is: in float64 it is nothing but
-    rounding beside the others."""
+    """Return the gradients that are mathematically zero, such as that of the keys' bias.
+
+    In float64 they are only rounding compared with the others.
+    """
     gradients = {q: steps for q, steps in deviations.items() if q.kind is QuantityKind.GRADIENTS}
     norms = gradient_norms(deviations)
     return {q for q, steps in gradients.items() if all(d.scale < ZERO * n for d, n in zip(steps, norms, strict=True))}
 
 
 def gradient_norms(deviations: Deviations) -> list[float]:
-    """The exact global norm of the gradients, by step."""
+    """Return the exact global norm of the gradients, by step."""
     gradients = [steps for quantity, steps in deviations.items() if quantity.kind is QuantityKind.GRADIENTS]
     return [math.hypot(*(d.scale for d in step)) for step in zip(*gradients, strict=True)]
 
 
 def noise_run(deviations: Deviations, precision: Precision) -> Comparisons:
-    """The comparisons of a noise run; none is taken for smaller than half a unit in the last place, for a run that
-    happens to be exact says nothing of another. Of a gradient that is zero by mathematics, which another order of
-    operations may make exact or not, that is a unit of all gradients together; and of its parameter four of its own,
-    for AdamW's step beneath its epsilon is off by the square of what the gradient's rounding happens to be."""
+    """Return the comparisons of a noise run.
+
+    None is smaller than half a unit in the last place, because a run that happens to be exact says nothing about
+    others. For a gradient that is mathematically zero, which another order of operations may make exact or not, the
+    unit is that of all gradients together. For its parameter it is four units, because AdamW's step below its epsilon
+    is off by the square of the gradient's rounding.
+    """
     ulp = 2.0 ** -(precision.wide.mantissa_bits + 1)
     zero, norms = zeros(deviations), gradient_norms(deviations)
 
@@ -177,7 +204,9 @@ def noise_run(deviations: Deviations, precision: Precision) -> Comparisons:
 
 
 def kind_of(quantity: Quantity) -> str:
-    """What shares a factor: `number`s (losses, norm and multiples), and each kind of tensors."""
+    """Return the kind under which a quantity shares a factor: `number` (losses, norm and scales), or a kind of
+    tensors.
+    """
     if quantity.kind in _ALL_WAYS:
         return "way"
     return quantity.kind.value if quantity.kind.value in SMALLEST_FACTORS else "number"
@@ -185,18 +214,18 @@ def kind_of(quantity: Quantity) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ToleranceModel:
-    """Noise and the factors on it."""
+    """Noise, and the factors on it."""
 
     noise: Comparisons
     factors: Mapping[str, float]
-    """By kind of quantity, and by quantity, as written, where that asks for more."""
+    """Factors by kind of quantity, and by quantity, as written, if it needs more."""
     ways: Mapping[str, Way] = field(default_factory=dict)
-    """In which a correct run may differ from the twin, the least first."""
+    """Ways in which a correct run may differ from the twin, the smallest difference first."""
     way: str = ""
-    """That this tolerance model has been fitted to."""
+    """The way that this tolerance model was fitted to."""
 
     def noise_of(self, quantity: Quantity, step: int) -> float:
-        """That of its step, where it is a number at all of them."""
+        """Return the noise at a step, or infinity unless it is finite at all steps."""
         steps = self.noise[quantity]
         return steps[step] if all(map(math.isfinite, steps)) else math.inf
 
@@ -205,7 +234,7 @@ class ToleranceModel:
         return max(of_kind, self.factors.get(str(quantity), of_kind))
 
     def of_replicas(self, num_replicas: int) -> list[ToleranceModel]:
-        """Each replica's own, of the quantities that they are where there is but one."""
+        """Split the model by replica. Its quantities then have no replica, as if there were only one."""
         of_kinds = {name: factor for name, factor in self.factors.items() if name in SMALLEST_FACTORS}
         own = {Quantity.parse(name): factor for name, factor in self.factors.items() if name not in of_kinds}
         return [
@@ -221,33 +250,34 @@ class ToleranceModel:
         return self.factor_of(quantity) * self.noise_of(quantity, step)
 
     def ratios(self, run: Comparisons) -> Iterator[tuple[float, Quantity, int]]:
-        """Every comparison of a run as a multiple of its noise, with quantity and step. What `single` does not tell,
-        such as a norm without clipping, cannot be held against anyone."""
+        """Yield every comparison of a run as a multiple of its noise, with quantity and step.
+
+        Quantities that `single` does not report, such as a norm without clipping, are left out.
+        """
         for quantity, steps in run.items():
             if quantity in self.noise:
                 for step, value in enumerate(steps):
                     yield _ratio(value, self.noise_of(quantity, step)), quantity, step
 
     def judge(self, deviations: Deviations) -> Iterator[tuple[float, Quantity, int]]:
-        """The excesses of a run, held against the way in which it computes; a twin that is wrong itself accuses
-        nobody."""
+        """Yield the excesses of a run, under the way in which it computes. A twin that is wrong itself is ignored."""
         run = compare(deviations)
         if not self.twin_excess(deviations) <= 1:
             run = {quantity: steps for quantity, steps in run.items() if quantity.kind not in TWINS}
         return self.fitted_to(deviations).excesses(run)
 
     def declared(self, casting: Casting | None) -> ToleranceModel:
-        """With the ways that are open to an engine that declares who casts, and no others."""
+        """Return the model with only the ways that are open to an engine that declares who casts."""
         kinds = WAYS[casting].kinds if casting else []
         return replace(self, ways={kind.value: self.ways[kind.value] for kind in kinds if kind.value in self.ways})
 
     def fitted_to(self, deviations: Deviations) -> ToleranceModel:
-        """This; or, where a run has not the twin's bits, one way explains that and nothing else is wrong, with what
-        engines of that way do in the place of the twin's noise.
+        """Return the model with the noise of the way that explains the run's differences from the twin.
 
-        A run may compute in any correct arithmetic, but in one: a defect that is as small as another attention's
-        rounding in one tensor is excused only if the run shows another attention's rounding everywhere. So the ways
-        are asked one by one, each for all quantities and steps together.
+        That needs a run without the twin's bits, one way that explains this, and nothing else wrong; otherwise it is
+        this model. A run may compute in any correct arithmetic, but in one only. A defect as small as another
+        attention's rounding in one tensor is excused only if the run shows another attention's rounding everywhere.
+        The ways are therefore tried one by one, each for all quantities and steps together.
         """
         run = compare(deviations)
         own = {q: steps for q, steps in run.items() if q.kind in (QuantityKind.TWIN, QuantityKind.TWIN_LOSS)}
@@ -262,15 +292,19 @@ class ToleranceModel:
         return self
 
     def _is_multiple(self, deviations: Deviations, quantity: Quantity, step: int) -> bool:
-        """Whether a gradient is a multiple of the twin's and nothing else: rounding never does that, but to a tensor of
-        one element."""
+        """Return whether a gradient is purely a multiple of the twin's. Rounding never causes that, except with one
+        element.
+        """
         reference = deviations[replace(quantity, kind=QuantityKind.REFERENCE)][step]
         if _beside_multiple(reference) <= ONE_DIRECTION * reference.distance:
             return False
         return _beside_multiple(deviations[quantity][step]) <= self.tolerance(quantity, step)
 
     def _explains(self, way: QuantityKind, own: Comparisons, off: set[tuple[Quantity, int]]) -> bool:
-        """Whether a run computes in `way`: `own` of its quantities are from the twin, and `off` beyond its noise."""
+        """Return whether a run computes in `way`.
+
+        `own` is its quantities' distances from the twin, and `off` those beyond the noise.
+        """
         if any(not own[q][i] <= self._tolerance_of(way, q, i, flipped=True) for q, i in off):
             return False
         flipped = [q for q, i in off if own[q][i] > self._tolerance_of(way, q, i)]
@@ -280,8 +314,8 @@ class ToleranceModel:
             return False
         if len(off) < SHOWN * self.ways[way.value].fewest or self._is_lone(way, own, off):
             return False
-        # With the twin's loss at every step, the forward pass is the twin's. With another, what is computed otherwise
-        # may be less than attention; without, the way is to show at its size.
+        # If the twin's loss is met at every step, the forward pass is the twin's. Otherwise, less than attention may
+        # be computed differently. Without a forward difference, the way must show at its full size.
         is_forward = way in (ways.forward for ways in WAYS.values())
         if is_forward and not any(q.kind is QuantityKind.TWIN_LOSS for q, _ in off):
             return False
@@ -292,7 +326,9 @@ class ToleranceModel:
         return shown >= max(SHOWN * always, SHOWN_AT_SIZE * len(changed))
 
     def _tolerance_of(self, way: QuantityKind, quantity: Quantity, step: int, *, flipped: bool = False) -> float:
-        """How far from the twin an engine may be that computes in `way`, where a rounding was `flipped` or not."""
+        """Return how far from the twin an engine may be that computes in `way`, with or without a `flipped`
+        rounding.
+        """
         own, other = self.tolerance(quantity, step), replace(quantity, kind=way)
         if other not in self.noise:
             return own
@@ -304,15 +340,17 @@ class ToleranceModel:
         return max(found, part * self.noise_of(like, step)) if like in self.noise else found
 
     def _is_lone(self, way: QuantityKind, own: Comparisons, off: set[tuple[Quantity, int]]) -> bool:
-        """Whether one gradient alone is off, at every step, though `way` does not always change it."""
+        """Return whether a single gradient is off, at every step, though `way` does not always change it."""
         quantities = {q for q, _ in off}
         if len(quantities) > 1 or len(off) < max(len(steps) for steps in own.values()):
             return False
         return all(str(replace(q, kind=way)) not in self.ways[way.value].dense for q in quantities)
 
     def excused(self, quantity: Quantity, step: int) -> float:
-        """How far from the twin a gradient may be at every step while all others have its bits: as far as a way takes
-        it of which no more need show."""
+        """Return how far from the twin a gradient may be at every step while all others have its bits.
+
+        It is as far as a way takes it of which nothing else needs to show.
+        """
         forward = [ways.forward for ways in WAYS.values()]
         num_steps = len(self.noise[quantity])
         lone = [QuantityKind(name) for name, way in self.ways.items() if SHOWN * way.fewest <= num_steps]
@@ -324,7 +362,7 @@ class ToleranceModel:
         return max([self.tolerance(quantity, step), *found])
 
     def _with(self, way: QuantityKind, own: Comparisons) -> ToleranceModel:
-        """Held against `way`, which explains `own`."""
+        """Return the model fitted to `way`, which explains `own`."""
         noise = {
             quantity: steps for quantity, steps in self.noise.items() if quantity.kind is not QuantityKind.TWIN_SCALE
         }
@@ -337,7 +375,10 @@ class ToleranceModel:
         return replace(self, noise=noise, way=way.value, ways={})
 
     def twin_excess(self, deviations: Deviations) -> float:
-        """How far the twin is from the truth, as a multiple of what a run may be; zero where there is none."""
+        """Return how far the twin is from the truth, as a multiple of what is allowed for a run.
+
+        Zero without a twin.
+        """
         own = {
             replace(quantity, kind=QuantityKind.GRADIENTS): steps
             for quantity, steps in deviations.items()
@@ -346,32 +387,34 @@ class ToleranceModel:
         return max((excess for excess, *_ in self.excesses(compare(own))), default=0.0)
 
     def excesses(self, run: Comparisons) -> Iterator[tuple[float, Quantity, int]]:
-        """The same as multiples of the tolerance: above one fails."""
+        """Yield the comparisons as multiples of the tolerance. Above one fails."""
         factors = {quantity: self.factor_of(quantity) for quantity in run}
         for ratio, quantity, step in self.ratios(run):
             yield ratio / factors[quantity], quantity, step
 
 
 def _beside_multiple(found: Deviation) -> float:
-    """The part of a distance that is no multiple of what it is from."""
+    """Return the part of a distance that is not a multiple of the quantity compared with."""
     along = (found.factor - 1) * found.scale
     return math.sqrt(max(found.distance**2 - along**2, 0.0))
 
 
 def _ratio(value: float, noise: float) -> float:
-    """What is exactly right passes whatever the noise; a noise that is no number excuses nothing."""
+    """Return the ratio. An exact value passes with any noise, and a noise that is not finite excuses nothing."""
     if value == 0:
         return 0.0
     return value / noise if noise and math.isfinite(value) and math.isfinite(noise) else math.inf
 
 
 def fit(runs: Sequence[Comparisons], variance_ratio: float = 1.0) -> ToleranceModel:
-    """The tolerance model that noise runs make; they hold the same losses, norms, gradients and parameters.
-    `variance_ratio`: how much more than all of them together a correct run may vary."""
+    """Return the tolerance model of noise runs, which have the same losses, norms, gradients and parameters.
+
+    `variance_ratio` is how much more than all of them together a correct run may vary.
+    """
     found = spreads(runs)
     wider = math.sqrt(variance_ratio)
     factors = {kind: (1 if kind == "way" else wider) * factor for kind, factor in SMALLEST_FACTORS.items()}
-    # A run is held against the twin's bits or against one way, each as many comparisons: they do not add up.
+    # A run is compared with the twin's bits or with one way, each as many comparisons, so they do not add up.
     probability = _share_of_false_alarms({q: s for q, s in found.items() if q.kind not in _ALL_WAYS}, factors)
     for quantity, spread in found.items():
         if quantity.kind in _ALL_WAYS:
@@ -383,13 +426,12 @@ def fit(runs: Sequence[Comparisons], variance_ratio: float = 1.0) -> ToleranceMo
 
 
 def _with_ways(plain: ToleranceModel, runs: Sequence[Comparisons]) -> ToleranceModel:
-    """With what `runs` tell of the ways in which correct engines differ from the twin.
+    """Return the model with the ways that `runs` show, in which correct engines differ from the twin.
 
-    A way's noise is the most that any run had at any step, and not a root mean square: most of what is reordered stays
-    the same to the last bit, and of the rest a variance says nothing. Where all numbers are rounded anew, a dozen runs
-    of three steps and more come close to the most. Where a few are flipped, `most_flips` tells of how many tensors one
-    run may have flipped where no other has, and `_FLIPS_LIKE` how far that goes. Factor 4 is for engines that are of a
-    way, and none of those that were drawn.
+    A way's noise is the maximum over runs and steps, not a root mean square: most reordered values are bitwise equal,
+    and a variance says nothing about the rest. If all numbers are rounded anew, a dozen runs of three steps or more
+    come close to the maximum. If a few are flipped, `most_flips` says in how many tensors one run may have flips where
+    no other has, and `_FLIPS_LIKE` how large they are. Factor 4 is for engines of a way that were not drawn.
     """
     noise, ways = dict(plain.noise), dict[str, Way]()
     for kind in QuantityKind:
@@ -402,7 +444,7 @@ def _with_ways(plain: ToleranceModel, runs: Sequence[Comparisons]) -> ToleranceM
 
 
 def _way(kind: QuantityKind, runs: Sequence[Comparisons], plain: ToleranceModel) -> Way:
-    """What `runs` of one way have in common; `plain` has the noise of the twin."""
+    """Return the common properties of `runs` of one way. `plain` has the noise of the twin."""
     gradients = [q for q in runs[0] if q.kind is kind and q.name]
     values = np.array([[run[q] for q in gradients] for run in runs])  # runs x gradients x steps
     sharp = np.array(
@@ -425,8 +467,10 @@ def _way(kind: QuantityKind, runs: Sequence[Comparisons], plain: ToleranceModel)
 
 
 def _share_of_false_alarms(found: Mapping[Quantity, Spread], smallest: Mapping[str, float]) -> float:
-    """The probability at which each comparison may fail, that all together fail with FALSE_ALARMS. What the smallest
-    factor of its kind keeps from failing as often leaves its share to the others."""
+    """Return the failure probability per comparison with which all together fail with FALSE_ALARMS.
+
+    Comparisons that fail less often because of the smallest factor of their kind leave their share to the others.
+    """
     times = np.array([len(s.level) for s in found.values()])
     at_smallest = np.array([float(s.probability(np.array(smallest[kind_of(q)]))) for q, s in found.items()])
     low, high = math.log(FALSE_ALARMS / times.sum()), math.log(FALSE_ALARMS)
@@ -438,7 +482,7 @@ def _share_of_false_alarms(found: Mapping[Quantity, Spread], smallest: Mapping[s
 
 
 def spreads(runs: Sequence[Comparisons]) -> dict[Quantity, Spread]:
-    """Of every quantity that all runs have; and of ways in the runs that cast so."""
+    """Return the spread of every quantity that all runs have, and for ways, that the runs with this casting have."""
     found = {}
     for quantity in dict.fromkeys(quantity for run in runs for quantity in run):
         own = [run[quantity] for run in runs if quantity in run]

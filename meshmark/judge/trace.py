@@ -1,4 +1,4 @@
-"""What a run computed: its parameters, gradients and losses, step by step, brought together on rank 0."""
+"""Traces: a run's parameters, gradients and losses by step, gathered on rank 0."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from meshmark.judge.deviation import Drift, QuantityKind, Tensors
 from meshmark.judge.gather import all_gather_json, gather_arrays
 
 _MOST_DRIFTED = 4
-"""Tensors a rank: enough to see whose sequences they are made of."""
+"""Number of tensors per rank, enough to show which sequences they are made of."""
 
 
 @dataclass(kw_only=True)
 class Trace:
-    """One rank's notes, or all ranks' together. Lists run over steps."""
+    """Notes of one rank, or of all ranks together. Lists run over steps."""
 
     parameters: list[Tensors] = field(default_factory=list)
     """Before the first step, then after every step: one more than steps."""
@@ -33,27 +33,31 @@ class Trace:
     losses: list[float] = field(default_factory=list)
     """Shares, or the global mean."""
     norms: list[float | None] = field(default_factory=list)
-    """Global gradient norm before clipping, as the framework told it."""
+    """Global gradient norm before clipping, as the framework reports it."""
     evaluations: list[float] = field(default_factory=list)
-    """Losses like `losses`, but in evaluation, before each step; empty when nobody asked."""
+    """Losses like `losses`, but in evaluation, before each step. Empty if not requested."""
     buffers: list[list[Tensors]] = field(default_factory=list)
-    """By replica, then like `parameters`; empty where the workload has none."""
+    """By replica, then like `parameters`. Empty if the workload has none."""
     replica: int = 0
-    """Of whose buffers one rank tells; ranks of a pipeline have some of them each."""
+    """Replica whose buffers a rank reports. Each rank of a pipeline has some of them."""
     left_out: list[int] = field(default_factory=list)
-    """Attempts at each step that loss scaling left out on all ranks: of them, running statistics alone are left. Empty
-    where nobody counted."""
+    """Attempts at each step that loss scaling skipped on all ranks. Only running statistics remain of them.
+
+    Empty if they were not counted.
+    """
     loss_scales: list[float] = field(default_factory=list)
-    """What the loss was multiplied by; empty where nobody asked."""
+    """Factors on the loss. Empty if not requested."""
     versions: list[ServerVersions | None] = field(default_factory=list)
-    """Of a parameter server, as the engine told them of each step."""
+    """Versions of a parameter server that the engine reported for each step."""
     drifted: dict[int, Tensors] = field(default_factory=dict)
-    """Of the first step at which gradients drift: some of those that a rank holds otherwise than the lowest, by rank.
-    Of all ranks together only."""
+    """By rank: some of the gradients that differ from the lowest rank's, at the first step with drift.
+
+    Only for all ranks together.
+    """
 
 
 def observed_run(traces: Sequence[Trace], failed_step: int = 0) -> ObservedRun:
-    """Return what all replicas reported, for algorithms to look at."""
+    """Return what all replicas reported, for algorithms to inspect."""
     return ObservedRun(
         parameters=[trace.parameters for trace in traces],
         gradients=[trace.gradients for trace in traces],
@@ -63,20 +67,23 @@ def observed_run(traces: Sequence[Trace], failed_step: int = 0) -> ObservedRun:
 
 
 def host_copies(tensors: Mapping[str, Tensor]) -> Tensors:
-    """A copy on the host; bf16 and fp16 widen to float32, exactly."""
+    """Return copies on the host. bf16 and fp16 are widened to float32, exactly."""
     return {name: host_copy(tensor) for name, tensor in tensors.items()}
 
 
 def host_copy(tensor: Tensor, *, shared: bool = False) -> NDArray[np.floating]:
-    """The same of one; `shared`: it may be the tensor's own memory, for it is not kept."""
+    """Return a copy on the host. With `shared`, it may share the tensor's memory, if it is not kept."""
     host = tensor.detach().cpu()
     value: NDArray[np.floating] = (host if host.dtype.itemsize >= 4 else host.float()).numpy()
     return value if shared else value.copy()
 
 
 def gather_trace(own: Trace) -> tuple[Trace | None, list[Drift], int]:
-    """The union of all ranks' traces on rank 0 (None elsewhere), each tensor from the lowest rank that holds it; where
-    replicas drifted apart; and how many tensors of all steps more than one rank told. A collective call."""
+    """Gather all ranks' traces on rank 0. A collective call.
+
+    Returns the union (None elsewhere) with each tensor from the lowest rank that holds it, the drifts between
+    replicas, and the number of tensors over all steps that more than one rank reported.
+    """
     traces, drifts, num_replicated = gather_replicas(own, [0] * dist.get_world_size())
     return (traces[0] if traces else None), drifts, num_replicated
 
@@ -84,9 +91,11 @@ def gather_trace(own: Trace) -> tuple[Trace | None, list[Drift], int]:
 def gather_replicas(
     own: Trace, replicas: Sequence[int], together: bool = False
 ) -> tuple[list[Trace], list[Drift], int]:
-    """The same for every replica, of whose ranks `replicas` tells by rank: one trace a replica on rank 0 (none
-    elsewhere), and where ranks of one replica drifted apart; `together`: where parameters of any did. A collective
-    call."""
+    """Gather one trace per replica on rank 0 (none elsewhere). A collective call.
+
+    `replicas` is the replica of each rank. Also returns the drifts between ranks of one replica, and the number of
+    tensors that more than one rank reported. With `together`, parameters of all ranks are compared.
+    """
     rank_progress.begin(rank_progress.Phase.GATHER)
     digests = [tensor_digests(own.parameters), tensor_digests(own.gradients)]
     everyone: list[list[list[dict[str, str]]]] = all_gather_json(digests)
@@ -122,7 +131,7 @@ def gather_replicas(
 
 
 def union_of(traces: Sequence[Trace]) -> Trace:
-    """Of the ranks of one replica, no two of which hold the same tensor."""
+    """Return the union of traces of one replica's ranks, no two of which hold the same tensor."""
     reported = [trace.norms for trace in traces]
     return Trace(
         parameters=[_union(parts) for parts in zip(*(t.parameters for t in traces), strict=True)],
@@ -139,7 +148,7 @@ def union_of(traces: Sequence[Trace]) -> Trace:
 
 
 def _whole_buffers(traces: Sequence[Trace]) -> list[list[Tensors]]:
-    """By replica, of what each of its ranks tells."""
+    """Return the buffers by replica, from the parts that its ranks report."""
     ranks: dict[int, list[list[Tensors]]] = {}
     for trace in traces:
         for told in trace.buffers:
@@ -148,7 +157,7 @@ def _whole_buffers(traces: Sequence[Trace]) -> list[list[Tensors]]:
 
 
 def _gather(own: Trace) -> list[Trace] | None:
-    """Every rank's trace on rank 0; None elsewhere. A collective call."""
+    """Return every rank's trace on rank 0, and None elsewhere. A collective call."""
     buffers = [tensors for replica in own.buffers for tensors in replica]
     kinds = (own.parameters, own.gradients, list(own.drifted.values()), buffers)
     names = [[list(tensors) for tensors in kind] for kind in kinds]
@@ -184,7 +193,7 @@ def _gather(own: Trace) -> list[Trace] | None:
 
 
 def _drifted(own: Trace, drifts: list[Drift]) -> dict[int, Tensors]:
-    """What `Trace.drifted` takes of this rank."""
+    """Return this rank's part of `Trace.drifted`."""
     rank, gradients = dist.get_rank(), [d for d in drifts if d.quantity.kind is QuantityKind.GRADIENTS]
     first = min((d.step for d in gradients), default=0)
     names = [d.quantity.name for d in gradients if d.step == first and rank in d.ranks][:_MOST_DRIFTED]
@@ -192,16 +201,16 @@ def _drifted(own: Trace, drifts: list[Drift]) -> dict[int, Tensors]:
 
 
 def tensor_digests(steps: list[Tensors]) -> list[dict[str, str]]:
-    """A hash of every tensor's bits, by step and name."""
+    """Return a hash of every tensor's bits, by step and name."""
     return [{name: digest(value) for name, value in s.items()} for s in steps]
 
 
 _HASHED_AT_ONCE = 2**23
-"""Bytes. What has more is hashed by parts, and then the parts' hashes: on all the cores that a rank may use."""
+"""Bytes per part. Larger tensors are hashed in parts, on all cores that a rank may use, and then their hashes."""
 
 
 def digest(value: NDArray[np.floating]) -> str:
-    """Return a hash of all bits of `value`, the same whatever number of cores there is."""
+    """Return a hash of all bits of `value`. It does not depend on the number of cores."""
     content = np.ascontiguousarray(value).data.cast("B") if value.size else memoryview(b"")
     if len(content) <= _HASHED_AT_ONCE:
         return _hash(content).hexdigest()
@@ -216,7 +225,7 @@ def _hash(content: bytes | memoryview) -> hashlib.blake2b:
 
 
 def _owned(steps: list[Tensors], lower: list[list[dict[str, str]]]) -> list[Tensors]:
-    """Tensors that no lower rank (of the same replica) holds as well."""
+    """Return the tensors that no lower rank of the same replica also holds."""
     return [
         {name: value for name, value in tensors.items() if not any(name in held[step] for held in lower)}
         for step, tensors in enumerate(steps)
@@ -228,7 +237,7 @@ def _union(parts: tuple[Tensors, ...]) -> Tensors:
 
 
 def drifts_between(kind: QuantityKind, everyone: Mapping[int, list[dict[str, str]]]) -> list[Drift]:
-    """Between ranks that are to hold the same, by rank."""
+    """Return the drifts between ranks that should hold the same."""
     found = []
     for step in range(len(next(iter(everyone.values())))):
         names = {name for held in everyone.values() for name in held[step]}

@@ -1,12 +1,12 @@
 """The truth: one process, float64, plain PyTorch; and how far a run is from it.
 
-Two float32 runs that are both correct drift apart: AdamW's first step is the sign of the gradient, so one element
-whose gradient is all rounding moves by twice the learning rate, and everything after it differs. Comparing
-trajectories must then either alarm at random or tolerate real errors. So a run is judged by induction, each step on
-its own: it starts at the prescribed values; at the parameters where it *is*, its loss and gradients are those that
-float64 computes there; and from its own gradients its update is the one that a float64 optimizer makes of them. Where
-replicas may differ by design, each has its own gradients, and the update is the algorithm's transition of all.
-Nothing accumulates, and the noise of the last step is that of the first.
+Two correct float32 runs drift apart. AdamW's first step is the sign of the gradient, so an element whose gradient is
+all rounding moves by twice the learning rate, and everything after it differs. A comparison of trajectories would
+either alarm at random or tolerate real errors. A run is therefore judged by induction, each step separately. It starts
+at the prescribed values. At the parameters where it *is*, its loss and gradients must be those that float64 computes
+there. From its own gradients, its update must be the one that a float64 optimizer makes of them. If replicas may
+differ by design, each has its own gradients, and the update is the algorithm's transition of all. Nothing accumulates,
+so the noise of the last step is that of the first.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.workload import Workload
 
 MOST_PAST = 3
-"""States of the run that the truth looks back at, this step's and those before."""
+"""Number of the run's states that the truth looks back at: this step's and earlier ones."""
 
 
 def assess(
@@ -54,11 +54,12 @@ def assess(
     layout: Layout | None = None,
     twin: Twin | None = None,
 ) -> Deviations:
-    """Every quantity of a (gathered) trace against the truth, and its gradients against the `twin` too if there is one.
+    """Return every deviation of a (gathered) trace from the truth, and of its gradients from the `twin` if there is
+    one.
 
-    `start` replaces the workload's initial values. `layout` (by default one rank) counts where the rows of a
-    micro-batch enter one another's gradients, for then it decides which do. Raises `AdapterError` for a tensor of an
-    unknown name or shape.
+    `start` replaces the workload's initial values. `layout` (by default one rank) matters if rows of a micro-batch
+    affect each other's gradients, because it decides which do. Raises `AdapterError` for a tensor of an unknown name
+    or shape.
     """
     return assess_replicas([trace], workload, start, layout, twin)
 
@@ -70,7 +71,7 @@ def assess_replicas(
     layout: Layout | None = None,
     twin: Twin | None = None,
 ) -> Deviations:
-    """The same of all replicas that may differ by design, one trace each; one alone where none may."""
+    """Like `assess`, with one trace per replica if replicas may differ by design, otherwise with one trace."""
     for trace in traces:
         _check_names(trace, workload)
     start = initial_values(workload) if start is None else start
@@ -138,7 +139,7 @@ def assess_replicas(
 
 
 def _assess_gradients(trace: Trace, step: int, exact: Exact, evaluation: float) -> dict[Quantity, Deviation]:
-    """What a step's update is made of, and the losses."""
+    """Return the deviations of a step's gradients and losses."""
     found = {QuantityKind.LOSS.of(): scalar_deviation(trace.losses[step], exact.loss)}
     if trace.evaluations:
         found[QuantityKind.EVALUATION.of()] = scalar_deviation(trace.evaluations[step], evaluation)
@@ -149,12 +150,12 @@ def _assess_gradients(trace: Trace, step: int, exact: Exact, evaluation: float) 
 
 
 def _filled(here: Tensors, start: Tensors) -> Tensors:
-    """Where a run is, with no number for what it does not report."""
+    """Return the run's parameters, with NaN for those that it does not report."""
     return {name: here.get(name, np.full(x.shape, np.nan)) for name, x in start.items()}
 
 
 def initial_values(workload: Workload) -> Tensors:
-    """The prescribed start, float32."""
+    """Return the prescribed initial values in float32."""
     shapes = parameter_shapes(workload.model)
     return {
         name: initial_value(workload.model, name, shape, seed=workload.seed).numpy() for name, shape in shapes.items()
@@ -163,13 +164,13 @@ def initial_values(workload: Workload) -> Tensors:
 
 @dataclass(frozen=True, kw_only=True)
 class Exact:
-    """What float64 computes of a global batch."""
+    """Results of a global batch in float64."""
 
     loss: float
     gradients: Tensors
-    """By every parameter that is trained; zero where unused."""
+    """Gradients of every trained parameter. Zero if unused."""
     unused: frozenset[str]
-    """Parameters that are trained but had no part in this loss."""
+    """Trained parameters that did not affect this loss."""
 
     @property
     def used(self) -> list[str]:
@@ -177,13 +178,13 @@ class Exact:
 
 
 def local_rules(workload: Workload, count: int) -> list[ExactOptimizer]:
-    """Return the float64 optimizers that `count` replicas step with by themselves."""
+    """Return the float64 optimizers that `count` replicas use locally."""
     spec = workload.algorithm.local_optimizer(workload.optimizer)
     return [ExactOptimizer(spec) for _ in range(count)]
 
 
 def _exact_step_of(own: Tensors, workload: Workload, parameters: Tensors, batch: Batch, layout: Layout | None) -> Exact:
-    """Return the step of a run whose gradients are `own`: where experts tie, it goes the way of the run."""
+    """Return the exact step for a run with gradients `own`. Where experts tie, it follows the run."""
 
     def compute() -> Exact:
         return exact_gradients(workload, parameters, batch, layout)
@@ -194,7 +195,10 @@ def _exact_step_of(own: Tensors, workload: Workload, parameters: Tensors, batch:
 
 
 def exact_pipelined_step(rule: GradientRule, workload: Workload, past: Sequence[Tensors], batch: Batch) -> Exact:
-    """Return the next step of a pipeline whose gradients are of older weights; `past` ends with where the run is."""
+    """Return the next step of a pipeline whose gradients use older weights.
+
+    `past` ends with the run's current state.
+    """
 
     def compute(parameters: Tensors, part: Batch, changed: Tensors | None) -> tuple[float, Tensors]:
         found = exact_gradients(workload, parameters, part, changed=changed)
@@ -212,8 +216,11 @@ def exact_gradients(
     layout: Layout | None = None,
     changed: Tensors | None = None,
 ) -> Exact:
-    """Loss and gradients of a global batch, or some of its micro-batches, without dropout; `layout`: see `assess`.
-    `changed`: what parameters are made in place before the backward pass, which is wrong but under PipeMare."""
+    """Return loss and gradients of a global batch, or of some of its micro-batches, without dropout.
+
+    For `layout` see `assess`. `changed` is values that parameters get in place before the backward pass, which is
+    wrong except under PipeMare.
+    """
     model = exact_model(workload, batch)
     values = doubles({name: x.copy() for name, x in parameters.items()} if changed else parameters)
     trained = {name: value.requires_grad_() for name, value in values.items() if workload.trains(name)}
@@ -239,7 +246,7 @@ def exact_gradients(
 
 
 class ExactOptimizer:
-    """Clipping, schedule and optimizer in float64, with moments made of the gradients that it is given."""
+    """Clipping, schedule and optimizer in float64. Its moments come from the gradients that it is given."""
 
     def __init__(self, spec: OptimizerSpec) -> None:
         self.spec = spec
@@ -248,8 +255,10 @@ class ExactOptimizer:
         self.steps = 0
 
     def step(self, parameters: Tensors, gradients: Tensors) -> Tensors:
-        """What `parameters` become under `gradients` (unclipped); those without a gradient stay, as they do in
-        PyTorch, and so do their moments."""
+        """Return `parameters` after an update by `gradients` (unclipped).
+
+        Parameters without a gradient stay, and so do their moments, as in PyTorch.
+        """
         if self.optimizer is None:
             self.parameters = {
                 name: nn.Parameter(torch.tensor(p, dtype=torch.float64)) for name, p in parameters.items()

@@ -1,14 +1,14 @@
-"""The twin: what one process computes of a step, on the run's own parameters and micro-batches, in the arithmetic that
-the case and its adapter declare; only the sums over micro-batches and ranks are exact.
+"""The twin: what one process computes for a step on the run's own parameters and micro-batches.
 
-Rounding in a narrow format is the same wherever the same operation is done on the same numbers. So a layout that splits
-no matrix product differs from its twin by the order of one sum alone, whatever the precision, where from float64 it is
-away by all that bf16 rounds. A sum that was asked for in a narrow format is rounded as asked. A case that is tuned to
-other kernels has a twin that runs them, for fused operations round in other places; the noise that both are held to is
-that of PyTorch's eager ones, lest a kernel that is wrong be excused by itself.
+It uses the arithmetic that the case and its adapter declare; only the sums over micro-batches and ranks are exact.
+Rounding in a narrow format is the same wherever the same operation is done on the same numbers. A layout that splits
+no matrix product therefore differs from its twin only by the order of one sum, whatever the precision, while it
+differs from float64 by everything that bf16 rounds. A sum that was requested in a narrow format is rounded as
+requested. A case that is tuned to other kernels has a twin that runs them, because fused operations round in other
+places. Both are compared with the noise of PyTorch's eager kernels, so that a wrong kernel does not excuse itself.
 
-The twin is judged by the truth as the run is: one that is wrong excuses nothing. Correct engines may still round in
-other places than the twin, for a declaration leaves much open; `equivalents` has those.
+The twin is judged by the truth like the run: a wrong twin excuses nothing. Correct engines may still round in other
+places than the twin, because a declaration leaves much open; `equivalents` has those.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ Gradients = Mapping[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class TwinStep:
-    """What the twin computes of a global batch, or some of its micro-batches."""
+    """What the twin computes for a global batch, or some of its micro-batches."""
 
     loss: float
     gradients: Tensors
-    """In float64, by every parameter that is trained; zero where unused."""
+    """Gradients of every trained parameter in float64. Zero if unused."""
 
     def deviations(self, trace: Trace, step: int, exact: Tensors) -> dict[Quantity, Deviation]:
-        """Of a step of a run from this, and of this from the `exact` gradients."""
+        """Return the deviations of a run's step from this one, and of this one from the `exact` gradients."""
         found = {QuantityKind.TWIN_LOSS.of(): deviation(np.array(trace.losses[step]), np.array(self.loss))}
         for name, own in self.gradients.items():
             absent = None if own.any() else np.zeros_like(own)
@@ -59,32 +59,32 @@ class TwinStep:
         return found
 
     def deviations_of(self, other: TwinStep, way: QuantityKind) -> dict[Quantity, Deviation]:
-        """Of an equivalent's step from this."""
+        """Return the deviations of an equivalent's step from this one."""
         found = {way.of(name): deviation(other.gradients[name], own) for name, own in self.gradients.items()}
         return found | {way.of(): deviation(np.array(other.loss), np.array(self.loss))}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Twin:
-    """Of one case, on one device."""
+    """The twin of one case, on one device."""
 
     case: Case
     arithmetic: Arithmetic
     device: torch.device
     arrange: Callable[[Batch], Batch] = field(default=lambda batch: batch)
-    """Another order of the rows of a batch: noise runs have one of their own."""
+    """Reorders the rows of a batch. Each noise run has its own order."""
     order: Sequence[int] = ()
-    """In which ranks are summed, where such sums are rounded; by default from the first on."""
+    """Order in which ranks are summed if such sums are rounded. By default from the first on."""
     times: Fraction = Fraction(1)
-    """So many times the micro-batches of the layout, where rows allow it."""
+    """Factor on the layout's number of micro-batches, if the rows allow it."""
     rewrite: Callable[[Model], None] = field(default=lambda model: None)
-    """Puts other layers into the model."""
+    """Replaces layers of the model."""
     others: Mapping[QuantityKind, Twin] = field(default_factory=dict)
-    """Equivalents of this one, by the way in which they compute otherwise: noise runs tell how far they are."""
+    """Equivalents of this twin, by their way to compute. Noise runs measure how far they are."""
 
     @property
     def rows(self) -> int:
-        """Of a micro-batch of the layout."""
+        """Rows of a micro-batch in the layout."""
         layout = self.case.layout
         return self.case.workload.global_batch // (layout.dp * layout.num_micro_batches)
 
@@ -94,12 +94,14 @@ class Twin:
         return other if num_rows % other == 0 else own
 
     def step_of(self, trace: Trace, parameters: Tensors, batch: Batch, step: int) -> TwinStep:
-        """That of a step of a run, whose loss scale it shares."""
+        """Return the twin's step for a run's step, with the run's loss scale."""
         return self.step(parameters, batch, trace.loss_scales[step] if trace.loss_scales else 1.0)
 
     def step(self, parameters: Tensors, batch: Batch, loss_scale: float = 1.0) -> TwinStep:
-        """Loss and gradients of `batch` at `parameters`. `loss_scale`: what the run multiplied its loss by, lest small
-        gradients vanish."""
+        """Return loss and gradients of `batch` at `parameters`.
+
+        `loss_scale` is the factor on the run's loss, which keeps small gradients from underflow.
+        """
         layout = self.case.layout
         micro_batches = list(self.arrange(batch).micro_batches(self._num_micro_batches(len(batch))))
         model, weights = self._model, self._weights(parameters)
@@ -120,7 +122,7 @@ class Twin:
         )
 
     def _weights(self, parameters: Tensors) -> dict[str, Tensor]:
-        """As the products read them, or as autocast finds them."""
+        """Return the weights as the products read them, or as autocast receives them."""
         cast = self.arithmetic.casting is Casting.WEIGHTS
         kind = getattr(torch, self.case.precision.weights if cast else self.case.precision.master)
         return {
@@ -130,7 +132,7 @@ class Twin:
 
     @cached_property
     def _model(self) -> Model:
-        """Without values; built once, for a compiled one takes seconds."""
+        """The model without values. Cached, because compiling one takes seconds."""
         workload, tp = self.case.workload, self.case.layout.tp
         with torch.device("meta"):
             if self.arithmetic.gpt_model_order:
@@ -150,7 +152,7 @@ class Twin:
 
     @cached_property
     def _buffers(self) -> dict[str, Tensor]:
-        """The buffers as they are built: tables that modules read, and statistics, which training only writes."""
+        """The initial buffers: tables that modules read, and statistics, which training only writes."""
         values = initial_buffers(self.case.workload) if any(True for _ in self._model.buffers()) else {}
         return {
             name: torch.from_numpy(values[name]).to(self.device, buffer.dtype)
@@ -160,7 +162,7 @@ class Twin:
     def _part(
         self, model: Model, weights: dict[str, Tensor], part: Batch, loss_scale: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and gradients of one micro-batch; the latter multiplied as the run's are before they are reduced."""
+        """Return loss and gradients of one micro-batch, the latter scaled as the run's are before they are reduced."""
         model.skipped_block = part.skipped_block
         buffers = {name: value.clone() for name, value in self._buffers.items()}
         part = part.to(self.device)
@@ -185,8 +187,11 @@ class Twin:
         return loss_share(outputs, part, self.case.workload.loss, chunked=self.case.tuning.chunked_loss)
 
     def _reduced(self, part: Callable[[int], Gradients], num_parts: int) -> Iterator[Gradients]:
-        """What is added up, exactly: the gradients of every micro-batch, or what narrow reductions over ranks make of
-        them. No more than one rank's are held at a time, or one of every rank that is reduced with others."""
+        """Yield what is added up exactly: the gradients of every micro-batch, or the results of narrow reductions over
+        ranks.
+
+        Holds at most one rank's gradients at a time, or one per rank that is reduced with others.
+        """
         count, wide = self.case.layout.num_micro_batches, getattr(torch, self.case.precision.accumulation)
         order = self.order or range(num_parts // count)
         if not self.case.precision.narrows_reduction:
@@ -199,14 +204,14 @@ class Twin:
             yield self._sum_rounded(own)
 
     def _sum_rounded(self, parts: Sequence[Gradients]) -> Gradients:
-        """Of one part a rank."""
+        """Return the rounded sum of one part per rank."""
         low, num_ranks = getattr(torch, self.case.precision.reduction), len(parts)
         sent = [{name: g.to(low).div_(num_ranks) for name, g in part.items()} for part in parts]
         return {name: g.to(torch.float64).mul_(num_ranks) for name, g in _total(sent, low).items()}
 
 
 def _give_nodes(_module: nn.Module, args: object, kwargs: object) -> Any:  # noqa: ANN401
-    """Give what enters a module a node in the backward pass, in which its gradients are added up."""
+    """Give a module's inputs a node in the backward pass, which adds up their gradients."""
 
     def with_node(leaf: object) -> object:
         return leaf.view_as(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
@@ -215,14 +220,17 @@ def _give_nodes(_module: nn.Module, args: object, kwargs: object) -> Any:  # noq
 
 
 def _give_nodes_by_place(module: nn.Module, args: object, kwargs: object) -> Any:  # noqa: ANN401
-    """The same of positional arguments alone, as DeepSpeed does."""
+    """Like `_give_nodes`, for positional arguments only, as DeepSpeed does."""
     return _give_nodes(module, args, {})[0], kwargs
 
 
 def twin_of(case: Case, arithmetic: Arithmetic | None, device: torch.device) -> Twin | None:
-    """The twin of a case; None where the truth is as sharp, or no twin can compute the same: where products are split
-    in a way that is not declared, or in more than two parts, whose narrow sum depends on its order; or where a narrow
-    reduction divides by what is no power of two, before or after it rounds."""
+    """Return the twin of a case, or None if the truth is as precise or no twin can compute the same.
+
+    The latter is the case if products are split in an undeclared way, or in more than two parts, whose narrow sum
+    depends on its order. It is also the case if a narrow reduction divides by a number that is not a power of two,
+    before or after it rounds.
+    """
     layout = case.layout
     divides = case.precision.narrows_reduction and layout.dp.bit_count() > 1
     whole = layout.tp == 1 or (arithmetic is not None and arithmetic.splits_products and layout.tp == 2)
@@ -233,7 +241,7 @@ def twin_of(case: Case, arithmetic: Arithmetic | None, device: torch.device) -> 
 
 
 def _total(parts: Iterable[Gradients], kind: torch.dtype) -> dict[str, Tensor]:
-    """By name, summed in `kind` and in order."""
+    """Sum gradients by name, in the dtype `kind` and in order."""
     total: dict[str, Tensor] = {}
     for part in parts:
         for name, gradient in part.items():

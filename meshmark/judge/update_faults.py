@@ -1,7 +1,7 @@
-"""Explains updates that are wrong: by which other rule would the run's own gradients have moved its parameters there?
+"""Explain wrong updates: which other rule would have moved the parameters there, given the run's own gradients?
 
-The rivals are the float64 optimizer with one thing changed, replayed over the run; the one that comes closest is taken
-if it leaves no more than rounding, or a tenth of the deviation.
+Hypotheses are the float64 optimizer with one change, replayed over the run. The closest one is accepted if it leaves
+no more than rounding, or a tenth of the deviation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LEFT_OVER = 0.1
 
 
 def explain_updates(failed: FailedStep) -> Explanation | None:
-    """Why wrong parameters stand where they do after the step."""
+    """Return why wrong parameters have their values after the step, or None."""
     before, after = failed.trace.parameters[failed.step], failed.trace.parameters[failed.step + 1]
     if absent := [name for name in failed.names if name not in after]:
         return Fault.MISSING, f"{pluralize(len(absent), 'parameter is', 'parameters are')} absent"
@@ -52,8 +52,11 @@ def explain_updates(failed: FailedStep) -> Explanation | None:
 def replay(
     failed: FailedStep, optimizer: ExactOptimizer, gradients: Callable[[Trace, int], Tensors] | None = None
 ) -> Tensors:
-    """Where `optimizer` puts the run's parameters after the failed step, having seen its gradients from the first on;
-    those of parameters that a step does not use are left out, unless `gradients` brings them."""
+    """Return the run's parameters after the failed step by `optimizer`, which sees its gradients from the first step
+    on.
+
+    Gradients of parameters that a step does not use are left out, unless `gradients` provides them.
+    """
     trace, uses = failed.trace, failed.case.workload.uses
     after: Tensors = {}
     for step in range(failed.step + 1):
@@ -63,7 +66,7 @@ def replay(
 
 
 def _rival(failed: FailedStep, exact: Tensors) -> Explanation | None:
-    """The closest rival, if it is close enough."""
+    """Return the closest hypothesis, if it is close enough."""
     after = failed.trace.parameters[failed.step + 1]
     found = []
     for rival in update_hypotheses(failed.case.workload.optimizer, failed.step):
@@ -79,7 +82,7 @@ def _rival(failed: FailedStep, exact: Tensors) -> Explanation | None:
 
 
 def _stretched(failed: FailedStep, exact: Tensors) -> Explanation | None:
-    """The right step times a constant, such as a wrong learning rate."""
+    """Explain by the right step times a constant, such as a wrong learning rate."""
     before, after = failed.trace.parameters[failed.step], failed.trace.parameters[failed.step + 1]
     right = np.concatenate([(exact[n] - before[n]).ravel() for n in failed.names])
     own = np.concatenate([(after[n].astype(np.float64) - before[n]).ravel() for n in failed.names])
@@ -90,7 +93,7 @@ def _stretched(failed: FailedStep, exact: Tensors) -> Explanation | None:
 
 
 def _decayed(failed: FailedStep, exact: Tensors) -> Explanation | None:
-    """The right step but for weight decay: what is left over is a multiple of the parameters."""
+    """Explain by wrong weight decay: what remains beyond the right step is a multiple of the parameters."""
     spec, before, after = failed.case.workload.optimizer, failed.trace.parameters[failed.step], failed.trace.parameters
     rate = spec.learning_rate * spec.rate_factor(failed.step) * spec.weight_decay
     multiples = {}
@@ -112,7 +115,7 @@ def _relative(failed: FailedStep, exact: Tensors) -> list[float]:
 
 
 def explain_norm(reported: float, gradients: Tensors, failed: FailedStep) -> Explanation:
-    """A global norm that is not that of the run's own gradients."""
+    """Explain a global norm that is not that of the run's own gradients."""
     earlier = failed.trace.gradients[failed.step - 1] if failed.step else {}
     if earlier and abs(reported / global_norm(earlier) - 1) < 1e-5:
         return Fault.STALE_GRADIENT, f"the norm told is that of the gradients of step {failed.step - 1}"

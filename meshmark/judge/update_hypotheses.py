@@ -18,7 +18,7 @@ from meshmark.spec.optimizer import LAYER_WISE, OptimizerKind, OptimizerSpec
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateHypothesis:
-    """One thing changed in the optimizer."""
+    """An optimizer with one thing changed."""
 
     fault: Fault
     detail: str
@@ -28,7 +28,7 @@ class UpdateHypothesis:
 
 
 def update_hypotheses(spec: OptimizerSpec, failed_step: int) -> Iterator[UpdateHypothesis]:
-    """What optimizers get wrong, some of it at `failed_step` alone, as after a resume."""
+    """Yield errors of optimizers. Some occur at `failed_step` only, as after a resume."""
 
     def variant(fault: Fault, detail: str, changed: OptimizerSpec) -> UpdateHypothesis:
         return UpdateHypothesis(fault=fault, detail=detail, optimizer=ExactOptimizer(changed))
@@ -79,7 +79,7 @@ def _variant(spec: OptimizerSpec, detail: str) -> UpdateHypothesis:
 
 
 def _rivals_of_kind(spec: OptimizerSpec) -> Iterator[UpdateHypothesis]:
-    """What is got wrong in one kind of optimizer."""
+    """Yield errors specific to one kind of optimizer."""
     if spec.kind is OptimizerKind.ADAMW:
         yield UpdateHypothesis(
             fault=Fault.UPDATE, detail="weight decay added to the gradient", optimizer=_Coupled(spec)
@@ -113,7 +113,7 @@ def _rivals_of_kind(spec: OptimizerSpec) -> Iterator[UpdateHypothesis]:
 
 
 def _rivals_in_memory(spec: OptimizerSpec, step: int) -> Iterator[UpdateHypothesis]:
-    """What optimizers forget, at every step or at `step` alone."""
+    """Yield optimizers that forget states, at every step or only at `step`."""
     moments = _MOMENTS[spec.kind]
     if moments == ("momentum_buffer",) and not spec.momentum:
         return
@@ -185,7 +185,7 @@ _MOMENTS: dict[OptimizerKind, tuple[str, ...]] = {
     OptimizerKind.LARS: ("momentum_buffer",),
     OptimizerKind.LAMB: ("exp_avg", "exp_avg_sq"),
 }
-"""What each kind keeps of a parameter, of one or of another."""
+"""States that each kind of optimizer keeps of a parameter."""
 
 
 class _Options(ExactOptimizer):

@@ -29,7 +29,7 @@ from meshmark.text import pluralize
 
 
 class NodeLoss(StrEnum):
-    """What to do about it."""
+    """What to do when a node is lost."""
 
     END = "end"
     """End the run, in good order."""
@@ -120,11 +120,11 @@ class ClusterSpec:
     local_task: int = 0
     """Which of them this is."""
     gpus_by_task: bool = False
-    """Whether each sees GPUs that are its own."""
+    """Whether each task sees GPUs of its own."""
     host_number: int | None = None
     """Which host this is, where a scheduler says so: it need not give neighbours to one."""
     switch: str = ""
-    """That its host hangs on, from the top of the network's tree, where a scheduler says so."""
+    """Switch that its host is connected to, from the top of the network's tree, if a scheduler reports it."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.node_rank < self.nnodes:
@@ -177,7 +177,7 @@ class Cluster:
     def __init__(self, spec: ClusterSpec, say: Callable[[str], None] = lambda text: None) -> None:
         """`say`: told what is waited for."""
         self.spec, self._say = spec, say
-        """Of the nodes that are left."""
+        """Specification of the cluster of the nodes that are left."""
         self._id, self._all = spec.node_rank, list(range(spec.nnodes))
         self._members = self._all
         """Nodes keep the numbers that they began with, in signs of life, at meetings, and where they are named."""
@@ -186,7 +186,7 @@ class Cluster:
         self._store: RunStore | None = None
         self._ended = threading.Event()
         self.clock_ahead = 0.0
-        """By how many seconds node 0's clock is ahead of this node's."""
+        """Seconds by which node 0's clock is ahead of this node's."""
         self._lost = ""
         """Why the run cannot go on; empty as long as it can."""
         self._losing = threading.Lock()
@@ -195,12 +195,12 @@ class Cluster:
 
     @property
     def numbers(self) -> list[int]:
-        """Of the nodes that are left, as they are named: those that they began with."""
+        """Numbers of the nodes that are left. Nodes keep the numbers that they began with."""
         return list(self._members)
 
     @property
     def lost_nodes_note(self) -> str:
-        """What follows a reason that is one because nodes are lost; empty when none is."""
+        """Suffix for reasons that are due to lost nodes; empty if no node is lost."""
         gone = [str(node) for node in self._all if node not in self._members]
         return f"; node {', '.join(gone)} of {len(self._all)} is lost" if gone else ""
 
@@ -281,7 +281,9 @@ class Cluster:
                     )
 
     def _is_left_behind(self, store: RunStore) -> bool:
-        """Whether the others have gone on without this node: it was frozen, or cut off, and is back."""
+        """Return whether the others have continued without this node, because it was frozen or disconnected for a
+        while.
+        """
         chosen = f"regroup{self._regroups + 1}/chosen"
         return store.check([chosen]) and self._id not in json.loads(store.get(chosen))[0]
 
@@ -293,7 +295,7 @@ class Cluster:
         return self._store
 
     def new_prefix(self) -> str:
-        """Of the keys of a launch, used by no other: the same on every node."""
+        """Return a prefix for the keys of one launch. It is unique, and the same on every node."""
         self._launches += 1
         return f"launch{self._regroups}.{self._launches}"
 
@@ -374,13 +376,16 @@ class Cluster:
 
     @property
     def _refused(self) -> str:
-        """What node 0 knows of those that were not let in: each of them tells it to its own user alone."""
+        """Addresses of peers that node 0 did not let in. Each peer reports the refusal only to its own user."""
         if not (self._server and self._server.refused):
             return ""
         return f" (from {', '.join(sorted(self._server.refused))} somebody came who holds another secret)"
 
     def _expect(self, name: str, what: str, told: tuple[str, str]) -> str:
-        """What a node has brought to the meeting."""
+        """Return the value that a node brought to the meeting.
+
+        Raises `NodesDisagreeError` if the node is at another meeting.
+        """
         theirs, value = told
         if theirs != what and theirs == _END:
             self._lost = f"{name} has ended its run before {what!r}"

@@ -20,7 +20,7 @@ from meshmark.text import text_of
 # --- Room on a disk. A full disk is no fault of what runs on it.
 
 NEEDED_BYTES = 16 * 2**20
-"""Of a launch: logs, marks and reports are a few megabytes."""
+"""Bytes that a launch needs. Logs, marks and reports are a few megabytes."""
 _FULL_BYTES = 2**16
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -36,13 +36,16 @@ def expect_space(folder: Path) -> None:
 
 
 def is_full(folder: Path) -> bool:
-    """Whether next to nothing can be written in `folder`."""
+    """Return whether `folder` has almost no space left."""
     return _free_bytes(folder) < _FULL_BYTES
 
 
 def means_no_space(error: BaseException, folders: Iterable[Path]) -> bool:
-    """Whether a full disk, or a quota that is spent, is why it was raised. What an error only says, as C++'s do, counts
-    where one of `folders`, in which it may have written, is as good as full: anybody can say it."""
+    """Return whether a full disk or an exhausted quota caused `error`.
+
+    An error that only mentions it in its text, like C++ errors, counts only if one of `folders`, to which it may have
+    written, is almost full. Any code can write such a text.
+    """
     causes = list(_causes(error))
     if any(isinstance(cause, OSError) and cause.errno in _FULL for cause in causes):
         return True
@@ -71,7 +74,10 @@ FOLDERS = "MESHMARK_FOLDERS"
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """Of mode 0700, and gone afterwards. Raises `NoSpaceError` where there is no room for a launch."""
+    """Make a folder of mode 0700 that is deleted at the end.
+
+    Raises `NoSpaceError` if there is no room for a launch.
+    """
     expect_space(Path(tempfile.gettempdir()))
     folder = Path(tempfile.mkdtemp(prefix=folder_prefix()))
     try:
@@ -89,7 +95,7 @@ def remove_folders(start: str) -> None:
 
 
 def folder_prefix() -> str:
-    """What the names of this process's folders begin with."""
+    """Return the prefix of the names of this process's folders."""
     return f"meshmark-{os.getpid()}-{_token()}-"
 
 

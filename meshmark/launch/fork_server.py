@@ -1,12 +1,13 @@
-"""What the launcher holds of a process that forks others.
+"""The launcher's side of a process that forks others.
 
-A server imports its modules once; whatever it forks has them in place. It may also branch: into another server that
-imports more on top, under an environment of its own. So PyTorch is imported once a run, a framework once and only where
-it is asked for, and what a framework changes when it is imported, in PyTorch or in the process, reaches no other.
+A server imports its modules once, and every process that it forks has them. It may also branch into another server,
+which imports more under an environment of its own. So PyTorch is imported once in a run, and a framework once and only
+where it is asked for. Whatever a framework changes at import, in PyTorch or in the process, affects no other
+framework.
 
-Launcher and server speak through a pair of connected sockets that have no name; the server ends its children, and
-itself, when the launcher's end of that pair is closed, however that happened. (Python's own forkserver is one a
-process, takes its environment from whoever starts it, and listens at an address.)
+Launcher and server communicate through a pair of connected sockets without a name. When the launcher's end is closed,
+for whatever reason, the server ends its children and itself. (Python's own forkserver is not used: there is one in a
+process, it takes its environment from whoever starts it, and it listens at an address.)
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from meshmark.launch.server_process import CUDA_STARTED, LAUNCHER, LEAVE, STILL_
 _Kind = TypeVar("_Kind")
 
 LOST_EXIT_CODE = 255
-"""Of a process whose server is gone: nobody was there to see how it ended."""
+"""Exit code of a process whose server is gone, so that nobody saw how it ended."""
 _END_SECONDS = 10.0
 _ANSWER_SECONDS = 30
 """For a fork, or a word, on a machine that swaps."""
@@ -47,7 +48,7 @@ _SILENT = "the process that ranks are forked from does not answer, and was ended
 
 
 def _is_installed(place: str) -> bool:
-    """Whether an entry of `sys.path` belongs to this interpreter, and not to a project."""
+    """Return whether an entry of `sys.path` belongs to this interpreter rather than to a project."""
     return place.startswith((sys.prefix, sys.base_prefix))
 
 
@@ -115,7 +116,7 @@ class ForkServer:
         return self._answer_pid()
 
     def serves(self) -> bool:
-        """Whether it answers; it is ended if it does not."""
+        """Return whether the server answers. If it does not, it is ended."""
         try:
             self._send(STILL_THERE)
             self._answer(str)
@@ -124,7 +125,7 @@ class ForkServer:
         return True
 
     def exit_code(self, pid: int) -> int | None:
-        """Of a process that `call` began; None while it lives, as far as was told."""
+        """Return the exit code of a process that `call` started, or None while it lives as far as is known."""
         self.listen(0)
         return self._exit_codes.get(pid, LOST_EXIT_CODE if self.lost else None)
 
@@ -155,7 +156,9 @@ class ForkServer:
         raise MeshmarkError(_SILENT)
 
     def _speaks(self, seconds: float) -> bool:
-        """Whether it says something in time, or ends; False at once when it has been stopped for a while."""
+        """Return whether the server writes something in time, or ends. False at once if it has been stopped for a
+        while.
+        """
         now = awake = time.monotonic()
         deadline = now + seconds
         while not self._channel.poll(max(0.0, min(0.5, deadline - now))):

@@ -72,22 +72,22 @@ _ANSWER_SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchResult:
-    """What came home from a launch, from all nodes."""
+    """Results of a launch, from all nodes."""
 
     reports: list[RankReport]
-    """By rank; ranks that failed are missing."""
+    """Reports in order of rank. Ranks that failed are missing."""
     failures: list[RankFailure]
     """Root cause first."""
     seconds: float
     """From the call to the last process's end; of several nodes the longest, so that all of them know the same."""
     places: list[Place] = field(default_factory=list)
-    """By rank."""
+    """Places of the ranks, in order of rank."""
     lost: str = ""
     """Why nothing came home from another node; reports and failures are this node's then."""
 
     @property
     def losses(self) -> list[float]:
-        """Of the global batch, by step: of passes whose ranks tell their shares."""
+        """Losses of the global batch by step, for passes whose ranks report their shares."""
         return [sum(shares) for shares in zip(*(r.losses for r in self.reports), strict=True)]
 
 
@@ -117,7 +117,7 @@ class Starter(Protocol):
 def launch_with(
     starter: Starter, cluster: Cluster, request: Request, world_size: int, *, alone: bool = False
 ) -> LaunchResult:
-    """What launchers have in common: folder, time limit, evidence, the other nodes."""
+    """Run a launch with `starter`: the part that all launchers share (folder, time limit, evidence, other nodes)."""
     spec = ClusterSpec() if alone else cluster.spec
     others = None if spec.nnodes == 1 else cluster
     prefix = cluster.new_prefix() if others else "alone"
@@ -144,7 +144,10 @@ def launch_with(
 
 
 def _run(watchdog: Watchdog, others: Cluster | None, place: Place, started: float) -> tuple[list[dict[str, Any]], str]:
-    """What the ranks of every node left; or of this one alone, and why no other's is there."""
+    """Return what the ranks of every node left, and an empty reason.
+
+    If another node is lost, return what this node's ranks left, and why nothing came from the others.
+    """
     failures: list[RankFailure] = []
     lost = ""
     try:
@@ -172,8 +175,11 @@ def _run(watchdog: Watchdog, others: Cluster | None, place: Place, started: floa
 
 
 def caches_freed(task: Task) -> bool:
-    """Whether the C library may keep what is freed in caches of its threads. By its own count that is still in use, and
-    they fill over hundreds of calls, the more threads the longer: where growth is measured there are none."""
+    """Return whether the C library may keep freed memory in per-thread caches.
+
+    By its own count cached memory is still in use. The caches fill over hundreds of calls, and the more threads there
+    are the longer it takes. Tasks that measure growth therefore use no caches.
+    """
     return task is not Task.ENDURE
 
 

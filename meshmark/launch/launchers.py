@@ -44,15 +44,18 @@ KILL_SECONDS = 10.0
 
 
 class ForkserverLauncher:
-    """One server a set of frameworks and their variables, branched off one that has PyTorch."""
+    """Launcher with one server for each set of frameworks and their variables, branched from one that has PyTorch."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self._trunks: dict[tuple[bool, str], ForkServer] = {}
-        """By whether they cache freed memory, which the C library reads when a process starts, and by interpreter. They
-        fork no ranks."""
+        """Servers that the others are branched from; they fork no ranks.
+
+        They are keyed by interpreter, and by whether freed memory is cached, which the C library reads when a process
+        starts.
+        """
         self._servers: dict[tuple[bool, str, tuple[str, ...], tuple[tuple[str, str], ...]], ForkServer] = {}
-        """By trunk, modules and environment, started when they are first needed."""
+        """Servers by trunk, modules and environment, started when they are first needed."""
 
     def launch(self, request: Request, world_size: int, *, alone: bool = False) -> LaunchResult:
         return launch_with(self._start, self.cluster, request, world_size, alone=alone)
@@ -163,7 +166,9 @@ _FAILED_RANK = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s*exitcode\s*: (-
 
 
 class TorchrunLauncher:
-    """Of one node. Its commands are children of a server that adopts whatever their ranks leave behind."""
+    """Launcher for one node that uses torchrun. Its commands are children of a server, which adopts what their ranks
+    leave behind.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         """Raises `InputError` when there are several nodes: their agents would meet at a port open to everybody."""
@@ -264,7 +269,10 @@ class TorchrunRanks:
         return {rank: code for rank, code in found.items() if rank not in ended}, ended
 
     def spared(self, info: RankInfo) -> bool:
-        """One that never began, or that the agent asked to end, as it does before it kills it: that leaves a mark."""
+        """Return whether the rank never began, or was asked to end by the agent.
+
+        The agent asks before it kills, which leaves a mark.
+        """
         mark = info.file("asked_to_end")
         return not mark.is_file() or mark.stat().st_size > 0 or info.rank in self._failed()[1]
 

@@ -23,7 +23,7 @@ from meshmark.serial import encode
 READY_SECONDS = 300.0
 """How long nodes wait for one that is late, before ranks start: it may import from a slow disk."""
 _OWN = ("checkpoint", "peak_flops_per_second")
-"""Of a request: a path, and what each node measures of itself."""
+"""Fields of a request that nodes need not agree on: a path, and a number that each node measures."""
 _SHOWN = 40
 """Characters of a value that is told; of a longer one a digest is."""
 
@@ -45,7 +45,7 @@ def meet(cluster: Cluster, request: Request, trouble: Exception | None = None) -
 
 
 def from_node_0(cluster: Cluster, what: str, make: Callable[[], str], *, seconds: float) -> str:
-    """What node 0 makes, on every node; or the error that it met there. The others wait for `seconds` at most."""
+    """Return on every node what node 0 makes, or raise the error it met there. The others wait at most `seconds`."""
     trouble, made = None, ""
     if cluster.spec.node_rank == 0:
         try:
@@ -100,7 +100,10 @@ def _facts(request: Request) -> dict[str, str]:
 
 
 def _gpus(request: Request, spec: ClusterSpec) -> dict[str, str]:
-    """Of a node with fewer than the others', ranks would share them, which NCCL refuses and times would hide."""
+    """Return the number of GPUs that the ranks can use, for comparison between nodes.
+
+    On a node with fewer GPUs than the others, ranks would share them. NCCL refuses that, and it would distort times.
+    """
     if request.device != "cuda":
         return {}
     ranks = request.case.world_size // (spec.nnodes if spec.gpus_by_task else spec.num_hosts)

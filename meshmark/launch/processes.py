@@ -12,7 +12,7 @@ from pathlib import Path
 # --- The state of a process, read from /proc because its parent may not look.
 
 STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "inside the kernel"}
-"""Of a process that answers no signal, in words."""
+"""Descriptions of the states of a process that answers no signal."""
 _EXIT_CODE = 49
 """Place in /proc/PID/stat, from the state on."""
 
@@ -23,14 +23,18 @@ def process_state(pid: int) -> str:
 
 
 def unseen_exit_code(pid: int) -> int | None:
-    """Of a process that has ended, whose parent has not taken notice yet: it may be stopped itself. Negative: the
-    signal that killed it."""
+    """Return the exit code of a process that has ended but whose parent has not noticed yet, else None.
+
+    The parent may itself be stopped. A negative code is the signal that killed the process.
+    """
     fields = _fields(pid)
     return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE])) if fields and fields[0] == "Z" else None
 
 
 def has_variable(pid: int, name: str, value: str) -> bool:
-    """Whether a living process, or what it was forked from, was started with this in its environment."""
+    """Return whether a living process, or the one it was forked from, was started with this variable in its
+    environment.
+    """
     try:
         return f"{name}={value}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:

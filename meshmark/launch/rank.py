@@ -1,6 +1,6 @@
-"""One rank: its process, and what it does from a request to a report.
+"""Process of one rank, from a request to a report.
 
-`torchrun ... -m meshmark.launch.rank REQUEST.json` is the entry under torchrun; forked ranks call `run_rank`.
+Under torchrun the entry point is `torchrun ... -m meshmark.launch.rank REQUEST.json`. Forked ranks call `run_rank`.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ _OUT_OF_MEMORY = re.compile(
     r"|NCCL.*(Cuda failure \d*\s*'out of memory'|out of memory)|Failed to CUDA (c|m)alloc",
     re.DOTALL,
 )
-"""What libraries that do not go through PyTorch's allocator say of a GPU, or a host, that is full."""
+"""Messages about a full GPU or host from libraries that do not use PyTorch's allocator."""
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -24,11 +24,11 @@ class RankInfo:
     world_size: int
     host: str
     port: int
-    """Of the run's store; 0 when all ranks are on this node: then the store is a file in `folder`."""
+    """Port of the run's store. 0 if all ranks are on this node; the store is then a file in `folder`."""
     prefix: str
     """Keys of this launch in the store start with it."""
     folder: Path
-    """Of this launch on this node; reports, failures, logs and stacks are left there."""
+    """Folder of this launch on this node, for reports, failures, logs and stacks."""
 
     def file(self, kind: str) -> Path:
         return self.folder / f"{kind}-{self.rank}"
@@ -55,7 +55,7 @@ def _answer(pipe: Path, file: Path) -> None:
 
 
 def ask(info: RankInfo) -> bool:
-    """Whether the rank listens; its answer comes into its file `collectives`."""
+    """Return whether the rank listens. Its answer is written to its file `collectives`."""
     try:
         os.close(os.open(info.file("ask"), os.O_WRONLY | os.O_NONBLOCK))
     except OSError:  # no pipe, or nobody at its other end

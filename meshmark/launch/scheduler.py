@@ -1,7 +1,7 @@
-"""What a scheduler has told this process: which of a run's launchers it is, and where the first of them listens.
+"""Facts that a scheduler gives this process: which of a run's launchers it is, and where the first of them listens.
 
-A launcher is a node's one process, or each of the tasks that `srun` or `torchrun` starts on it: both shapes run the
-same ranks, in the second each task has its share of them.
+A launcher is either a node's only process, or one of the tasks that `srun` or `torchrun` starts on it. Both shapes run
+the same ranks. In the second shape each task has a share of them.
 """
 
 from __future__ import annotations
@@ -131,8 +131,10 @@ def _whole(environ: Mapping[str, str], name: str, least: int) -> int:
 
 
 def _first_host(nodelist: str) -> str:
-    """Of SLURM's compressed list, as scontrol expands it: by its name, or where nobody resolves that by the address
-    that SLURM itself reaches it at."""
+    """Return the first host of SLURM's compressed list, as scontrol expands it.
+
+    The result is its name or, if that does not resolve, the address by which SLURM itself reaches it.
+    """
     try:
         host = _scontrol("hostnames", nodelist).split()[0]
         if _resolves(host):

@@ -26,15 +26,15 @@ LAUNCHER = "MESHMARK_LAUNCHER"
 STILL_THERE = "still there"
 """Asked and answered."""
 READY = "ready"
-"""What a server says when its modules are imported."""
+"""Message of a server whose modules are imported."""
 CUDA_STARTED = "CUDA was started"
-"""What it says if one of them did that: CUDA cannot be used in a fork of such a process."""
+"""Message of a server one of whose modules started CUDA: CUDA cannot be used in a fork of such a process."""
 _END_SECONDS = 10.0
 """How long a killed server may take to end."""
 _BETWEEN_SECONDS = 2.0
 """How much later than its server a killed launcher may be seen to end: the kernel ends them in either order."""
 LEAVE = "leave"
-"""What a launcher says that ends a server; one that does not is gone, and has cleaned nothing up."""
+"""Message with which a launcher ends a server. A launcher that sends none is gone, and has cleaned nothing up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Call:
     path: list[str]
     """The launcher's `sys.path`; or, in another virtual environment, what of it is in none."""
     keeps: bool
-    """Whether the server's own `sys.path` follows, as in another virtual environment."""
+    """Whether the server's own `sys.path` is appended, as in another virtual environment."""
     folder: str
     """And its working directory."""
 
@@ -61,7 +61,7 @@ class Branch:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """What a server tells of a child."""
+    """Report of a server that a child has ended."""
 
     pid: int
     exit_code: int
@@ -172,7 +172,7 @@ def _woken_by_children() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def _act(order: Call | Branch, branch: Connection | None, server: int) -> NoReturn:
-    """What a fork does, and never returns from, whatever is raised: not where its output is a full disk either."""
+    """Run a fork's task, and never return, whatever is raised, even if its output is a full disk."""
     code = 1
     try:
         die_with_parent(server)
@@ -206,8 +206,11 @@ def _has_started_cuda() -> bool:
 
 
 def _import(modules: Sequence[str]) -> None:
-    """What cannot be imported is left to the rank that needs it, where it becomes that case's outcome; what frameworks
-    print while they are imported is left out for the same reason."""
+    """Import modules, and ignore those that fail.
+
+    A failing import is left to the rank that needs the module, where it becomes that case's outcome. What frameworks
+    print during imports is discarded for the same reason.
+    """
     with _silence():
         for name in modules:
             with contextlib.suppress(Exception, SystemExit):

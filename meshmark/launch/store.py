@@ -30,7 +30,7 @@ _GREETING = b"meshmark store 1"
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _MOST_BYTES = 2**30
-"""Of one message: reports of all ranks of a node are a few megabytes."""
+"""Largest size of one message. Reports of all ranks of a node are a few megabytes."""
 _PROVE_SECONDS = 10.0
 """For the whole proof, however many bytes arrive when."""
 _PROVE_ATTEMPTS = 6
@@ -256,7 +256,9 @@ class RunStore(Store):
         return [int(silent) for silent in self._ask("beat", node=node)]
 
     def clock_ahead(self) -> float:
-        """By how many seconds node 0's clock is ahead of this one's, to within half of what the question takes."""
+        """Return the seconds by which node 0's clock is ahead of this one's, to within half of the question's round
+        trip.
+        """
         asked = time.time()
         theirs = float(self._ask("time"))
         return theirs - (asked + time.time()) / 2
@@ -270,8 +272,11 @@ class RunStore(Store):
 
 
 def run_secret() -> bytes:
-    """What all processes of a run know, and nobody else: MESHMARK_RDZV_SECRET, or else a file in the user's home
-    directory, which clusters share between nodes. Raises `ClusterError` when others could know it too."""
+    """Return a secret that only the processes of a run know.
+
+    It is `MESHMARK_RDZV_SECRET`, or else a file in the user's home directory, which clusters share between nodes.
+    Raises `ClusterError` if others could know it.
+    """
     if text := os.environ.get("MESHMARK_RDZV_SECRET"):
         if len(text) < 16:
             raise ClusterError(f"MESHMARK_RDZV_SECRET has {len(text)} characters: at least 16 that nobody guesses")
@@ -305,7 +310,7 @@ def _create(file: Path, text: str) -> None:
 
 
 def _challenge(peer: socket.socket, secret: bytes) -> bytes | None:
-    """What shows a client that this side knows the secret; None unless the client has shown that it does."""
+    """Check that a client knows the secret, and return the proof that this side does. None if the client does not."""
     deadline, nonce = time.monotonic() + _PROVE_SECONDS, secrets.token_bytes(_NONCE_BYTES)
     peer.settimeout(_PROVE_SECONDS)
     peer.sendall(_GREETING + nonce)

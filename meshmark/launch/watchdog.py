@@ -31,7 +31,7 @@ _POLL_SECONDS = 0.1
 _STACK_SECONDS = 3.0
 _LOG_LINES = 30
 _ENDURE_SECONDS = 10.0
-"""What FAIL, which is to see whether the others end by themselves, gives them at least."""
+"""Least time that the pass `FAIL`, which tests whether the other ranks end by themselves, gives them."""
 _CRASHES = [-number for number in (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)]
 """Exit codes that no watchdog causes: such a rank was dying, which can take seconds, when it was to be killed."""
 
@@ -55,11 +55,11 @@ class RankProcesses(Protocol):
         """Negative: the signal that killed it. None while it runs."""
 
     def spared(self, info: RankInfo) -> bool:
-        """Whether its end says nothing of it: another rank's failure was why."""
+        """Return whether the rank's end says nothing about it, because another rank's failure was the cause."""
 
     @property
     def lost(self) -> bool:
-        """Whether those are gone who started them, and with them every rank that had not ended."""
+        """Whether the processes that started the ranks are gone, and with them every rank that had not ended."""
 
     def end(self) -> list[int]:
         """Kill what still runs, and whatever any of them started. Returns the ranks that outlived that."""
@@ -137,7 +137,7 @@ class Watchdog:
                 self.died.setdefault(info.rank, time.time())
 
     def _anyone_failed(self) -> bool:
-        """Whether a rank on any node has failed; if one did here, the other nodes are told."""
+        """Return whether a rank on any node has failed. A failure on this node is announced to the others."""
         here = any(self._failed(info) for info in self.ranks)
         if self.cluster is None:
             return here
@@ -146,7 +146,7 @@ class Watchdog:
         return here or self.cluster.happened(self.failed_key)
 
     def _failed(self, info: RankInfo) -> bool:
-        """Whether it ended with less than a report."""
+        """Return whether the rank ended without a report."""
         exit_code = self.processes.exit_code(info)
         silent = exit_code == 0 and not info.file("report").is_file() and not self.processes.spared(info)
         return bool(exit_code) or silent
@@ -200,7 +200,7 @@ class Watchdog:
         )
 
     def _late(self, info: RankInfo, log_tail: str) -> RankFailure:
-        """Whether it was slow or stood still, after the mark that it left."""
+        """Return the failure of a rank that was late: whether it was slow or made no progress after its last mark."""
         limit, mark = self.request.time_limit_seconds, self.marks[info.rank]
         pace, message = mark.pace(now=self.stopped, limit=limit), f"no end within {limit:g} s"
         stack = _read(info.file("stack"))
@@ -250,7 +250,10 @@ _LIBRARY = re.compile(r"/(torch|numpy|scipy)/|/lib/python[0-9.]+/(?!site-package
 
 
 def standing(stack: str) -> StackState:
-    """Of a rank that left `stack`, as faulthandler writes it: by the innermost frame of the thread that was asked."""
+    """Return the state of a rank from its `stack`, as written by faulthandler.
+
+    It depends on the innermost frame of the thread that was asked.
+    """
     if not stack:
         return StackState.SILENT
     frames = _frames(stack)

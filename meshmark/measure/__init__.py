@@ -1,6 +1,7 @@
-"""What really happened in one step of one rank: memory, traffic, time.
-A watch around one step reads the allocator, the saved tensors and the collectives that were really issued;
-nothing is asked of the framework but which tensors are parameters, gradients and states.
+"""Measure memory, traffic and time of one step of one rank.
+
+A watch around one step reads the allocator, the saved tensors and the collectives that were issued. The framework is
+only asked which tensors are parameters, gradients and states.
 
 May import: spec, adapter.
 """

@@ -1,7 +1,8 @@
-"""From what an allocator told, change by change, to the life of every storage.
+"""Reconstruct the lifetime of every storage from an allocator's changes.
 
-The profiler tells of what the threads that it watches allocate and free. Gloo's own threads free as well, unseen; but
-every change carries the allocator's own count of all bytes, whoever freed them, and that decides when they are gone.
+The profiler reports what the threads that it watches allocate and free. Gloo's own threads also free memory, which it
+does not see. But every change includes the allocator's own count of all bytes, whoever freed them, and this count
+shows when storages are gone.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 _MOST_SUMS = 4096
-"""Of storages that may have been freed between two changes: there are rarely two."""
+"""Largest number of sums of storages that may have been freed between two changes. There are rarely two storages."""
 _MOST_WORK = 4_000_000
-"""Sums that the search for such storages looks at over a whole pass: a second or two of Python. It is a count and not a
-time, so that a busy machine finds what a quiet one does."""
+"""Limit on the sums that the search for such storages examines in a whole pass: one or two seconds of Python.
+
+It is a count and not a time, so that a busy machine gets the same result as an idle one.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,18 +30,20 @@ class Change:
     address: int
     num_bytes: int
     total_bytes: int
-    """The allocator's own count, after this change, of all that any thread holds."""
+    """The allocator's own count of all threads' bytes after this change."""
     thread: int = 0
     kernel: int | None = None
-    """Where a kernel did it by itself: when that began."""
+    """Start time of the kernel that made the change by itself, or None."""
     is_workspace: bool = False
-    """Whether it is what PyTorch keeps for cuBLAS to work in."""
+    """True if it is a workspace that PyTorch keeps for cuBLAS."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workspace:
-    """What a kernel allocated and gave back before it was done, with what it had of that already: no tensor, which
-    nobody can hold or save, and as large as the CPU's instructions want it."""
+    """Memory that a kernel allocated and freed before it ended, together with what it already held.
+
+    It is not a tensor and cannot be held or saved. Its size depends on the CPU's instruction set.
+    """
 
     time_ns: int
     num_bytes: int
@@ -46,16 +51,19 @@ class Workspace:
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """One storage's life."""
+    """Lifetime of one storage."""
 
     address: int
     num_bytes: int
     start_ns: int
     stop_ns: int | None
-    """None when it was alive to the end."""
+    """End of the lifetime, or None if it was alive to the end."""
     freed_elsewhere: bool = False
-    """By another thread than that which began; if by one that is not watched, no later than `stop_ns`: the next change,
-    whose count lacks it."""
+    """True if another thread freed the storage than allocated it.
+
+    If that thread is not watched, the storage was freed no later than `stop_ns`, the next change, whose count lacks
+    it.
+    """
     is_workspace: bool = False
 
     def alive(self, time_ns: int) -> bool:
@@ -68,48 +76,48 @@ class _Life:
     num_bytes: int
     start_ns: int
     begun: int
-    """Which change began it."""
+    """Index of the change that began it."""
     reused: float = math.inf
-    """Which change allocated its address again: by then it had ended."""
+    """Index of the change that allocated its address again. It had ended by then."""
     seen: int | None = None
-    """Which change was its end, where that was seen."""
+    """Index of the change that ended it, if that was seen."""
     seen_ns: int | None = None
     stop_ns: int | None = None
     elsewhere: bool = False
     is_workspace: bool = False
     held_ns: int = 0
-    """When it was still there, for it was named then."""
+    """Time at which it was still held, because it was named then."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Storages that were there at one instant."""
+    """Storages that existed at one instant."""
 
     time_ns: int
     num_bytes: Mapping[int, int]
-    """By address."""
+    """Bytes by address."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """All lives, and the allocator's count."""
+    """All lifetimes, and the allocator's count."""
 
     lives: list[Allocation]
     times: list[int]
     totals: list[int]
-    """After each change, at the same place in `times`."""
+    """Count after each change, at the same index as in `times`."""
     workspaces: list[Workspace] = field(default_factory=list)
-    """Which are in no life and no total."""
+    """Workspaces, which are not part of `lives` or `totals`."""
     ends_known: bool = True
-    """Whether the ends that nobody saw were all looked for. Where not, lives may last too long; totals are right."""
+    """True if the search for unseen ends was complete. Otherwise lifetimes may be too long; totals are correct."""
 
     def total(self, time_ns: int) -> int:
-        """Bytes that the allocator counted at this time."""
+        """Return the bytes that the allocator counted at this time."""
         index = bisect.bisect_right(self.times, time_ns)
         return self.totals[index - 1] if index else 0
 
     def peak(self, start_ns: int, stop_ns: int) -> tuple[int, int]:
-        """The most bytes counted in [start, stop), and the first instant of that."""
+        """Return the most bytes counted in [start, stop), and the first instant with that count."""
         first, last = (bisect.bisect_left(self.times, t) for t in (start_ns, stop_ns))
         found = [(self.total(start_ns), -start_ns)]
         found += [(n, -t) for t, n in zip(self.times[first:last], self.totals[first:last], strict=True)]
@@ -117,14 +125,16 @@ class Timeline:
         return most, -negative
 
     def counted_peak(self, start_ns: int, stop_ns: int) -> int:
-        """The most bytes that the allocator counted in [start, stop), workspaces among them."""
+        """Return the most bytes that the allocator counted in [start, stop), including workspaces."""
         working = [w for w in self.workspaces if start_ns <= w.time_ns < stop_ns]
         return max([self.peak(start_ns, stop_ns)[0], *(self.total(w.time_ns) + w.num_bytes for w in working)])
 
 
 def timeline(changes: Sequence[Change], known: frozenset[int] = frozenset(), held: Held | None = None) -> Timeline:
-    """`changes` in order of time; what was there before the first of them does not count. `known`: addresses of
-    storages that are alive at the end."""
+    """Return the timeline of `changes`, which are ordered by time.
+
+    Storages from before the first change do not count. `known` is the addresses of storages that are alive at the end.
+    """
     changes, workspaces = _without_workspaces(_from_here(changes))
     lives = _lives(changes)
     if held:
@@ -154,7 +164,7 @@ def timeline(changes: Sequence[Change], known: frozenset[int] = frozenset(), hel
 
 
 def _without_workspaces(changes: Sequence[Change]) -> tuple[list[Change], list[Workspace]]:
-    """What is left of `changes` and of their counts, and what kernels gave back themselves."""
+    """Return `changes` without workspaces, with adjusted counts, and the workspaces that kernels freed themselves."""
     begun, ends = dict[tuple[int, int | None], int](), dict[int, int]()
     for i, change in enumerate(changes):
         place = (change.address, change.kernel)
@@ -174,7 +184,7 @@ def _without_workspaces(changes: Sequence[Change]) -> tuple[list[Change], list[W
 
 
 def _from_here(changes: Sequence[Change]) -> list[Change]:
-    """The same, with counts that leave out storages of before."""
+    """Return the changes with counts that exclude storages from before."""
     before, there, found = changes[0].total_bytes - max(changes[0].num_bytes, 0) if changes else 0, set[int](), []
     for change in changes:
         if change.num_bytes > 0:
@@ -186,7 +196,7 @@ def _from_here(changes: Sequence[Change]) -> list[Change]:
 
 
 def _lives(changes: Sequence[Change]) -> list[_Life]:
-    """In order of their start, as far as they were seen."""
+    """Return the lifetimes ordered by start, as far as they were seen."""
     lives, there = list[_Life](), dict[int, _Life]()
     for i, change in enumerate(changes):
         life = there.pop(change.address, None)
@@ -208,7 +218,7 @@ def _lives(changes: Sequence[Change]) -> list[_Life]:
 
 
 def _hold(lives: Sequence[_Life], held: Held) -> None:
-    """The latest at each address; of another size it is not the storage that was named."""
+    """Mark the latest storage at each address as held. With another size, it is not the storage that was named."""
     there = {life.address: life for life in lives if life.start_ns <= held.time_ns}
     for address, num_bytes in held.num_bytes.items():
         if (life := there.get(address)) and life.num_bytes == num_bytes:
@@ -216,7 +226,7 @@ def _hold(lives: Sequence[_Life], held: Held) -> None:
 
 
 class _Budget:
-    """Work that the search for unseen ends may still do, over the whole of a pass."""
+    """Remaining work for the search for unseen ends, over a whole pass."""
 
     def __init__(self) -> None:
         self.left = _MOST_WORK
@@ -227,12 +237,11 @@ class _Budget:
 
 
 def _find_ends(changes: Sequence[Change], lives: Sequence[_Life], unseen: Sequence[_Life]) -> bool:
-    """Set `stop_ns` of those of `unseen` that the allocator no longer counts. False where that took more work than is
-    allowed: then nobody knows the ends from there on.
+    """Set `stop_ns` of those `unseen` storages that the allocator no longer counts.
 
-    Every change asks which storages have gone since the last one. A search that found nobody is not repeated until its
-    answer can differ: other bytes are missing, a new storage waits, or those that were named may go. What all searches
-    cost together is bounded by `_Budget`, whatever a framework allocates.
+    Returns False if that exceeded the budget; ends after that point are unknown. Every change checks which storages
+    have gone since the last one. A failed search is repeated only when its answer may differ: other bytes are missing,
+    a new storage waits, or named ones may go. `_Budget` limits the total work, whatever a framework allocates.
     """
     starts = {life.begun: life for life in unseen}
     seen = {life.seen: life for life in lives if life.seen is not None}
@@ -252,7 +261,7 @@ def _find_ends(changes: Sequence[Change], lives: Sequence[_Life], unseen: Sequen
         missing = listed - sum(w.num_bytes for w in gone) - change.total_bytes
         question = missing, newest, named_until <= change.time_ns
         if missing > 0 and question != in_vain:
-            # Of two storages of one size, the one whose address is allocated again first must have gone first.
+            # Of two storages of equal size, the one whose address is allocated again first must have gone first.
             may_be_gone = sorted((w for w in waiting.values() if w.held_ns <= change.time_ns), key=lambda w: w.reused)
             found = _sized(may_be_gone, missing, budget)
             if budget.is_spent:
@@ -268,7 +277,7 @@ def _find_ends(changes: Sequence[Change], lives: Sequence[_Life], unseen: Sequen
 
 
 def _sized(waiting: Sequence[_Life], num_bytes: int, budget: _Budget) -> list[_Life]:
-    """Those, first come first, that together have `num_bytes`; nobody where that is not to be found."""
+    """Return storages, the oldest first, that together have `num_bytes`, or nothing if no such set is found."""
     came_from: dict[int, tuple[int, _Life] | None] = {0: None}
     budget.left -= len(waiting)
     for life in waiting:

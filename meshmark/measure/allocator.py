@@ -1,4 +1,4 @@
-"""The allocators' own counts: of all bytes that they gave out and were not given back, whichever thread did it."""
+"""The allocators' own counts of bytes that are allocated and not freed, by any thread."""
 
 from __future__ import annotations
 
@@ -14,23 +14,28 @@ from torch.profiler import ProfilerActivity, profile
 from meshmark.errors import MeshmarkError
 
 _ATTEMPTS = 5
-"""At a profile that sees an allocation."""
+"""Largest number of attempts to take a profile that sees an allocation."""
 _SETTLE_SECONDS = 0.02
-"""Gloo's threads let go of a tensor microseconds after they have said that its collective is done, if they are let."""
+"""Time for gloo's threads to release tensors, which takes them microseconds after a collective is reported done."""
 
 
 @functools.cache
 def count_all_threads() -> None:
-    """From here on PyTorch's CPU allocator counts what any thread allocates and frees. By itself it counts what threads
-    under a profiler do, so that what another one frees stays counted for ever. There is no way to say so from Python
-    but the variable itself."""
+    """Make PyTorch's CPU allocator count what any thread allocates and frees.
+
+    By default it counts only threads under a profiler, so that memory freed by another thread stays counted. The flag
+    can only be set through the C++ variable.
+    """
     c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     ctypes.c_bool.in_dll(c10, "FLAGS_caffe2_report_cpu_memory_usage").value = True
 
 
 def settle(device: torch.device) -> int:
-    """Wait until what a step has done is over, and have the allocator tell its count; returns when. What PyTorch keeps
-    for cuBLAS in the same allocator is no tensor of the step's, and is made again when it is needed."""
+    """Wait until the work of a step is over, and make the allocator report its count. Returns the time.
+
+    Clears cuBLAS's workspaces in the same allocator, which are not tensors of the step, and are allocated again on
+    demand.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch._C._cuda_clearCublasWorkspaces()
@@ -42,8 +47,11 @@ def settle(device: torch.device) -> int:
 
 
 def cublas_workspace_bytes(config: str) -> int:
-    """Return how much PyTorch allocates for cuBLAS by stream and thread, under a CUBLAS_WORKSPACE_CONFIG such as
-    ":4096:8": pairs of KiB and of how many of that size. 0 where it is not set, or not understood."""
+    """Return how much PyTorch allocates for cuBLAS per stream and thread.
+
+    `config` is a CUBLAS_WORKSPACE_CONFIG such as ":4096:8": pairs of a size in KiB and a count. Returns 0 if it is not
+    set or not understood.
+    """
     numbers = [int(part) for part in config.strip().lstrip(":").split(":") if part.isdigit()]
     if not numbers or len(numbers) % 2:
         return 0
@@ -51,11 +59,11 @@ def cublas_workspace_bytes(config: str) -> int:
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Return the allocator's own count; no profiler may be running.
+    """Return the allocator's own count. No profiler may be running.
 
-    On a CPU the allocator tells it to a profiler alone, and `count_all_threads` must have been called before the first
-    allocation that is to count. On a machine with five times as many runnable processes as cores, a profile was once
-    empty; another is taken then.
+    On a CPU the allocator reports it only to a profiler, and `count_all_threads` must have been called before the
+    first allocation that should count. On a machine with five times as many runnable processes as cores, a profile was
+    once empty; in that case another is taken.
 
     Raises `MeshmarkError` if the profiler sees nothing at all.
     """
@@ -77,7 +85,7 @@ def allocated_bytes(device: torch.device) -> int:
 
 
 class CudaPeaks:
-    """Most bytes allocated and reserved within windows alone; nothing on the CPU."""
+    """Peak bytes allocated and reserved within windows. Does nothing on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self.allocated, self.reserved = device, 0, 0

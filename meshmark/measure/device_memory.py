@@ -1,5 +1,7 @@
-"""What CUDA's caching allocator came to over the steps of a pass, and what lies outside it: from PyTorch's own
-statistics, which cost nothing while steps run."""
+"""Statistics of CUDA's caching allocator over the steps of a pass, and memory outside it.
+
+They come from PyTorch's own counters, which cost nothing while steps run.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +15,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """One rank's, on a GPU."""
+    """Memory statistics of one rank on a GPU."""
 
     allocated_peak_bytes: int
-    """Of tensors, rounded to blocks."""
+    """Peak bytes of tensors, rounded to blocks."""
     reserved_peak_bytes: int
-    """That the allocator held of the device, its caches among it."""
+    """Peak bytes that the allocator held of the device, including its caches."""
     fragmented_bytes: int
-    """At the end: in blocks that are split, and free, and of no use to a larger tensor."""
+    """Bytes at the end in free parts of split blocks, which a larger tensor cannot use."""
     num_retries: int
-    """Times that the allocator found no room, and gave its caches back first: each holds all streams up."""
+    """Number of times that the allocator had to free its caches first to find room. Each stalls all streams."""
     outside_bytes: int
-    """At the end, of the whole device: used by anybody and not held by this process's allocator. CUDA's context, NCCL's
-    buffers, libraries' workspaces; and other processes, where ranks share a GPU."""
+    """Bytes of the whole device at the end that are used outside this process's allocator.
+
+    They are CUDA's context, NCCL's buffers and libraries' workspaces, and other processes if ranks share a GPU.
+    """
 
 
 def start_device_memory(device: torch.device) -> None:
-    """From here on peaks count."""
+    """Reset the peaks."""
     if device.type == "cuda":
         import torch
 
@@ -38,7 +42,7 @@ def start_device_memory(device: torch.device) -> None:
 
 
 def read_device_memory(device: torch.device) -> DeviceMemory | None:
-    """Since `start_device_memory`; None on the CPU."""
+    """Return the statistics since `start_device_memory`, or None on the CPU."""
     if device.type != "cuda":
         return None
     import torch
@@ -47,7 +51,7 @@ def read_device_memory(device: torch.device) -> DeviceMemory | None:
 
 
 def device_memory(statistics: Mapping[str, int], free_and_total: tuple[int, int]) -> DeviceMemory:
-    """From what `torch.cuda.memory_stats` and `mem_get_info` say."""
+    """Return the statistics from the values of `torch.cuda.memory_stats` and `mem_get_info`."""
     free, total = free_and_total
     return DeviceMemory(
         allocated_peak_bytes=statistics["allocated_bytes.all.peak"],

@@ -1,5 +1,7 @@
-"""Point-to-point calls of this process. The profiler does not see their group, and gloo's flight recorder does not see
-them at all."""
+"""Record point-to-point calls of this process.
+
+The profiler does not see their group, and gloo's flight recorder does not see them at all.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 _KINDS = {"send": "send", "recv": "recv", "recv_anysource": "recv"}
-"""Methods of a process group, through which `torch.distributed` sends and receives, and the kinds of their calls."""
+"""Methods of a process group that `torch.distributed` sends and receives through, with the kinds of their calls."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,18 +23,18 @@ class Message:
 
     kind: str
     ranks: tuple[int, ...]
-    """Both ends; the whole group where a receive takes from any rank."""
+    """Both ends, or the whole group if a receive accepts any rank."""
     num_bytes: int
     time_ns: int
 
 
 class Ends:
-    """Every point-to-point call of this process between `start` and `stop`, in order."""
+    """Records every point-to-point call of this process between `start` and `stop`, in order."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self._kept: dict[str, object] = {}
-        """Methods as the class has them: what `getattr` makes of them would no longer be bound to a group."""
+        """Original class attributes. `getattr` would return them in a form that no longer binds to a group."""
 
     def start(self) -> None:
         if self._kept or not dist.is_available() or not dist.is_initialized():

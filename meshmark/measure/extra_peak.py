@@ -1,4 +1,4 @@
-"""Memory that something takes beside what was held when it began."""
+"""Peak memory of an operation, besides what was held when it began."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import torch
 
 _MOST_RESIDENT, _RESIDENT = "VmHWM", "VmRSS"
 _FORGET_MOST = "5"
-"""What `/proc/PID/clear_refs` takes this for (proc_pid_clear_refs(5))."""
+"""Value for `/proc/PID/clear_refs` that resets the peak (proc_pid_clear_refs(5))."""
 
 
 class ExtraPeak:
-    """A context of several visits: the most memory that any of them took beside what was held at its beginning. On a
-    GPU as its allocator counts; on a CPU as much as was resident, after what is free was given back to the system."""
+    """A reusable context that records the most memory any of its blocks took beyond what was held at its start.
+
+    On a GPU this is the allocator's count. On a CPU it is resident memory, after free memory was returned to the
+    system.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.num_bytes, self._before = device, 0, 0

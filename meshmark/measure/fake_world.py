@@ -1,9 +1,9 @@
-"""One process as one rank of a world of any size: a process group whose other ranks do not exist.
+"""Run one process as one rank of a world of any size, with a process group whose other ranks do not exist.
 
-PyTorch's fake process group carries out no collective, and DDP's reducer and whatever gathers objects do not survive
-that. Here every collective is over at once: a reduction leaves what this rank has, a gather has this rank's part in
-every place, and a message that is received is zeros. So sizes, control flow and memory are those of the real world, and
-no number that is computed means anything.
+PyTorch's fake process group performs no collectives, which DDP's reducer and gathers of objects do not survive. Here
+every collective returns at once: a reduction leaves this rank's values, a gather has this rank's part in every place,
+and a received message is zeros. Sizes, control flow and memory are therefore those of the real world, but computed
+numbers are meaningless.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils.weak import TensorWeakRef
 from meshmark.measure.flight_recorder import IssuedOperation
 
 BACKEND = "fake"
-"""PyTorch's name of it."""
+"""PyTorch's name of the backend."""
 
 
 class Copies(StrEnum):
@@ -32,14 +32,14 @@ class Copies(StrEnum):
     GLOO = "gloo"
     """Gathers into a flat tensor of all parts, and reduces in a copy of the whole, on the host."""
     NCCL = "nccl"
-    """Reads and writes the tensors that it is given; lists of tensors go through a flat one."""
+    """Reads and writes the given tensors directly; lists of tensors go through a flat one."""
 
 
 class _Reduced(Work):
-    """An all-reduce that was over when it returned, and whose future has its tensors, as DDP's reducer wants it.
+    """A finished all-reduce whose future holds its tensors, as DDP's reducer requires.
 
-    PyTorch keeps the C++ half of this alive, and not this: whoever makes one must keep it. Tensors are referred to
-    weakly, for a backend lets go of them when the call is over.
+    PyTorch keeps only the C++ half alive, so the caller must keep this object. It refers to tensors weakly, because a
+    backend releases them when the call is over.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -62,8 +62,10 @@ class _Reduced(Work):
 
 
 class _Holding(Work):
-    """A call that was over when it returned, with tensors that are there as long as its caller keeps it. Until somebody
-    waits for it, which they do through the C++ half, it is kept by who makes it."""
+    """A finished call that holds tensors for as long as its caller keeps it.
+
+    It is kept alive by its maker until somebody waits for it, which happens through the C++ half.
+    """
 
     def __init__(self, tensors: Sequence[Tensor], kept: set[Work]) -> None:
         super().__init__()
@@ -83,10 +85,10 @@ class _Holding(Work):
 
 @contextlib.contextmanager
 def fake_world(rank: int, world_size: int, copies: Copies) -> Iterator[list[IssuedOperation]]:
-    """Bring up a default process group of `world_size` ranks in which this process is `rank`, alone.
+    """Create a default process group of `world_size` ranks in which this process is `rank`, alone.
 
-    Yields the collectives that were carried out, which grows; messages are seen by `Ends`. The process must have no
-    process group yet, and must end with this: PyTorch's own kernels are replaced for good.
+    Yields a growing list of the collectives that were performed; messages are recorded by `Ends`. The process must not
+    have a process group yet and must exit afterwards, because PyTorch's own kernels are replaced permanently.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -111,12 +113,12 @@ _ISSUED: list[list[IssuedOperation]] = []
 
 
 def issued() -> list[IssuedOperation] | None:
-    """Return what was carried out in the fake world that this process is in; None where it is in none."""
+    """Return the operations performed in this process's fake world, or None if it is in none."""
     return _ISSUED[-1] if _ISSUED else None
 
 
 class _Kernels:
-    """What PyTorch's communication layer calls in the place of a backend."""
+    """Kernels that PyTorch's communication layer calls in place of a backend."""
 
     def __init__(self, copies: Copies) -> None:
         self.copies = copies
@@ -289,8 +291,11 @@ class _Kernels:
         return FakeWork().boxed()
 
     def _send(self, tensors: list[Tensor], *_: object) -> object:
-        """A message is there as long as its sender keeps the work, which not all wait for. Until the next call, by when
-        the sender has it, it is kept here."""
+        """Send, and keep the message until the next call.
+
+        A message lives as long as its sender keeps the work, which not all senders wait for. By the next call the
+        sender has it.
+        """
         self._sent.clear()
         return _Holding([tensor.data for tensor in tensors], self._sent).boxed()
 
@@ -332,18 +337,18 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def _reduce_part(output: Tensor, given: Tensor, group: torch.ScriptObject) -> None:
-    """This rank's own part of what it gives."""
+    """Copy this rank's own part of `given` to `output`."""
     own = given.detach().reshape(-1)[_place(group) * output.numel() :][: output.numel()]
     _copy(output, own.view_as(output))
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
-    """Through `data`: a backend writes memory, and no autograd sees it."""
+    """Copy through `data`, because a backend writes memory without autograd."""
     target.data.copy_(source.data)
 
 
 def _repeat(output: Tensor, given: Tensor, group: torch.ScriptObject) -> None:
-    """Put `given` into every place of `output`. It may be a view of its own place."""
+    """Copy `given` to every place of `output`. It may be a view of its own place."""
     rows, row, place = output.data.view(_size(group), -1), given.data.reshape(1, -1), _place(group)
     for others in (rows[:place], rows[place + 1 :]):
         others.copy_(row.expand_as(others))

@@ -1,7 +1,7 @@
-"""What a backend's flight recorder says that it did: entries of a dump, folded to one operation a call.
+"""Read a backend's flight recorder: fold the entries of a dump into one operation per call.
 
-NCCL's recorder writes an entry for every part of a coalesced group and one more, without sizes, for the group itself:
-an all-gather of unequal parts, for one, is as many `_broadcast_oop` as there are ranks and an `ALLGATHER_coalesced`.
+NCCL's recorder writes an entry for every part of a coalesced group, and one without sizes for the group itself. An
+all-gather of unequal parts, for example, is one `_broadcast_oop` per rank and an `ALLGATHER_coalesced`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 _PARTS = {"_broadcast_oop": "all_gather", "_reduce_oop": "reduce_scatter"}
-"""What NCCL makes a call of unequal parts from: a part by title, and the whole."""
+"""Titles of the parts of a call with unequal parts in NCCL, and the kind of the whole call."""
 _ENDINGS = ("_coalesced", "_into_tensor", "_tensor", "_v_single", "_single", "_v", "_base", "_oop")
-"""Of titles: which form of a call it was. They are taken off in this order, as often as they are there."""
+"""Suffixes of titles for the form of a call. They are removed in this order, repeatedly."""
 _KINDS = {
     "allgather": "all_gather",
     "allreduce": "all_reduce",
@@ -24,9 +24,9 @@ _KINDS = {
     "sparse_all_reduce": "all_reduce",
     "alltoall": "all_to_all",
 }
-"""What is left of a title where it is no kind by itself."""
+"""Kinds for shortened titles that are not a kind by themselves."""
 _ITEM_BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2}
-"""By the scalar type's name; every other one (Char, Byte, Bool, the Float8s) has one byte an element."""
+"""Bytes per element by scalar type. All others (Char, Byte, Bool, the Float8s) have one byte."""
 _COMPLEX = {"ComplexHalf": 4, "ComplexFloat": 8, "ComplexDouble": 16}
 
 
@@ -35,21 +35,24 @@ _MOST_TOLD = 20
 
 @dataclass(frozen=True, kw_only=True)
 class IssuedOperation:
-    """What the backend did."""
+    """An operation that the backend performed."""
 
     kind: str
-    """In the words of `wire_factor` where it knows such a thing, else as the backend calls it."""
+    """Kind as in `wire_factor` if known there, otherwise the backend's name."""
     time_ns: int
     ranks: tuple[int, ...]
-    """Of its group; empty where the group is gone."""
+    """Ranks of its group. Empty if the group no longer exists."""
     num_bytes: int
-    """Of the larger of its input and its output, and of all parts together."""
+    """Bytes of the larger of input and output, over all parts."""
     seconds: float | None = None
-    """Where the backend timed it (NCCL, with TORCH_NCCL_ENABLE_TIMING)."""
+    """Duration, if the backend measured it (NCCL, with TORCH_NCCL_ENABLE_TIMING)."""
 
 
 def dump() -> dict[str, Any]:
-    """Of the default group's backend; TORCH_FR_BUFFER_SIZE must have been set before the first group was made."""
+    """Return the dump of the default group's backend.
+
+    TORCH_FR_BUFFER_SIZE must have been set before the first group was created.
+    """
     c10d = torch._C._distributed_c10d
     dumped = c10d._dump_nccl_trace if torch.distributed.get_backend() == "nccl" else c10d._dump_fr_trace  # type: ignore[attr-defined]
     recorded: dict[str, Any] = pickle.loads(dumped())
@@ -57,7 +60,7 @@ def dump() -> dict[str, Any]:
 
 
 def under_way(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What had not ended when the dump was made, in words, oldest first; and before it the last call that had."""
+    """Describe the last call that had ended when the dump was made, and those that had not, oldest first."""
     open_ones = [entry for entry in entries if not _ended(entry)]
     done = [entry for entry in entries if _ended(entry)]
     return [_told(entry) for entry in [*done[-1:], *open_ones[:_MOST_TOLD]]]
@@ -77,7 +80,7 @@ def _told(entry: Mapping[str, Any]) -> str:
 
 
 def kind_of(title: str) -> str:
-    """`nccl:_all_gather_base` is an `all_gather`."""
+    """Return the kind of a title: `nccl:_all_gather_base` is an `all_gather`."""
     name = title.rpartition(":")[2].strip("_").lower()
     while ending := next((e for e in _ENDINGS if name.endswith(e)), None):
         name = name.removesuffix(ending)
@@ -87,7 +90,7 @@ def kind_of(title: str) -> str:
 def issued_operations(
     entries: Sequence[Mapping[str, Any]], groups: Mapping[str, tuple[int, ...]]
 ) -> Iterator[IssuedOperation]:
-    """Collectives (not point-to-point) of a dump, in order. `groups`: the ranks of a group, by its name."""
+    """Yield the collectives (not point-to-point) of a dump, in order. `groups` maps a group's name to its ranks."""
     parts = list[Mapping[str, Any]]()
     for entry in entries:
         title = entry["profiling_name"].rpartition(":")[2]
@@ -108,12 +111,12 @@ def issued_operations(
 
 
 def _marks_a_group(title: str, entry: Mapping[str, Any]) -> bool:
-    """Whether it stands for the calls before it: it has no tensors of its own."""
+    """Return whether an entry stands for the calls before it: it has no tensors itself."""
     return title.endswith("coalesced") and not entry["input_sizes"] and not entry["output_sizes"]
 
 
 def _call(entry: Mapping[str, Any]) -> tuple[object, ...]:
-    """Which call of which group an entry belongs to."""
+    """Return the group and number of the call that an entry belongs to."""
     return entry["process_group"][0], entry.get("collective_seq_id")
 
 
@@ -123,7 +126,7 @@ def _operation(
     groups: Mapping[str, tuple[int, ...]],
     closing: Mapping[str, Any] | None = None,
 ) -> IssuedOperation:
-    """`closing`: what stands for all of them, and was timed in their place."""
+    """Combine entries into one operation. `closing` is the entry that stands for all of them and was timed."""
     timed = (closing or entries[-1]).get("duration_ms")
     return IssuedOperation(
         kind=kind,

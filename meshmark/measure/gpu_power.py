@@ -1,7 +1,7 @@
-"""Power, clocks and company of GPUs while steps are timed, as the driver's NVML tells them (`nvidia-ml-py`).
+"""Power, clocks and processes of GPUs while steps are timed, from the driver's NVML (`nvidia-ml-py`).
 
-Asked ten times a second from the launcher's process, which times nothing itself and does not touch CUDA. No line of the
-part that asks has met a GPU yet; what is made of its answers is held to values by tests.
+The launcher's process samples ten times per second; it times nothing itself and does not use CUDA. The sampling code
+has not run on a GPU yet. Tests check what is computed from its samples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _THROTTLES = {
     0x40: "hardware thermal slowdown",
     0x80: "power brake",
 }
-"""Bits of NVML's clock event reasons that mean less than the full clock; idle and set clocks are no fault."""
+"""Bits of NVML's clock event reasons that mean a reduced clock. Idle and set clocks are not faults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,16 +31,16 @@ class GpuSample:
     """One GPU at one instant."""
 
     gpu: str
-    """Its UUID."""
+    """UUID of the GPU."""
     time: float
-    """Of the monotonic clock, which all processes of a machine share."""
+    """Monotonic clock, which all processes of a machine share."""
     watts: float
     sm_mhz: int
     celsius: int
     reasons: int = 0
-    """NVML's bits: why the clock is not higher."""
+    """NVML's bits for why the clock is not higher."""
     num_processes: int = 0
-    """That compute on it."""
+    """Number of processes that compute on the GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class GpuPower:
     """One GPU over the timed steps."""
 
     gpu: str
-    """Its UUID."""
+    """UUID of the GPU."""
     num_samples: int
     joules: float
     """Mean power times seconds."""
@@ -56,16 +56,16 @@ class GpuPower:
     highest_mhz: int
     highest_celsius: int
     throttles: list[str] = field(default_factory=list)
-    """Why its clock was held down."""
+    """Reasons why its clock was reduced."""
     num_processes: int = 0
-    """The most that computed on it at once."""
+    """Largest number of processes that computed on it at once."""
 
 
 Ask = Callable[[], list[GpuSample]]
 
 
 def power_of(samples: Sequence[GpuSample], gpus: Iterable[str], span: tuple[float, float]) -> list[GpuPower]:
-    """Of each of `gpus`, by the samples within `span`; nothing of one that has none."""
+    """Return the power of each of `gpus` from the samples within `span`. GPUs without samples are left out."""
     found = list[GpuPower]()
     for gpu in sorted(set(gpus)):
         own = [s for s in samples if s.gpu == gpu and span[0] <= s.time <= span[1]]
@@ -90,7 +90,7 @@ def power_of(samples: Sequence[GpuSample], gpus: Iterable[str], span: tuple[floa
 
 
 def together(launches: Iterable[Sequence[GpuPower]]) -> list[GpuPower]:
-    """Of several launches, by GPU."""
+    """Combine several launches by GPU."""
     by_gpu: dict[str, list[GpuPower]] = {}
     for one in itertools.chain.from_iterable(launches):
         by_gpu.setdefault(one.gpu, []).append(one)
@@ -110,8 +110,10 @@ def together(launches: Iterable[Sequence[GpuPower]]) -> list[GpuPower]:
 
 
 def spoilt(power: Sequence[GpuPower], ranks_per_gpu: int) -> list[str]:
-    """Why a rate over these is no rate of the machine: a clock that was held down for another reason than its power
-    cap, which is how a GPU runs that has much to do; or somebody else's work."""
+    """Return why a rate measured with these readings does not represent the machine.
+
+    Reasons are a clock reduced for another reason than the power cap, which is normal under load, and other processes.
+    """
     found = list[str]()
     for one in power:
         held_down = [reason for reason in one.throttles if reason != _THROTTLES[0x4]]
@@ -122,10 +124,10 @@ def spoilt(power: Sequence[GpuPower], ranks_per_gpu: int) -> list[str]:
 
 
 class GpuWatch:
-    """Samples while it is entered, in a thread."""
+    """Samples GPUs in a thread while its context is active."""
 
     def __init__(self, ask: Ask | None) -> None:
-        """`ask` is None where there is nobody to ask."""
+        """`ask` returns samples, or is None if there is nothing to sample."""
         self.samples: list[GpuSample] = []
         self._ask, self._over = ask, threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -149,7 +151,7 @@ class GpuWatch:
 
 @contextlib.contextmanager
 def nvml() -> Iterator[Ask | None]:
-    """Asks all GPUs; None where `nvidia-ml-py` is not installed, or no driver answers."""
+    """Yield a function that samples all GPUs, or None if `nvidia-ml-py` is not installed or no driver answers."""
     try:
         library: Any = importlib.import_module("pynvml")
         library.nvmlInit()
@@ -164,7 +166,7 @@ def nvml() -> Iterator[Ask | None]:
 
 
 def _sample(library: Any, handle: Any) -> GpuSample:  # noqa: ANN401
-    """The reasons by NVML's name for them since driver 535, where the package has it: the older one is to go."""
+    """Return a sample. Uses NVML's name of the reasons since driver 535 if available; the older name is deprecated."""
     older = "nvmlDeviceGetCurrentClocksThrottleReasons"
     reasons = getattr(library, "nvmlDeviceGetCurrentClocksEventReasons", None) or getattr(library, older)
     return GpuSample(

@@ -1,4 +1,4 @@
-"""How well the mean of a series is known whose neighbours depend on one another: block means and Student's t."""
+"""Confidence interval of the mean of an autocorrelated series: block means and Student's t."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from dataclasses import dataclass
 
 CONFIDENCE = 0.95
 LEAST_BLOCKS = 8
-"""Fewer longer blocks would be wide by Student's t rather than by what they show."""
+"""Least number of blocks. With fewer, the interval would be dominated by Student's t."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A mean and how far it may be off."""
+    """A mean and its uncertainty."""
 
     mean: float
     half_width: float
-    """Of the interval that holds the true mean with CONFIDENCE; infinite of fewer than two samples."""
+    """Half width of the interval that contains the true mean with CONFIDENCE. Infinite for fewer than two samples."""
     block: int
-    """Samples a block."""
+    """Samples per block."""
 
     @property
     def relative(self) -> float:
@@ -29,12 +29,12 @@ class Interval:
 
 
 def mean_interval(samples: Sequence[float], repeat: int = 0) -> Interval:
-    """The interval of the mean of `samples`, in their order.
+    """Return the interval of the mean of `samples`, in order.
 
-    Means of blocks of 1, 2, 4, ... samples: where neighbours are alike, the error that blocks show rises with their
-    length until they are longer than the likeness reaches (Flyvbjerg and Petersen, J. Chem. Phys. 91, 461, 1989), so
-    the widest interval counts, of the lengths that leave LEAST_BLOCKS blocks. `repeat`: how many samples share
-    whatever their processes met, where there are several such repeats; these are blocks however few they are.
+    Uses means of blocks of 1, 2, 4, ... samples. With correlated neighbours, the error estimate rises with the block
+    length until blocks exceed the correlation length (Flyvbjerg and Petersen, J. Chem. Phys. 91, 461, 1989). The
+    widest interval therefore counts, among lengths with at least LEAST_BLOCKS blocks. `repeat` is how many samples
+    share the same processes, if there are several such repeats; these count as blocks however few they are.
     """
     lengths = [1]
     while len(samples) // (2 * lengths[-1]) >= LEAST_BLOCKS:
@@ -46,7 +46,10 @@ def mean_interval(samples: Sequence[float], repeat: int = 0) -> Interval:
 
 
 def _block_means(samples: Sequence[float], length: int) -> list[float]:
-    """Of whole blocks; what is over at the start is left out, for the end is further from warm-up."""
+    """Return means of whole blocks.
+
+    Surplus samples at the start are dropped, because the end is further from warm-up.
+    """
     over = len(samples) % length
     return [statistics.fmean(samples[i : i + length]) for i in range(over, len(samples), length)]
 
@@ -61,7 +64,7 @@ def _half_width(means: Sequence[float]) -> float:
 
 @functools.cache
 def student_t(degrees: int) -> float:
-    """What Student's t of so many degrees of freedom stays within, on both sides, with CONFIDENCE."""
+    """Return the two-sided quantile of Student's t at CONFIDENCE for `degrees` degrees of freedom."""
     low, high = 0.0, 1.0
     while _within(high, degrees) < CONFIDENCE:
         low, high = high, 2 * high
@@ -72,7 +75,7 @@ def student_t(degrees: int) -> float:
 
 
 def _within(t: float, degrees: int) -> float:
-    """Probability that Student's t is between -t and t: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    """Return the probability that Student's t is between -t and t: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
     angle = math.atan2(t, math.sqrt(degrees))
     odd = degrees % 2
     term, total = (math.cos(angle) if odd else 1.0), 0.0

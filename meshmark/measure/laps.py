@@ -1,7 +1,7 @@
-"""Steps on the clock: laps that all ranks start together, when to run another, and what they amount to.
+"""Timed steps: laps that all ranks start together, when to run another, and their results.
 
-A lap lasts from the first rank's leave from a barrier to the last rank's end, as a stopwatch beside the machine would
-say. Between laps, off the clock, ranks tell one another their times, and each decides alike whether to add steps.
+A lap lasts from when the first rank leaves a barrier to the last rank's end, as an external stopwatch would measure.
+Between laps, off the clock, ranks exchange their times, and all decide alike whether to add steps.
 """
 
 from __future__ import annotations
@@ -13,16 +13,22 @@ from dataclasses import dataclass
 from meshmark.measure.interval import Interval, mean_interval
 
 PRECISION = 0.02
-"""Of the rate: steps are added until its interval is no wider than this, up and down."""
+"""Relative precision of the rate. Steps are added until the half width of its interval is no larger."""
 LEAST_SETTLED = 64
-"""Steps of which an interval is narrow enough: of fewer, blocks are too short to show how far neighbours are alike. In
-simulations that stop by this rule the interval holds the true rate in 95 to 98 % of runs whose steps scatter
-normally, in 94 % where neighbours correlate by 0.3, in 90 % by 0.6, and in 81 % by 0.8 or with lognormal outliers."""
+"""Least number of steps for which an interval is trusted.
+
+With fewer, blocks are too short to show the correlation of neighbours. In simulations that stop by this rule, the
+interval contains the true rate in 95 to 98 % of runs with normally distributed steps, in 94 % with correlation 0.3
+between neighbours, in 90 % with 0.6, and in 81 % with 0.8 or with lognormal outliers.
+"""
 LEAST_LAUNCHES = 4
-"""Of which an interval is narrow enough: what a launch's processes met (where they were placed, in which memory) moves
-all its steps alike, by 5 to 15 % on a shared machine, and no number of steps of one launch shows it."""
+"""Least number of launches for which an interval is trusted.
+
+The conditions of a launch's processes (their placement, their memory) shift all its steps alike, by 5 to 15 % on a
+shared machine. No number of steps of one launch shows this.
+"""
 LEAST_LAP = 5
-"""A shorter one would be its start more than its steps."""
+"""Least steps per lap. A shorter lap would be mostly its start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,21 +36,21 @@ class Lap:
     """Steps without a break."""
 
     rank_ends: list[list[float]]
-    """By rank, then step: seconds since the first rank of the same node started."""
+    """End of each step by rank, in seconds since the first rank of the same node started."""
 
     @property
     def ends(self) -> list[float]:
-        """Of every step, on the last rank."""
+        """End of every step on the last rank."""
         return [max(ranks) for ranks in zip(*self.rank_ends, strict=True)]
 
     @property
     def step_seconds(self) -> list[float]:
-        """From the last rank's end of one step to that of the next; they add up to what the lap took."""
+        """Seconds between the last rank's ends of successive steps. They add up to the duration of the lap."""
         return [end - start for start, end in itertools.pairwise([0.0, *self.ends])]
 
     @property
     def gaps(self) -> list[float]:
-        """By step: from the first rank's end to the last one's."""
+        """Seconds by step from the first rank's end to the last one's."""
         return [max(ranks) - min(ranks) for ranks in zip(*self.rank_ends, strict=True)]
 
 
@@ -53,8 +59,11 @@ def laps_of(
     rank_starts: Sequence[Sequence[float]] = (),
     lap_steps: Sequence[int] = (),
 ) -> list[Lap]:
-    """Of every rank's own seconds of all steps; `rank_starts`: by rank, then lap, how long after the first rank of its
-    node it started (by default together); `lap_steps`: steps a lap (by default one lap)."""
+    """Return the laps from every rank's seconds of all steps.
+
+    `rank_starts` is by rank, then lap, how long after the first rank of its node a rank started (by default together).
+    `lap_steps` is the steps per lap (by default one lap).
+    """
     counts = lap_steps or [len(rank_step_seconds[0])]
     borders = list(itertools.pairwise(itertools.accumulate(counts, initial=0)))
     starts = rank_starts or [[0.0] * len(counts)] * len(rank_step_seconds)
@@ -70,14 +79,17 @@ def laps_of(
 
 
 def is_settled(num_steps: int, interval: Interval, num_launches: int = LEAST_LAUNCHES) -> bool:
-    """Whether the rate is known to within PRECISION, from the interval of the mean of so many steps."""
+    """Return whether the rate is known to within PRECISION, given the interval of the mean of `num_steps` steps."""
     enough = num_steps >= LEAST_SETTLED and num_launches >= LEAST_LAUNCHES
     return enough and interval.relative <= PRECISION
 
 
 def num_steps_to_add(step_seconds: Sequence[float], budget_seconds: float) -> int:
-    """Of the next lap: none when the rate is known to within PRECISION or `budget_seconds` of timed steps are over,
-    else as many as there were, or as the budget has room for."""
+    """Return the number of steps of the next lap.
+
+    It is 0 when the rate is known to within PRECISION, or `budget_seconds` of timed steps are over. Otherwise it is as
+    many as there were, limited by the budget.
+    """
     interval = mean_interval(step_seconds)
     if is_settled(len(step_seconds), interval):
         return 0

@@ -1,4 +1,4 @@
-"""What links between nodes carry, and which node or link is the odd one out."""
+"""Bandwidth of links between nodes, and detection of nodes or links that are outliers."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from meshmark.spec.hardware import GIGA
 
 _Key = TypeVar("_Key")
 FEWEST_NODES = 3
-"""Of two, nobody can say which is the odd one."""
+"""Least number of nodes. With two, an outlier cannot be identified."""
 _FALSE_ALARM = 1e-3
-"""Chance that one of all that are compared is called odd where none is."""
+"""Probability that any of all compared values is called an outlier if there is none."""
 _MATTERS = 0.8
-"""Of the usual rate: what is no slower than this is not worth a technician's way."""
+"""Share of the usual rate. Anything that is not slower than this does not matter."""
 _SCATTER = 0.02
-"""Relative: no median of a handful of transfers is known better."""
+"""Least relative scatter. The median of a few transfers is not known more precisely."""
 _OF_MAD = 1.4826
-"""Standard deviations of a normal distribution to its median absolute deviation."""
+"""Ratio of a normal distribution's standard deviation to its median absolute deviation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """From one node to another, as its sender timed it."""
+    """A link from one node to another, timed by the sender."""
 
     source: int
     target: int
     go: int
-    """All pairs are measured twice, one after the other: what is odd by chance is seldom odd again."""
+    """Number of the round. All pairs are measured twice, because a random outlier seldom repeats."""
     num_bytes: int
-    """Of a transfer."""
+    """Bytes per transfer."""
     seconds: list[float]
-    """Of each transfer, until the receiver's word that it has all was back."""
+    """Seconds of each transfer, until the receiver's confirmation arrived."""
 
     @property
     def rate(self) -> float:
-        """Bytes a second, of the median transfer: the best says nothing of a link that fails from time to time."""
+        """Bytes per second of the median transfer. The best transfer would hide a link that fails occasionally."""
         return self.num_bytes / statistics.median(self.seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Odd:
-    """A node, or a link, that is slower than its like."""
+    """A node or link that is slower than its peers."""
 
     who: str
     rate: float
@@ -58,14 +58,16 @@ class Odd:
 
 
 def odd_ones(links: Sequence[Link]) -> list[Odd]:
-    """Those of the last go that every other had too."""
+    """Return the outliers of the last round that were outliers in every round."""
     goes = [_odd_ones([link for link in links if link.go == go]) for go in sorted({link.go for link in links})]
     return [one for one in goes[-1] if all(one.who in {other.who for other in go} for go in goes)]
 
 
 def _odd_ones(links: Sequence[Link]) -> list[Odd]:
-    """Nodes first; then links whose nodes are both well. A node sends badly when even its best link does; receiving is
-    held against receiving alike."""
+    """Return nodes that are outliers, then links between good nodes.
+
+    A node sends badly if even its best link is slow. Receiving is compared with receiving in the same way.
+    """
     nodes = {link.source for link in links} | {link.target for link in links}
     if len(nodes) < FEWEST_NODES:
         return []
@@ -93,8 +95,11 @@ def _best(links: Sequence[Link], node: Callable[[Link], int]) -> dict[int, float
 
 
 def _slow(rates: Mapping[_Key, float], scatter: float) -> dict[_Key, tuple[float, float]]:
-    """Those that are far below the median, in standard deviations that a few odd ones do not move, and by an amount
-    that matters: rate and median."""
+    """Return values far below the median, as (rate, median).
+
+    The distance is in robust standard deviations, which a few outliers do not affect, and must be large enough to
+    matter.
+    """
     if len(rates) < FEWEST_NODES:
         return {}
     usual = statistics.median(rates.values())
@@ -105,7 +110,7 @@ def _slow(rates: Mapping[_Key, float], scatter: float) -> dict[_Key, tuple[float
 
 
 def _scatter(links: Sequence[Link]) -> float:
-    """Of a rate, relative, as its own transfers show it: of most links, whatever a few do."""
+    """Return the relative scatter of a rate, from its own transfers: the median over links."""
     own = []
     for link in links:
         middle = statistics.median(link.seconds)
@@ -116,7 +121,7 @@ def _scatter(links: Sequence[Link]) -> float:
 
 
 def rounds(nodes: int) -> list[list[tuple[int, int]]]:
-    """Every pair of nodes once, in as few rounds as there can be: a node is in one pair of a round at most."""
+    """Return rounds that contain every pair of nodes once. Each node is in at most one pair per round."""
     seats = [*range(nodes), *([-1] if nodes % 2 else [])]
     half, played = len(seats) // 2, []
     for _ in range(len(seats) - 1):

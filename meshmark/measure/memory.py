@@ -1,4 +1,4 @@
-"""Exact bytes by category on one rank, steady and at the peak. Totals are the allocator's own count."""
+"""Exact bytes by category on one rank, in the steady state and at the peak. Totals are the allocator's own count."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Named:
     optimizer_states: dict[int, int] = field(default_factory=dict)
     communication: dict[int, int] = field(default_factory=dict)
     inputs: dict[int, int] = field(default_factory=dict)
-    """The global batch that the engine is handed."""
+    """The global batch that the engine receives."""
 
     @classmethod
     def of(cls, held: Holdings, inputs: Iterable[Tensor] = ()) -> Named:
-        """Each storage counted once, under the first category that names it."""
+        """Return the named storages. Each counts once, in the first category that names it."""
         seen: set[int] = set()
         found = {}
         parts = (held.parameters, held.gradients, held.optimizer_states, held.communication, inputs)
@@ -47,11 +47,11 @@ class Named:
 
 
 OnWire = dict[int, list[int]]
-"""When each address went into a collective."""
+"""Times at which each address went into a collective."""
 
 
 def read_memory(watch: Watch, step: int, before_update: Named, after_update: Named) -> MemoryReading:
-    """Memory of `step`, whose windows `watch` holds, with what the engine named before and after its update."""
+    """Return the memory of `step`, from the windows of `watch` and the names before and after the update."""
     backward, update = (w for w in watch.windows if w.step == step)
     on_wire, asked = OnWire(), watch.asked()
     for operation in asked:
@@ -93,9 +93,11 @@ def read_memory(watch: Watch, step: int, before_update: Named, after_update: Nam
 
 
 def _is_late(life: Allocation, time_ns: int, asked: Sequence[AskedOperation]) -> bool:
-    """Whether a storage may be there for the sake of the backend's thread alone: that thread let go of it last, and the
-    last collective that it went into, or was made in as a copy, was done before. Were the thread quick, it would be
-    gone as soon as the framework lets go."""
+    """Return whether a storage may only still exist because of the backend's thread.
+
+    That is the case if this thread freed it, and the last collective that used it, or made it as a copy, was already
+    done. With a fast thread, it would be gone as soon as the framework releases it.
+    """
     if not life.freed_elsewhere or not life.alive(time_ns):
         return False
     done = [
@@ -115,8 +117,11 @@ def _classify(
     step_start_ns: int,
     named_ns: int | None = None,
 ) -> Bytes:
-    """Bytes that the allocator counted at `time_ns`, by category; what no life accounts for is `other`. `named_ns`:
-    when storages were named, if not now: what had an address before, or has it since, has not the name."""
+    """Return the bytes that the allocator counted at `time_ns`, by category. Bytes of no known storage are `other`.
+
+    `named_ns` is when storages were named, if not now. Storages that had an address before or after that time do not
+    have its name.
+    """
     totals: dict[str, int] = {}
     for life in found.lives:
         if not life.alive(time_ns):

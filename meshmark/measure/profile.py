@@ -1,8 +1,7 @@
-"""Where the time of profiled steps went: computing, communicating beside it or alone, and neither.
+"""Where the time of profiled steps goes: computing, communicating in parallel or exposed, and idle.
 
-On a GPU what counts is what its streams did: kernels, copies. On a CPU it is PyTorch's operators and the backend's own
-events of collectives; gloo tells of no messages between two ranks, so that waiting for
-them is idle.
+On a GPU, the activities of its streams count: kernels and copies. On a CPU, PyTorch's operators and the backend's
+events of collectives count. Gloo reports no point-to-point messages, so waiting for them counts as idle.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ if TYPE_CHECKING:
     from meshmark.measure.flight_recorder import IssuedOperation  # which loads torch; a record is read without it
 
 Span = tuple[int, int]
-"""Start and stop, nanoseconds."""
+"""Start and stop in nanoseconds."""
 MOST_KERNELS = 10
 MOST_POINTS = 200
-"""Of a curve: more than a picture's width can show."""
+"""Most points of a curve, which is more than a plot's width can show."""
 
 
 class ActivityKind(StrEnum):
-    """What a processor does."""
+    """Kind of activity of a processor."""
 
     COMPUTE = "compute"
     COMMUNICATION = "communication"
@@ -40,7 +39,7 @@ class Activity:
     start_ns: int
     stop_ns: int
     called: tuple[Span, ...] = ()
-    """When activities ran that it called itself: what it takes is without them."""
+    """Spans of activities that it called. Its own time excludes them."""
 
     @property
     def span(self) -> Span:
@@ -54,9 +53,9 @@ class Kernel:
     name: str
     kind: ActivityKind
     seconds: float
-    """Of a step, in the mean."""
+    """Mean seconds per step."""
     count: int
-    """Of all profiled steps."""
+    """Calls in all profiled steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,35 +66,35 @@ class Bandwidth:
     group_size: int
     count: int
     num_bytes: int
-    """Of the full tensors."""
+    """Bytes of the full tensors."""
     seconds: float
-    """From the call to its end, waiting for the other ranks among it; calls that overlap each count in full."""
+    """Seconds from the call to its end, including waits for other ranks. Overlapping calls each count in full."""
 
     @property
     def bus_bytes_per_second(self) -> float:
-        """What a link carries under ring algorithms: comparable with its datasheet (nccl-tests)."""
+        """Traffic of a link under ring algorithms, comparable with its datasheet (as in nccl-tests)."""
         return self.num_bytes * wire_factor(self.kind, self.group_size) / self.seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """One rank's steps, in the mean. Compute, exposed communication and idle time add up to the step."""
+    """Mean of one rank's steps. Compute, exposed communication and idle time add up to the step."""
 
     num_steps: int
     step_seconds: float
     compute_seconds: float
     communication_seconds: float
-    """Whether or not anything was computed meanwhile."""
+    """Communication time, whether or not something was computed meanwhile."""
     exposed_seconds: float
-    """Of it, while nothing was computed."""
+    """Communication time during which nothing was computed."""
     idle_seconds: float
     kernels: list[Kernel] = field(default_factory=list)
-    """Those that took longest, first."""
+    """The kernels that took longest, first."""
     bandwidths: list[Bandwidth] = field(default_factory=list)
     memory: list[tuple[float, int]] = field(default_factory=list)
-    """Seconds since the first step's start, and bytes that the allocator counted: the most of every stretch."""
+    """Seconds since the first step's start, and the allocator's bytes: the maximum of every stretch."""
     trace: str = ""
-    """Of the first rank: a file beside the records, for Perfetto or chrome://tracing."""
+    """Trace file of the first rank next to the records, for Perfetto or chrome://tracing."""
 
 
 def read_profile(
@@ -105,8 +104,10 @@ def read_profile(
     memory: Sequence[tuple[int, int]] = (),
     trace: str = "",
 ) -> Profile:
-    """Of what happened within `steps`. `issued`: collectives with their seconds, where these are known; `memory`: time
-    and bytes of every change."""
+    """Return the profile of what happened within `steps`.
+
+    `issued` is the collectives with their durations, if known. `memory` is time and bytes of every change.
+    """
     spans = {kind: union(a.span for a in activities if a.kind is kind) for kind in ActivityKind}
     computing, communicating = spans[ActivityKind.COMPUTE], spans[ActivityKind.COMMUNICATION]
     busy = union([*computing, *communicating])
@@ -129,7 +130,7 @@ def read_profile(
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The same time in spans that do not meet, in order."""
+    """Return the same time as disjoint spans in order."""
     found = list[Span]()
     for start, stop in sorted(spans):
         if found and start <= found[-1][1]:
@@ -140,7 +141,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def clip(spans: Iterable[Span], to: Span) -> Iterator[Span]:
-    """What of them lies within another."""
+    """Yield the parts of spans that lie within another span."""
     for start, stop in spans:
         if start < to[1] and stop > to[0]:
             yield max(start, to[0]), min(stop, to[1])
@@ -151,7 +152,7 @@ def length(spans: Iterable[Span]) -> int:
 
 
 def curve(points: Sequence[tuple[int, int]], start_ns: int) -> list[tuple[float, int]]:
-    """At most MOST_POINTS of them, of every stretch of time the one with most bytes."""
+    """Return at most MOST_POINTS points: the one with most bytes in every stretch of time."""
     if not points:
         return []
     stretch = max((points[-1][0] - start_ns) // MOST_POINTS + 1, 1)

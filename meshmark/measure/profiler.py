@@ -1,4 +1,4 @@
-"""Steps under PyTorch's profiler, with its Chrome trace."""
+"""Run steps under PyTorch's profiler, with its Chrome trace."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from meshmark.measure.flight_recorder import IssuedOperation, dump, issued_opera
 from meshmark.measure.profile import Activity, ActivityKind, Profile, Span, read_profile
 
 _OPERATORS = ("aten::", "Torch-Compiled Region", "CompiledFunction")
-"""Starts of the names of what computes on a CPU."""
+"""Prefixes of the names of computations on a CPU."""
 _COLLECTIVES = "gloo:"
 
 
 def profile_steps(
     step: Callable[[int], object], numbers: Sequence[int], device: torch.device, trace: Path | None
 ) -> Profile:
-    """Call `step` with every number. `trace`: where the Chrome trace is left."""
+    """Call `step` with every number, and return the profile. `trace` is where to write the Chrome trace."""
     on_gpu, steps = device.type == "cuda", list[Span]()
     count_all_threads()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
@@ -62,7 +62,7 @@ def _walk(roots: Sequence[Any]) -> Iterator[Any]:
 
 
 def _on_cpu(events: Sequence[Any]) -> Iterator[Activity]:
-    """Operators and collectives."""
+    """Yield operators and collectives."""
     kinds = {_COLLECTIVES: ActivityKind.COMMUNICATION, **dict.fromkeys(_OPERATORS, ActivityKind.COMPUTE)}
     for event in events:
         kind = next((kind for start, kind in kinds.items() if event.name.startswith(start)), None)
@@ -77,7 +77,7 @@ def _on_cpu(events: Sequence[Any]) -> Iterator[Activity]:
 
 
 def _called(event: Any) -> Iterator[Any]:  # noqa: ANN401
-    """The operators nearest below one."""
+    """Yield the nearest operators below an event."""
     for child in event.children:
         if child.name.startswith(_OPERATORS):
             yield child
@@ -86,8 +86,11 @@ def _called(event: Any) -> Iterator[Any]:  # noqa: ANN401
 
 
 def _on_gpu(events: Sequence[Any]) -> Iterator[Activity]:
-    """What its streams did. NCCL's kernels have its name, of every version. Ranges that a program names, by
-    `record_function`, stand on the GPU's time line too: they span its kernels and the gaps between them."""
+    """Yield the activities of the GPU's streams.
+
+    NCCL's kernels have "nccl" in their names in every version. Ranges named by `record_function` are excluded, because
+    they span kernels and the gaps between them.
+    """
     for event in events:
         if event.device_type() == DeviceType.CUDA and not event.is_user_annotation():
             name = event.name()
@@ -96,8 +99,11 @@ def _on_gpu(events: Sequence[Any]) -> Iterator[Activity]:
 
 
 def _issued(found: Sequence[Activity], steps: Sequence[Span]) -> list[IssuedOperation]:
-    """Collectives of the profiled steps with their seconds: NCCL's recorder tells them (TORCH_NCCL_ENABLE_TIMING); of
-    gloo it is the profiler that does, one event a collective, in order. Nothing where they do not go together."""
+    """Return the collectives of the profiled steps with their durations.
+
+    NCCL's recorder provides them (TORCH_NCCL_ENABLE_TIMING). For gloo the profiler does, with one event per
+    collective, in order. Empty if the two do not match.
+    """
     if not torch.distributed.is_initialized():
         return []
     groups = torch.distributed.distributed_c10d._world.pg_names

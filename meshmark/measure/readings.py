@@ -1,4 +1,4 @@
-"""What the meters found: values, without torch."""
+"""Readings of the meters, as values without torch."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bytes:
-    """A number of bytes, split by what they are for."""
+    """A number of bytes by category."""
 
     parameters: int = 0
     gradients: int = 0
     optimizer_states: int = 0
     communication: int = 0
-    """Buffers that collectives read or write and that are nothing above."""
+    """Buffers of collectives that are in no category above."""
     activations: int = 0
-    """All else that a step allocates: saved tensors, temporaries, gathered parameters."""
+    """Everything else that a step allocates: saved tensors, temporaries, gathered parameters."""
     other: int = 0
-    """Alive outside the step and named by nobody."""
+    """Storages that exist outside the step and have no name."""
     inputs: int = 0
-    """The global batch, which the engine is handed."""
+    """The global batch, which the engine receives."""
     workspaces: int = 0
-    """CUDA: what PyTorch keeps for cuBLAS to work in, by stream and thread, from its first product on."""
+    """CUDA: workspaces that PyTorch keeps for cuBLAS, per stream and thread, from its first product on."""
 
     @property
     def total(self) -> int:
@@ -43,49 +43,58 @@ class MemoryReading:
     """One rank's memory during one step after warm-up."""
 
     steady: Bytes
-    """Between two steps; its total is the allocator's own count."""
+    """Between two steps. Its total is the allocator's own count."""
     states: Bytes
-    """Model states as held at their fullest: gradients between backward and update, the rest after the update.
-    Only the first four categories are filled."""
+    """Model states at their fullest: gradients between backward and update, the rest after the update.
+
+    Only the first four categories are filled.
+    """
     peak: Bytes
-    """At the instant of the step when the allocator counts most bytes, of backward pass and update alone, and of
-    tensors: without what a kernel takes and gives back itself."""
+    """When the allocator counts most bytes in backward pass or update.
+
+    Only tensors count, without memory that a kernel allocates and frees itself.
+    """
     workspace_bytes: int = 0
-    """By how much the most that the allocator counted is more than `peak`: what kernels took to work in then."""
+    """How much the allocator's highest count exceeds `peak`: workspaces of kernels."""
     held: Bytes | None = None
-    """When the step's first backward pass begins: what forward passes leave for it, and no gradient yet. None when no
-    backward pass was seen."""
+    """When the step's first backward pass begins: what forward passes keep for it, without gradients.
+
+    None when no backward pass was seen.
+    """
     late_bytes: int = 0
-    """Of the peak, buffers of collectives that are there, or may be, for the sake of a backend's thread alone, which
-    had not yet let go of them."""
+    """Part of the peak in collectives' buffers that only a backend's thread still holds, or may hold."""
     previous_steady_bytes: int | None = None
-    """The total of `steady` after the step before."""
+    """Total of `steady` after the previous step."""
     rounding_bytes: int = 0
-    """By how much the allocator's blocks are larger than the storages named, steady: none on the CPU."""
+    """How much the allocator's blocks exceed the named storages in the steady state. Zero on the CPU."""
     allocator_peak_bytes: int | None = None
     """CUDA: `max_memory_allocated` of the step."""
     allocator_reserved_bytes: int | None = None
     """CUDA: `max_memory_reserved` of the step."""
     ends_known: bool = True
-    """Whether it is known when every storage ended. Where not, `peak` has the allocator's total, but neither its
-    categories nor `late_bytes` nor `held` is known."""
+    """True if the end of every storage's lifetime is known.
+
+    Otherwise `peak` has the allocator's total, but its categories, `late_bytes` and `held` are unknown.
+    """
 
     @property
     def counted_peak_bytes(self) -> int:
-        """By the meters, what kernels took to work in among it."""
+        """Peak by the meters, including workspaces of kernels."""
         return self.peak.total + self.workspace_bytes
 
     @property
     def disagreement(self) -> float:
-        """How far the meters' peak is from the allocator's own, relative to that; 0 where it tells none."""
+        """Relative difference between the meters' peak and the allocator's. 0 if the allocator reports none."""
         told = self.allocator_peak_bytes
         return abs(self.counted_peak_bytes - told) / told if told else 0.0
 
 
 def wire_factor(kind: str, group_size: int) -> float:
-    """Bytes that each rank sends for one byte of a collective's full tensor, under ring algorithms (Thakur et al. 2005,
-    as nccl-tests' bus bandwidth has it). A receive is its sender's traffic. Not a number of a kind that is not known: a
-    backend may issue what nobody here has heard of."""
+    """Return the bytes that each rank sends per byte of a collective's full tensor, under ring algorithms.
+
+    See Thakur et al. 2005, and nccl-tests' bus bandwidth. A receive counts as its sender's traffic. NaN for an unknown
+    kind, because a backend may issue any kind.
+    """
     n = group_size
     return {
         "all_reduce": 2 * (n - 1) / n,
@@ -109,10 +118,10 @@ class Collective:
     kind: str
     group_size: int
     ranks: tuple[int, ...] = ()
-    """Of the group, in order; both ends of a send or a receive. Records of old tell the size alone."""
+    """Ranks of the group, in order; or both ends of a send or a receive. Old records only have the size."""
     count: int
     num_bytes: int
-    """Of the full tensors: what an all-gather yields, what a reduce-scatter takes."""
+    """Bytes of the full tensors: the output of an all-gather, the input of a reduce-scatter."""
 
     @property
     def wire_bytes(self) -> float:
@@ -124,14 +133,14 @@ class TrafficReading:
     """One rank's communication in one step after warm-up."""
 
     asked: list[Collective]
-    """What the framework called for: the same on every backend."""
+    """Operations that the framework called, independent of the backend."""
     issued: list[Collective]
-    """What the backend did for it: gloo, for one, has no reduce-scatter and issues an all-reduce."""
+    """Operations that the backend performed. Gloo, for example, has no reduce-scatter and issues an all-reduce."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlikeSteps:
-    """Steps in which one rank's backend did the same, by kind and group."""
+    """Steps in which one rank's backend performed the same operations, by kind and group."""
 
     steps: list[int]
     issued: list[Collective]
@@ -139,11 +148,11 @@ class AlikeSteps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReadings:
-    """What one rank held after each step, and what its backend did in each."""
+    """Memory that one rank held after each step, and what its backend did in each."""
 
     live_bytes: dict[int, int]
-    """By step: the allocator's own count after it, of everything that this process holds."""
+    """By step: the allocator's count after it, of everything that this process holds."""
     sent: list[AlikeSteps]
-    """In order of the first of their steps. Empty where it cannot be told."""
+    """Ordered by the first of their steps. Empty if unknown."""
     failure: str = ""
-    """Why it cannot be told what was sent."""
+    """Why it is unknown what was sent."""

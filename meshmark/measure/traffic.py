@@ -1,4 +1,4 @@
-"""Collectives of one step on one rank: what was asked for, and what the backend issued."""
+"""Collectives of one step on one rank: those that were asked for, and those that the backend issued."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshmark.measure.flight_recorder import IssuedOperation
 from meshmark.measure.readings import AlikeSteps, Collective, TrafficReading
 from meshmark.measure.watch import POINT_TO_POINT, AskedOperation, Watch
 
-# Which argument of a c10d call holds the tensors that count, and whether these are one rank's part of the whole.
+# The argument of a c10d call with the tensors that count, and whether these are one rank's part of the whole.
 _ASKED: dict[str, tuple[str, int, bool]] = {
     "allreduce_": ("all_reduce", 0, False),
     "allreduce_coalesced_": ("all_reduce", 0, False),
@@ -36,10 +36,10 @@ _ASKED: dict[str, tuple[str, int, bool]] = {
 
 
 class TorchTraffic:
-    """What goes through `torch.distributed`: the source that every rank has."""
+    """Traffic through `torch.distributed`: the traffic source that every rank has."""
 
     def __init__(self, watch: Watch) -> None:
-        """`watch`: in focus while this counts, and over before this is asked."""
+        """`watch` must be in focus while this counts, and over before results are read."""
         self._watch, self._start_ns = watch, 0
         self._stretches: list[tuple[int, int]] = []
 
@@ -50,15 +50,21 @@ class TorchTraffic:
         self._stretches.append((self._start_ns, time.time_ns()))
 
     def asked(self) -> list[Transfer]:
-        """Raises `TrafficError` when asked and issued collectives cannot be paired, by order, or a call or its group is
-        not known: what cannot be told is not told in part."""
+        """Return the transfers that were asked for.
+
+        Raises `TrafficError` when asked and issued collectives cannot be paired in order, or a call or its group is
+        unknown. Partial results are not returned.
+        """
         asked, issued = self._seen()
         if gone := [i.kind for i in issued if not i.ranks]:
             raise TrafficError(f"{', '.join(gone)} went over a process group that is gone when the step is over")
         return _paired([a for a in asked if a.name not in POINT_TO_POINT], issued) + _point_to_point(asked)
 
     def issued(self) -> list[Transfer]:
-        """Raises `TrafficError` when the flight recorder had no room for all of it."""
+        """Return the transfers that were issued.
+
+        Raises `TrafficError` when the flight recorder had too little room.
+        """
         since = self._watch.recorded_since_ns
         if any(start < since for start, _ in self._stretches):
             raise TrafficError("the flight recorder had no room for all collectives; TORCH_FR_BUFFER_SIZE is too small")
@@ -75,7 +81,7 @@ class TorchTraffic:
 
 
 def read_traffic(sources: Sequence[TrafficSource]) -> TrafficReading:
-    """All that `sources` tell of."""
+    """Return the traffic of all `sources`."""
     return TrafficReading(
         asked=sum_transfers(t for source in sources for t in source.asked()),
         issued=sum_transfers(t for source in sources for t in source.issued()),
@@ -96,8 +102,11 @@ def alike_steps(sources: Sequence[Sequence[TrafficSource]]) -> list[AlikeSteps]:
 
 
 def _paired(asked: Sequence[AskedOperation], issued: Sequence[IssuedOperation]) -> list[Transfer]:
-    """One by one, in order. Where more was issued than asked for, a callback asked for the rest on a thread of the
-    backend's, which the profiler does not follow (as PowerSGD's hook does): what was issued tells of that alone."""
+    """Pair asked and issued collectives one by one, in order.
+
+    If more were issued than asked for, the rest was asked for by a callback on a backend thread, which the profiler
+    does not follow (as for PowerSGD's hook). For these, only the issued operation is known.
+    """
     left, found, more = list(asked), list[Transfer](), len(issued) > len(asked)
     for operation in issued:
         own = transfer_of(left[0], operation.ranks) if left else None
@@ -122,7 +131,7 @@ def _point_to_point(asked: Iterable[AskedOperation]) -> list[Transfer]:
 
 
 def transfer_of(operation: AskedOperation, ranks: tuple[int, ...]) -> Transfer:
-    """What `operation` sends among `ranks`. Raises `TrafficError` for a call that is not known."""
+    """Return what `operation` sends among `ranks`. Raises `TrafficError` for an unknown call."""
     return Transfer(kind=_meaning(operation)[0], ranks=ranks, num_bytes=_full_bytes(operation, len(ranks)))
 
 
@@ -146,7 +155,7 @@ def _issued(operation: IssuedOperation) -> Transfer:
 
 
 def sum_transfers(transfers: Iterable[Transfer]) -> list[Collective]:
-    """Added up by kind and ranks. A group of one moves nothing and is left out."""
+    """Add up transfers by kind and ranks. A group of one moves nothing and is left out."""
     counts: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
     for transfer in transfers:
         if len(transfer.ranks) > 1:

@@ -1,7 +1,7 @@
-"""Watches allocations and collectives of this process through PyTorch's own profiler and flight recorder.
+"""Watch this process's allocations and collectives through PyTorch's profiler and flight recorder.
 
-The profiler sees every allocation of the c10 allocators (exact bytes, from C++ too) and every collective that was
-asked for; the flight recorder, what the backend issued for it and in which group.
+The profiler sees every allocation of the c10 allocators (exact bytes, also from C++) and every collective that was
+asked for. The flight recorder has what the backend issued for it and in which group.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from meshmark.measure.ends import Ends, Message
 from meshmark.measure.flight_recorder import IssuedOperation, dump, issued_operations
 
 _AUTOGRAD_NODE = "autograd::engine::evaluate_function: "
-"""What the profiler calls a node of the graph that the backward pass walks, and then the node's name."""
+"""Prefix of the profiler's name for a node of the graph in the backward pass, followed by the node's name."""
 
 _KERNELS = frozenset(
     {
@@ -39,23 +39,25 @@ _KERNELS = frozenset(
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
     }
 )
-"""Operators that ask the allocator for room to work in: oneDNN's products for packed operands and wide sums, by what
-instructions the CPU has (a bf16 product of 64 by 64 takes none with AVX2, 25 to 34 kB with AVX-512), attention for a
-tile of scores a thread."""
+"""Operators that allocate workspaces.
+
+oneDNN's products need them for packed operands and wide sums, depending on the CPU's instructions (a bf16 product of
+64 by 64 needs none with AVX2, 25 to 34 kB with AVX-512). Attention needs a tile of scores per thread.
+"""
 
 _ALLOCATING = frozenset({"aten::empty", "aten::zeros"})
-"""Through which attention asks for its tile, and for what it gives back, which stays."""
+"""Operators through which attention allocates its tile, and also its result, which stays."""
 
 _MOST_LOOKS = 25
-"""After a step that left more than those before: half a second on a CPU."""
+"""Most repeated readings after a step that left more memory than those before: half a second on a CPU."""
 _BACKEND_EVENT = "gloo:"
 POINT_TO_POINT = frozenset({"c10d::send", "c10d::recv_", "c10d::recv_any_source_"})
-"""As the profiler names them."""
+"""Point-to-point calls, as the profiler names them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """A stretch of time worth looking at, on the clock of the profiler."""
+    """A named stretch of time, on the profiler's clock."""
 
     name: str
     step: int
@@ -72,7 +74,7 @@ class Operand:
 
     num_bytes: int
     address: int
-    """Of its storage."""
+    """Address of its storage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,15 +82,15 @@ class AskedOperation:
     """A call of PyTorch's communication layer."""
 
     name: str
-    """As the profiler has it: `c10d::allreduce_`."""
+    """Name in the profiler, such as `c10d::allreduce_`."""
     time_ns: int
     operands: tuple[tuple[Operand, ...], ...]
-    """By argument; an argument that is one tensor counts as one operand."""
+    """Operands by argument. An argument that is one tensor has one operand."""
     done_ns: int | None = None
-    """When the backend said that it was done; None where it did not say."""
+    """When the backend reported it done, or None if it did not."""
 
     ranks: tuple[int, ...] = ()
-    """Of a point-to-point call: both ends. Those of a collective are told by what was issued for it."""
+    """Both ends of a point-to-point call. The ranks of a collective come from what was issued for it."""
 
     @property
     def addresses(self) -> set[int]:
@@ -96,35 +98,35 @@ class AskedOperation:
 
 
 class Watch:
-    """Context manager: every allocation between its entry and `rest` is seen, and every collective after `follow`.
+    """Context manager that sees every allocation between its entry and `rest`, and every collective after `follow`.
 
-    Of collectives between `focus` and `rest`, what was asked for is seen; of others, what the backend did for it. That
-    takes no profiler, so that all steps of a run can be followed. After `rest`, the bytes that the allocator counts are
-    still read after every step.
+    Between `focus` and `rest` it sees the collectives that were asked for; at other times, only what the backend did.
+    That needs no profiler, so all steps of a run can be followed. After `rest`, the allocator's bytes are still read
+    after every step.
 
-    Tensors allocated before the entry are not seen: enter before the engine is built. Operands are recorded only after
-    `focus`, because the profiler then holds weak references to tensors, and PyTorch refuses to swap such tensors, as
-    some frameworks do while they build.
+    Tensors allocated before the entry are not seen, so enter before the engine is built. Operands are recorded only
+    after `focus`, because the profiler then holds weak references to tensors. PyTorch refuses to swap such tensors,
+    which some frameworks do while they build.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.windows: list[Window] = []
         self.steady_ns: dict[int, int] = {}
-        """By step, when it was over and the allocator told what was left."""
+        """By step: when it was over and the allocator reported what was left."""
         self._rested_bytes: dict[int, int] = {}
         """The allocator's count, by step since `rest`."""
         self.peaks = CudaPeaks(device)
         self._events: list[Any] = []
         self._recorded: dict[str, Any] = {}
         self._num_unfocused = 0
-        """Of the events, those from before operands were recorded."""
+        """Number of events from before operands were recorded."""
         self._ends = Ends()
         self._focused_messages = slice(0)
-        """Of the point-to-point calls, those that were made while operands were recorded."""
+        """Slice of the point-to-point calls made while operands were recorded."""
         self._rests = False
         self._least_bytes: int | None = None
-        """The fewest bytes that the allocator counted after a step, from the last one before `rest` on."""
+        """Fewest bytes that the allocator counted after a step, since the last one before `rest`."""
 
     def __enter__(self) -> Watch:
         count_all_threads()
@@ -132,11 +134,11 @@ class Watch:
         return self
 
     def follow(self) -> None:
-        """From here on see what the backend does; call it when the engine is built."""
+        """Start to record what the backend does. Call it when the engine is built."""
         self._ends.start()
 
     def focus(self) -> None:
-        """From here on see what is asked for too, with its operands; peaks are those of what follows."""
+        """Start to record what is asked for, with operands. Peaks are reset."""
         self.follow()
         self.peaks = CudaPeaks(self.device)
         self._stop()
@@ -145,7 +147,7 @@ class Watch:
         self._start(operands=True)
 
     def rest(self) -> None:
-        """From here on follow only what the backend does, and what is left after each step."""
+        """Stop all but recording what the backend does, and what is left after each step."""
         self._stop()
         self._focused_messages = slice(self._focused_messages.start or 0, len(self._ends.messages))
         self._least_bytes = next(reversed(self.live_bytes().values()), None)
@@ -174,7 +176,7 @@ class Watch:
 
     @contextlib.contextmanager
     def window(self, name: str, step: int) -> Iterator[None]:
-        """Marks what runs inside, once the device has caught up on both sides."""
+        """Mark what runs inside as a window, synchronised with the device on both sides."""
         self._synchronize()
         if not self._rests:
             self.peaks.reset()
@@ -188,14 +190,17 @@ class Watch:
             self.windows.append(Window(name=name, step=step, start_ns=start, stop_ns=time.time_ns()))
 
     def settle(self, step: int) -> None:
-        """After `step`: mark the steady point, with nothing of it left on its way."""
+        """Mark the steady point after `step`, when none of its work is pending."""
         self.steady_ns[step] = settle(self.device)
         if self._rests:
             self._rested_bytes[step] = self._settled_bytes()
 
     def _settled_bytes(self) -> int:
-        """Return what the allocator counts. Where that is more than before, threads of the backend get more time to let
-        go of what they hold: they are slow on a busy machine, and a leak stays however long we wait."""
+        """Return the allocator's count.
+
+        If it is higher than before, the backend's threads get more time to release memory. They are slow on a busy
+        machine, whereas a leak remains however long the wait.
+        """
         found = allocated_bytes(self.device)
         for _ in range(_MOST_LOOKS):
             if self._least_bytes is None or found <= self._least_bytes:
@@ -218,7 +223,7 @@ class Watch:
         return dict(sorted(found.items()))
 
     def forget(self, step: int) -> None:
-        """Its windows and peaks, for it is done again."""
+        """Discard the windows and peaks of a step that is repeated."""
         self.peaks = CudaPeaks(self.device)
         self.windows = [window for window in self.windows if window.step != step]
 
@@ -227,7 +232,7 @@ class Watch:
             torch.cuda.synchronize(self.device)
 
     def changes(self) -> list[Change]:
-        """Every allocation on the watched device and every end that was seen, in order."""
+        """Return every allocation on the watched device and every end that was seen, in order."""
         events = [event for event in self._events if _is_memory(event, self.device)]
         kept = _kept_by_cublas(events, sorted(self.steady_ns.values())) if self.device.type == "cuda" else set()
         return [
@@ -244,7 +249,7 @@ class Watch:
         ]
 
     def backward_starts(self) -> list[int]:
-        """When autograd began to walk a graph: its first node after anything else on the same level."""
+        """Return when autograd began to walk a graph: at its first node after anything else on the same level."""
         starts: list[int] = []
         walking: dict[int, bool] = {}
         for event in self._events:
@@ -259,7 +264,7 @@ class Watch:
     def asked(self) -> list[AskedOperation]:
         """Return every collective and point-to-point call from `focus` to `rest`, in order.
 
-        Point-to-point calls that cannot be paired with their ends, by order, have none.
+        Point-to-point calls that cannot be paired with their ends, in order, have no ranks.
         """
         seen = self._events[self._num_unfocused :]
         events = [event for event in seen if event.name.startswith("c10d::")]
@@ -279,17 +284,17 @@ class Watch:
         ]
 
     def messages(self) -> list[Message]:
-        """Every point-to-point call since `follow`, in order."""
+        """Return every point-to-point call since `follow`, in order."""
         return self._ends.messages
 
     @property
     def recorded_since_ns(self) -> int:
-        """When the flight recorder's oldest entry was made, where older ones had to make room; else 0."""
+        """Time of the flight recorder's oldest entry if older ones were dropped, otherwise 0."""
         entries = self._recorded.get("entries", [])
         return entries[0]["time_created_ns"] if entries and entries[0].get("record_id", 0) else 0
 
     def issued(self) -> list[IssuedOperation]:
-        """Every collective (not point-to-point) that the backend carried out, in order."""
+        """Return every collective (not point-to-point) that the backend performed, in order."""
         if (found := fake_world.issued()) is not None:
             return found
         # The recorder's own table of groups has no names on gloo.
@@ -299,8 +304,11 @@ class Watch:
 
 
 def _when_done(asked: Sequence[Any], backend: Sequence[Any]) -> list[int | None]:
-    """When the backend was done with each call: its own events, one a collective, begin in the order of the calls, end
-    in its threads, and are missing of messages."""
+    """Return when the backend was done with each call, or None.
+
+    The backend's events, one per collective, begin in the order of the calls and end in its threads. Messages have
+    none.
+    """
     events, found = iter(backend), list[int | None]()
     event = next(events, None)
     for i, call in enumerate(asked):
@@ -317,8 +325,11 @@ def _is_memory(event: Any, device: torch.device) -> bool:  # noqa: ANN401
 
 
 def _kept_by_cublas(events: Sequence[Any], cleared_ns: Sequence[int]) -> set[int]:
-    """Which of these allocations are cuBLAS's workspaces: in the first product of a thread since they were cleared, the
-    last of just that size; a product's result, which may be as large, is there before."""
+    """Return which of these allocations are cuBLAS's workspaces.
+
+    It is the last allocation of exactly that size in a thread's first product since they were cleared. A product's
+    result, which may have the same size, is allocated before.
+    """
     size = cublas_workspace_bytes(os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     found: dict[tuple[int, int], tuple[int, int]] = {}
     for i, event in enumerate(events):
@@ -332,14 +343,14 @@ def _kept_by_cublas(events: Sequence[Any], cleared_ns: Sequence[int]) -> set[int
 
 
 def _kernel(operator: Any) -> int | None:  # noqa: ANN401
-    """When the kernel began that did this, itself or through an operator that it calls; None where none did."""
+    """Return the start time of the kernel that made a change, directly or through an operator it calls, or None."""
     while operator is not None and operator.name not in _KERNELS:
         operator = operator.parent if operator.name in _ALLOCATING else None
     return operator.start_time_ns if operator is not None else None
 
 
 def _operands(argument: Any) -> Iterator[Operand]:  # noqa: ANN401
-    """Tensors inside one argument of a recorded operator."""
+    """Yield the tensors inside one argument of a recorded operator."""
     if isinstance(argument, list | tuple):
         for part in argument:
             yield from _operands(part)

@@ -1,4 +1,4 @@
-"""What a rank can be told to do with a case: observe it, time it, measure its noise, or test one clause.
+"""Passes that a rank runs over a case: observe it, time it, measure its noise, or test one clause.
 
 A pass drives an engine for some steps and returns a rank report.
 

@@ -1,4 +1,4 @@
-"""Passes that single conformance clauses ask for: dropout, endurance, failure and overflow."""
+"""Passes for single conformance clauses: dropout, endurance, failure and overflow."""
 
 from __future__ import annotations
 
@@ -31,14 +31,21 @@ from meshmark.spec.workload import Workload
 # --- Dropout: one step again and again, without an update. Shows what dropout does to the loss of each rank.
 
 NUM_REFERENCES = 96
-"""Draws of the single process that the ranks' losses are held against."""
+"""Number of draws of a single process that the ranks' losses are compared with."""
 
 
 def repeat_with_dropout(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
-    """`losses`: this rank's mean loss over the same rows, which all data-parallel ranks train on, again and again; on
-    rank 0 also `reference`, a single process's, and `evaluation` beside `exact`. Of the gradients, `along` (their
-    multiples of the exact ones without dropout) and `size` (their squares over those of the exact ones), each the mean
-    over tensors, beside `reference_along` and `reference_size`. The optimizer must not move."""
+    """Repeat one step with dropout and without an update, on rows that all data-parallel ranks share.
+
+    The optimizer must not move. The samples of the report are, on every rank, `losses`: this rank's mean losses. On
+    rank 0 they also include:
+
+    - `reference`: losses of a single process.
+    - `evaluation` and `exact`: an evaluation amid training, and the exact loss.
+    - `along` and `size`: gradients as multiples of the exact ones without dropout, and their squares relative to those
+      of the exact ones. Each is the mean over tensors.
+    - `reference_along` and `reference_size`: the same for the single process.
+    """
     case = request.case
     engine = adapter.build(case, context)
     built, batch = time.time(), _same_rows(case.workload, case.layout.dp)
@@ -75,15 +82,17 @@ def repeat_with_dropout(request: Request, adapter: Adapter, context: RankContext
 
 
 def _same_rows(workload: Workload, dp: int) -> Batch:
-    """A global batch that holds the rows of the first data-parallel rank `dp` times."""
+    """Return a global batch that contains the rows of the first data-parallel rank `dp` times."""
     batch = make_batch(workload, 0).shard(0, dp)
     again = batch.take(torch.arange(len(batch)).repeat(dp))
     return dataclasses.replace(again, total_weight=float(again.weights.sum()))
 
 
 def _references(workload: Workload, rows: Batch, dp: int) -> tuple[list[float], list[Tensors]]:
-    """Losses of plain PyTorch with dropout on the same rows, and gradients, each summed over as many draws as there are
-    data-parallel ranks."""
+    """Return losses and gradients of plain PyTorch with dropout on the same rows.
+
+    Each of the gradients is summed over as many draws as there are data-parallel ranks.
+    """
     model = build_model(workload.model)
     model.initialize(workload.seed)
     torch.manual_seed(workload.seed + 1)
@@ -101,7 +110,7 @@ def _references(workload: Workload, rows: Batch, dp: int) -> tuple[list[float], 
 
 
 def _summaries(prefix: str, steps: list[Tensors], exact: Tensors) -> dict[str, list[float]]:
-    """`along` and `size` of every step's gradients; those that are zero by mathematics are left out."""
+    """Return `along` and `size` of every step's gradients, without tensors that are zero by mathematics."""
     norm = global_norm(exact)
     squares = {name: float(np.sum(x * x)) for name, x in exact.items()}
     counted = [name for name, square in squares.items() if math.sqrt(square) > ZERO * norm]
@@ -121,7 +130,7 @@ def _summaries(prefix: str, steps: list[Tensors], exact: Tensors) -> dict[str, l
 
 
 def endure(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
-    """Bytes in use after every one of `request.steps` steps, as `live_bytes`."""
+    """Train `request.steps` steps, and report the bytes in use after each as `live_bytes`."""
     engine = adapter.build(request.case, context)
     built, live, losses = time.time(), [], []
     gc.freeze()  # the collector need not look again and again at what was there before
@@ -142,7 +151,7 @@ def endure(request: Request, adapter: Adapter, context: RankContext, started: fl
 
 
 def live_bytes(device: torch.device) -> int:
-    """Bytes that this process has allocated on `device`: PyTorch's on a GPU, all of the C library's on a CPU."""
+    """Return the bytes this process has allocated on `device`: PyTorch's on a GPU, the C library's on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return torch.cuda.memory_allocated(device)
@@ -184,7 +193,7 @@ FAILS_AT = 1
 
 
 def fail(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
-    """Train; the last rank raises `RuntimeError` in step FAILS_AT."""
+    """Train, and raise `RuntimeError` on the last rank in step `FAILS_AT`."""
     engine = adapter.build(request.case, context)
     built, losses = time.time(), []
     rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
@@ -199,12 +208,15 @@ def fail(request: Request, adapter: Adapter, context: RankContext, started: floa
 # --- Overflow (fp16): the gradients of one rank overflow in one step, which every rank must then skip.
 
 OVERFLOWS_BEFORE = 1
-"""The step before which the overflow comes."""
+"""The overflow comes before this step."""
 
 
 def overflow(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
-    """Train `request.steps` steps, and between two of them one whose loss is divided by zero on the last rank. `moved`:
-    how many of this rank's parameters that step changed. The others must be as if it had not been."""
+    """Train `request.steps` steps, and between two of them one whose loss is divided by zero on the last rank.
+
+    `moved` is the number of this rank's parameters that the extra step changed. The other steps must be as if it had
+    not happened.
+    """
     engine = adapter.build(request.case, context)
     built, observer = time.time(), Observer(engine, request)
     moved = 0

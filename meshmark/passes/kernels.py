@@ -18,8 +18,11 @@ VARIABLES = {
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0",  # some container images export 1, which makes "fp32" TF32
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # one that cuBLAS is deterministic with; read when CUDA starts
 }
-"""Of every rank's process. Deterministic algorithms are not asked for: attention has others then, and a timed pass must
-compute bit for bit what was judged."""
+"""Variables of every rank's process.
+
+Deterministic algorithms are not requested, because attention uses other kernels then. A timed pass must compute bit
+for bit what was judged.
+"""
 
 _NCCL = ("NCCL_", "TORCH_NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS")
 """Starts of the names of variables that choose how GPUs communicate."""
@@ -57,7 +60,7 @@ def pinned(tuning: Tuning) -> Iterator[None]:
 
 
 def told() -> dict[str, str]:
-    """What is set now, read back: an adapter's imports come after `pinned`."""
+    """Return the settings in effect, read back because an adapter's imports come after `pinned`."""
     order = torch._C._get_sdp_priority_order()
     enabled = {
         SDPBackend.FLASH_ATTENTION: torch._C._get_flash_sdp_enabled(),

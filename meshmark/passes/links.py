@@ -1,4 +1,6 @@
-"""What the links between nodes carry: an all-reduce of all ranks, then one pair of nodes a time each, both ways."""
+"""Measure the links between nodes: an all-reduce of all ranks, then each pair of nodes by itself, in both
+directions.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,14 @@ from meshmark.records.rank_report import RankReport
 from meshmark.records.request import Request
 
 NUM_TRANSFERS = 7
-"""After one that makes the connection."""
+"""Number of timed transfers, after one that establishes the connection."""
 NUM_GOES = 2
 NUM_BYTES = {"cpu": 4 * 2**20, "cuda": 128 * 2**20}
-"""Of a transfer, and of an all-reduce: so many that the link's rate counts, and not its latency."""
+"""Bytes of a transfer and of an all-reduce. They are large enough for the link's rate to dominate its latency."""
 
 
 def measure_links(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
-    """The first rank of each node tells the links from its node."""
+    """Measure the links. The first rank of each node reports the links from its node."""
     each, place = (int(os.environ[name]) for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
     node, is_first = (context.rank - place) // each, place == 0
     size = NUM_BYTES[context.device.type]
@@ -51,7 +53,10 @@ def measure_links(request: Request, adapter: Adapter, context: RankContext, star
 
 
 def _send(context: RankContext, payload: torch.Tensor, ends: tuple[int, int], each: int) -> list[float]:
-    """What each transfer took its sender; the receiver answers with a word each time, and has nothing to tell."""
+    """Return the sender's seconds for each transfer.
+
+    The receiver answers each transfer with one word, and returns an empty list.
+    """
     source, target = (node * each for node in ends)
     word = torch.zeros(1, device=context.device)
     sends = context.rank == source

@@ -1,4 +1,4 @@
-"""Train a case that has failed once more, and find the module in which it begins to deviate."""
+"""Train a failed case again, and find the module in which it begins to deviate."""
 
 from __future__ import annotations
 

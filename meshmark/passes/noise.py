@@ -1,13 +1,15 @@
-"""How far rounding alone carries a run from the truth: the tolerance model of every equivalence verdict.
+"""Noise runs: how far rounding alone moves a run from the truth. They give the tolerance model of every equivalence
+verdict.
 
-The adapter `single` trains in a case's precision, in as many micro-batches as the case's ranks do together, repeatedly,
-under perturbations as large as that precision's rounding: other orders of rows, last bits of the initial values, and in
-mixed precision both ways of casting (autocast, and casting the weights). What separates a correct framework from
-`single` is of that kind alone, unless it was asked to round gradients on their way to the other ranks: then `single`
-rounds what as many ranks would.
+The adapter `single` trains in a case's precision, in as many micro-batches as all of the case's ranks together. It
+does so repeatedly, under perturbations as large as that precision's rounding: other orders of rows, changed last bits
+of the initial values and, in mixed precision, both ways of casting (autocast, and casting the weights). A correct
+framework differs from `single` only in this way, unless it was asked to round gradients before they are sent to other
+ranks. In that case `single` rounds them as that many ranks would.
 
-Sums over more rows at once round otherwise: the noise of a gradient in one micro-batch may be 1.6 times that in eight.
-Runs of several numbers of micro-batches would make a mixture, in whose tail all runs of the noisiest lie.
+Sums over more rows at once round differently: the noise of a gradient in one micro-batch may be 1.6 times that in
+eight. Runs with several numbers of micro-batches would give a mixture, and all runs of the noisiest number would lie
+in its tail.
 """
 
 from __future__ import annotations
@@ -60,12 +62,12 @@ from meshmark.spec.precision import Dtype
 
 
 class EngineRule:
-    """An `UpdateRule`."""
+    """Update rule of one replica, computed by an engine in its precision. Implements `UpdateRule`."""
 
     def __init__(self, engine: SingleEngine) -> None:
         self.engine = engine
         self.norm: float | None = None
-        """Of the gradients of the last step, as the engine told it."""
+        """Norm of the gradients of the last step, as reported by the engine."""
 
     def step(self, parameters: Tensors, gradients: Tensors) -> Tensors:
         put(self.engine.parameters(), parameters)
@@ -91,7 +93,7 @@ def note_pipelined_step(
     batch: Batch,
     arrange: Callable[[Batch], Batch],
 ) -> None:
-    """Train one step by `gradient_rule` and note it in `trace`; `arrange` orders the rows of a part."""
+    """Train one step by `gradient_rule` and note it in `trace`. `arrange` orders the rows of a part."""
     engine: SingleEngine = rule.engine
     trace.evaluations.append(float(engine.evaluate(arrange(batch))))
 
@@ -117,7 +119,7 @@ def note_pipelined_step(
 
 @contextmanager
 def _changed_between(engine: SingleEngine, values: Tensors) -> Iterator[None]:
-    """Puts `values` in the place of what the forward pass has saved."""
+    """Replace the parameters by `values` after the forward pass, so that the backward pass uses them."""
 
     def change(*_: object) -> None:
         for name, parameter in engine.parameters().items():
@@ -134,11 +136,14 @@ def _changed_between(engine: SingleEngine, values: Tensors) -> Iterator[None]:
 
 NUM_RUNS = 24
 NUM_RANKS = 2
-"""Processes that share the runs."""
+"""Number of processes that share the runs."""
 TIME_LIMIT_SECONDS = 600.0
 _PARTIAL = ".partial"
 FORMAT = 13
-"""Part of every key; raise it when anything that shapes the noise changes: model, data, objective, truth, this file."""
+"""Part of every key.
+
+Raise it when anything that affects the noise changes: model, data, objective, truth, this file.
+"""
 
 
 ARITHMETIC = (
@@ -153,11 +158,11 @@ ARITHMETIC = (
     "NVIDIA_TF32_",
     "TORCH_ALLOW_TF32",
 )
-"""Starts of the names of environment variables that choose kernels, their threads or their formats."""
+"""Prefixes of environment variables that choose kernels, their threads or their formats."""
 
 
 def noise_key(case: Case, steps: int, device: str = "cpu", sample: Sample | None = None) -> str:
-    """Content hash of everything that the noise of `case` depends on: the problem, and what computes it."""
+    """Return a content hash of everything that the noise of `case` depends on: the problem, and what computes it."""
     content = [
         FORMAT,
         *_arithmetic(device),
@@ -178,7 +183,10 @@ def noise_key(case: Case, steps: int, device: str = "cpu", sample: Sample | None
 
 
 def _arithmetic(device: str) -> list[object]:
-    """What chooses the order and the formats in which `device` computes. This process must not touch CUDA."""
+    """Return what determines the order and the formats in which `device` computes.
+
+    This process must not touch CUDA.
+    """
     return [
         device,
         machine(device),
@@ -195,16 +203,18 @@ def _arithmetic(device: str) -> list[object]:
 
 
 def noise_folder(results: Path) -> Path:
-    """Where noise floors are kept: with the records, or in the folder that `MESHMARK_NOISE` names, for runs of one
-    Meshmark that share them."""
+    """Return the folder of noise floors.
+
+    It is next to the records, or the folder named by `MESHMARK_NOISE`, which several runs of one Meshmark can share.
+    """
     shared = os.environ.get("MESHMARK_NOISE", "")
     return Path(shared) if shared else results / "noise"
 
 
 def read_noise(path: Path) -> list[Comparisons] | None:
-    """The noise runs that `write_noise` left; None when the file is not what was written.
+    """Return the noise runs that `write_noise` wrote, or None if the file is damaged.
 
-    Raises `FileNotFoundError` when there is none.
+    Raises `FileNotFoundError` if there is no file.
     """
     try:
         digest, _, text = path.read_text().partition("\n")
@@ -218,7 +228,7 @@ def read_noise(path: Path) -> list[Comparisons] | None:
 
 
 def write_noise(path: Path, runs: Sequence[Comparisons]) -> None:
-    """Atomically, so that another process reads a whole file or none."""
+    """Write noise runs atomically, so that another process reads a whole file or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(encode(runs))
     partial = path.with_suffix(f".{os.getpid()}.{time.time_ns()}{_PARTIAL}")
@@ -230,13 +240,15 @@ def write_noise(path: Path, runs: Sequence[Comparisons]) -> None:
 
 
 def remove_partials(folder: Path) -> None:
-    """What runs that were killed amid `write_noise` have left; of whoever has the results to himself."""
+    """Delete what runs that were killed during `write_noise` left. Call it only with exclusive use of the results."""
     for partial in folder.glob(f"*{_PARTIAL}"):
         partial.unlink(missing_ok=True)
 
 
 def backward(engine: SingleEngine, part: Batch, num_ranks: int) -> tuple[float, int]:
-    """The loss; steps that loss scaling leaves out are tried again, as those of the run are: how often."""
+    """Return the loss, and how often loss scaling skipped the step. Skipped steps are tried again, as in the run
+    itself.
+    """
     left_out = 0
     while True:
         loss = engine.backward(part) if num_ranks == 1 else reduced_backward(engine, part, num_ranks)
@@ -248,8 +260,10 @@ def backward(engine: SingleEngine, part: Batch, num_ranks: int) -> tuple[float, 
 
 
 def train_alone(request: Request, adapter: Adapter, context: RankContext, run: int) -> Comparisons:
-    """One noise run; `run` seeds its perturbations and picks its way of casting. Of replicas that may differ, each is
-    trained by an engine of its own, here in turn, on its own rows."""
+    """Train one noise run. `run` seeds its perturbations and selects its way of casting.
+
+    If replicas may differ, each is trained by its own engine on its own rows. Here the engines take turns.
+    """
     workload, replicas, num_ranks = request.case.workload, num_replicas(request.case), ranks_that_round(request.case)
     options = workload.algorithm
     layout = Layout(num_micro_batches=num_chunks(request.case))
@@ -304,7 +318,7 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
 
 
 def _twin(case: Case, run: int, num_ranks: int, replicas: int, engine: SingleEngine) -> Twin:
-    """That of a noise run, which sums what the run sums in another order."""
+    """Return the twin of a noise run, which sums in another order what the run sums."""
     layout = dataclasses.replace(case.layout, dp=num_ranks * replicas)
     casting = Casting.WEIGHTS if engine.cast_weights else Casting.AUTOCAST
     twin = Twin(
@@ -318,23 +332,29 @@ def _twin(case: Case, run: int, num_ranks: int, replicas: int, engine: SingleEng
 
 
 def num_ways(case: Case) -> int:
-    """Ways of casting that the runs take turns at."""
+    """Return the number of ways of casting that the runs alternate between."""
     return 2 if case.precision.is_mixed else 1
 
 
 def variance_ratio(case: Case) -> float:
-    """How much more the noise of one framework may vary than that of all runs: in mixed precision it casts in one of
-    the two ways that they take turns at, and in float64 the truth is rounded as it is."""
+    """Return how much more the noise of one framework may vary than the noise of all runs.
+
+    In mixed precision a framework casts in only one of the two ways between which the runs alternate. In float64 the
+    truth is rounded as much as the run.
+    """
     return 2.0 if case.precision.is_mixed or case.precision.compute is Dtype.FP64 else 1.0
 
 
 def ranks_that_round(case: Case) -> int:
-    """Whose reductions are rounded as by so many ranks."""
+    """Return the number of ranks whose rounding in reductions is imitated."""
     return case.layout.dp if case.precision.narrows_reduction else 1
 
 
 def num_chunks(case: Case) -> int:
-    """Micro-batches of all ranks together; of each replica, or rank whose reduction is rounded, its share of them."""
+    """Return the number of micro-batches in which a noise run trains.
+
+    It is that of all ranks together, divided by the number of replicas and of ranks whose reduction is rounded.
+    """
     if case.workload.algorithm.updates_by_micro_batch:
         return 1
     together = case.layout.dp * case.layout.num_micro_batches
@@ -342,7 +362,7 @@ def num_chunks(case: Case) -> int:
 
 
 def permute(batch: Batch, case: Case, run: int, num_ranks: int) -> Batch:
-    """Other orders of the rows, within what is normalised together."""
+    """Reorder the rows within the parts that are normalised together."""
     parts = num_ranks * case.layout.num_micro_batches if case.workload.couples_rows else 1
     drawn = random_bits(f"order/{run}", (len(batch),), seed=case.workload.seed).view(parts, -1)
     first = torch.arange(parts)[:, None] * drawn.shape[1]
@@ -351,14 +371,16 @@ def permute(batch: Batch, case: Case, run: int, num_ranks: int) -> Batch:
 
 @torch.no_grad()
 def perturb(engine: Engine, case: Case, run: int) -> None:
-    """Change initial values by up to half a unit in the last place of the precision that matrix products run in."""
+    """Change initial values by up to half a unit in the last place of the precision of matrix products."""
     ulp = 2.0 ** -(case.precision.compute.mantissa_bits + 1)
     seed = case.workload.seed
     for name, parameter in engine.parameters().items():
         key, shape = f"perturbation/{run}/{name}", parameter.shape
 
         def change(block: Block, parameter: Tensor = parameter, key: str = key) -> None:
-            """By bits that are drawn where the parameter is, which are the same on every device."""
+            """Change a block by random bits. They are drawn on the parameter's device, and are the same on every
+            device.
+            """
             bits = random_bits(key, parameter.shape, seed=seed, block=block, device=parameter.device)
             rows = parameter[block.offset[0] : block.offset[0] + block.shape[0]] if parameter.shape else parameter
             with torch.no_grad():  # a thread has its own
@@ -370,7 +392,7 @@ def perturb(engine: Engine, case: Case, run: int) -> None:
 
 
 def _threads(parameter: Tensor) -> int:
-    """On a CPU, this process's share of its cores; a GPU works off one queue."""
+    """Return this process's share of the CPU's cores, or 1 on a GPU, which works through one queue."""
     shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return 1 if parameter.device.type != "cpu" else max(len(os.sched_getaffinity(0)) // shared, 1)
 
@@ -379,7 +401,9 @@ def _threads(parameter: Tensor) -> int:
 
 
 def measure_noise(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
-    """Noise of `request.case`'s workload and precision over this rank's share of the runs; `adapter` is `single`."""
+    """Measure the noise of `request.case`'s workload and precision in this rank's share of the runs. `adapter` is
+    `single`.
+    """
     alone, sample = dataclasses.replace(context, rank=0, world_size=1), request.sample
     runs = range(context.rank, sample.noise_runs if sample else NUM_RUNS, context.world_size)
     if sample:
@@ -392,7 +416,7 @@ def measure_noise(request: Request, adapter: Adapter, context: RankContext, star
 def _train_sampled(
     request: Request, adapter: Adapter, context: RankContext, run: int, num_processes: int
 ) -> Comparisons:
-    """One noise run of a large model, as `train_alone` does it of a small one, beside those of other processes."""
+    """Train one noise run of a large model, like `train_alone`, while other processes do the same."""
     folder = context.scratch / f"run-{run}"
     assert request.sample
     try:

@@ -1,4 +1,4 @@
-"""The instrumented pass: what a rank computes and, where it is metered, holds and sends."""
+"""Run the instrumented pass: what a rank computes and, if it is metered, what it holds and sends."""
 
 from __future__ import annotations
 
@@ -44,12 +44,18 @@ from meshmark.spec.workload import Workload
 from meshmark.theory.traffic import METERED_STEP
 
 WATCHED_STEP = METERED_STEP
-"""The step whose memory and traffic are read: the first builds optimizer states, the second settles caches."""
+"""The step whose memory and traffic are read.
+
+The first step builds optimizer states, and the second settles caches.
+"""
 
 
 def observe(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
-    """Train `request.steps` steps (at least three), the first of them under watch if the pass is metered; then compare
-    all that the ranks computed with the truth, on rank 0."""
+    """Train `request.steps` steps (at least three), then compare everything that the ranks computed with the truth on
+    rank 0.
+
+    The first steps are watched if the pass is metered.
+    """
     beside = ExtraPeak(context.device)
     notebook = DiskNotebook(context.scratch / f"trace-{context.rank}", beside) if request.sample else None
     seen = _train(request, adapter, context, notebook)
@@ -90,8 +96,10 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
 
 
 def observe_alone(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
-    """Train `request.steps` steps as one rank of a fake world: its memory and traffic, for nothing else means anything
-    there."""
+    """Train `request.steps` steps as one rank of a fake world, and report its memory and traffic.
+
+    Nothing else has a meaning in a fake world.
+    """
     seen = _train(request, adapter, context, None)
     return RankReport(
         rank=context.rank,
@@ -107,11 +115,11 @@ def observe_alone(request: Request, adapter: Adapter, context: RankContext, star
 
 @dataclass(frozen=True, kw_only=True)
 class _Seen:
-    """What is left of a run when its engine is gone."""
+    """The results of a run after its engine is closed."""
 
     trace: Trace
     built: float
-    """When the engine stood ready."""
+    """Time when the engine was built."""
     memory: MemoryReading | None
     traffic: TrafficReading | None
     steps: StepReadings | None
@@ -167,7 +175,10 @@ def _train(request: Request, adapter: Adapter, context: RankContext, notebook: N
 
 
 def _assess(request: Request, traces: Sequence[Trace], context: RankContext, twin: Twin | None) -> Deviations:
-    """Of a sample on the run's device, and on all the cores, which the other ranks need no more."""
+    """Return the deviations from the truth.
+
+    Those of a sample are computed on the run's device and on all cores, which the other ranks no longer need.
+    """
     workload = request.case.workload
     if request.sample is None:
         return assess_replicas(traces, workload, layout=request.case.layout, twin=twin)
@@ -176,13 +187,13 @@ def _assess(request: Request, traces: Sequence[Trace], context: RankContext, twi
 
 
 def _sources(watch: Watch, engine: Engine) -> list[TrafficSource]:
-    """Whatever an engine brings comes on top of what PyTorch sees."""
+    """Return PyTorch's traffic source, and the engine's own source if it has one."""
     own = engine.traffic_source()
     return [TorchTraffic(watch)] + ([own] if own else [])
 
 
 def _traffic(sources: Sequence[TrafficSource]) -> tuple[TrafficReading | None, str]:
-    """Or why it cannot be told, of which nothing else that was measured depends."""
+    """Return the traffic, or the reason why it cannot be read. Other measurements do not depend on it."""
     try:
         return read_traffic(sources), ""
     except TrafficError as error:
@@ -190,7 +201,7 @@ def _traffic(sources: Sequence[TrafficSource]) -> tuple[TrafficReading | None, s
 
 
 def _steps(watch: Watch, sources: Sequence[Sequence[TrafficSource]]) -> StepReadings:
-    """What is known of every step, and not of the watched one alone."""
+    """Return what is known of every step, not only of the watched one."""
     try:
         sent, failure = alike_steps(sources), ""
     except TrafficError as error:
@@ -199,9 +210,12 @@ def _steps(watch: Watch, sources: Sequence[Sequence[TrafficSource]]) -> StepRead
 
 
 def _formats(trace: Trace, workload: Workload) -> dict[str, str]:
-    """The formats that values make use of on this rank, whatever they are kept in: that of all `gradients` together,
-    for sums over ranks and sequences take more digits than bf16 has; and of `masters` that of every parameter that
-    was trained, which after some small updates is no rounder than what it is kept in."""
+    """Return the number formats that values use on this rank, whatever dtype they are stored in.
+
+    `gradients` is the format of all gradients together: sums over ranks and sequences take more digits than bf16 has.
+    `masters` gives the formats of the trained parameters. After some small updates they use every digit of the format
+    in which they are stored.
+    """
     found = {"gradients": _format(g for tensors in trace.gradients for g in tensors.values())}
     last = trace.parameters[-1] if trace.parameters else {}
     trained = {_format(iter([x])) for name, x in last.items() if workload.trains(name) and x.any()}
@@ -209,14 +223,14 @@ def _formats(trace: Trace, workload: Workload) -> dict[str, str]:
 
 
 def _format(values: Iterator[NDArray[np.floating]]) -> str:
-    """The narrowest that holds every value; float32 stands for any that is no narrower."""
+    """Return the narrowest format that represents every value; "float32" means any that is no narrower."""
     first = next(values, None)
     kinds = [] if first is None else low_precisions(itertools.chain([first], values))
     return kinds[0] if kinds else "float32"
 
 
 def _dtypes(held: Holdings) -> dict[str, str]:
-    """The precisions in which an engine holds its states: "float32", or several joined by +."""
+    """Return the precisions in which an engine holds its states: "float32", or several joined by +."""
     return {
         name: "+".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors if t.numel() > 1}))
         for name, tensors in (("parameters", held.parameters), ("optimizer_states", held.optimizer_states))
@@ -227,9 +241,12 @@ def _dtypes(held: Holdings) -> dict[str, str]:
 
 
 def retrace(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
-    """By `backward` and `update`: `losses` of all steps up to the last mark; `digests` of the first `request.steps`,
-    each read as the instrumented pass reads it; `timed_digests` at marks beyond these. Each batch is trained on once,
-    as the clock does, also where loss scaling leaves its step out."""
+    """Run the instrumented steps again by `backward` and `update`, without meters and without the truth.
+
+    Reports `losses` of all steps up to the last mark, `digests` of the first `request.steps`, each read as in the
+    instrumented pass, and `timed_digests` at later marks. Each batch is trained on once, as in the timed pass, even if
+    loss scaling skips its step.
+    """
     engine = adapter.build(request.case, context)
     built, observer = time.time(), Observer(engine, request, retries=False)
     num_steps, beyond = max([request.steps, *request.marks]), [mark for mark in request.marks if mark > request.steps]

@@ -1,4 +1,4 @@
-"""Trains an engine and takes notes of all that it computes."""
+"""Train an engine, and note everything that it computes."""
 
 from __future__ import annotations
 
@@ -30,21 +30,23 @@ from meshmark.spec.workload import Workload
 from meshmark.text import told
 
 MOST_LEFT_OUT = 24
-"""Attempts at one step, each at half the loss scale: GradScaler's first, 2^16, is then far below one."""
+"""Largest number of attempts at one step. Each halves the loss scale; GradScaler starts at 2^16, which is then far
+below one.
+"""
 
 
 class Notebook(Protocol):
-    """Where a rank's tensors are noted."""
+    """Storage of the tensors that a rank notes."""
 
     def parameters(self, engine: Engine, workload: Workload, step: int) -> Tensors:
-        """Before `step`; a collective call."""
+        """Return the parameters before `step`. A collective call."""
 
     def gradients(self, engine: Engine, workload: Workload, step: int) -> Tensors:
-        """Of `step`; a collective call."""
+        """Return the gradients of `step`. A collective call."""
 
 
 class HostNotebook:
-    """This rank's memory, of all that it is told."""
+    """Notebook that keeps all tensors in this rank's memory."""
 
     def parameters(self, engine: Engine, workload: Workload, step: int) -> Tensors:
         return host_parameters(engine, workload)
@@ -54,29 +56,32 @@ class HostNotebook:
 
 
 class Observer:
-    """One rank's notes of a run."""
+    """Notes of a run on one rank."""
 
     def __init__(
         self, engine: Engine, request: Request, *, retries: bool = True, notebook: Notebook | None = None
     ) -> None:
-        """`retries`: a step that dynamic loss scaling leaves out is tried again. `notebook`: this rank's memory by
-        default."""
+        """Begin the notes.
+
+        `retries`: whether to try a step again that dynamic loss scaling skipped. `notebook`: this rank's memory by
+        default.
+        """
         self.engine, self.request, self.retries = engine, request, retries
         self.notebook: Notebook = notebook or HostNotebook()
         self.trace = Trace(replica=replica_of(request.case.layout, dist.get_rank()) if dist.is_initialized() else 0)
         self.unheld = ""
-        """What went wrong with `holdings()`, of which no loss, gradient or parameter depends."""
+        """Error of `holdings()`, if any. Losses, gradients and parameters do not depend on it."""
         self.left_out = 0
-        """Steps that dynamic loss scaling left out, and that were tried again."""
+        """Number of steps that dynamic loss scaling skipped, and that were tried again."""
         self.sources: Sequence[TrafficSource] = ()
-        """Of the last step: they tell of its traffic."""
+        """Sources of the last step's traffic."""
         if request.assess:
             self.trace.parameters.append(self.notebook.parameters(engine, request.case.workload, 0))
         if request.assess and request.case.workload.couples_rows:
             self.trace.buffers.append([host_copies(engine.buffers())])
 
     def holdings(self) -> Holdings:
-        """What the engine holds; nothing, and why in `unheld`, where it cannot tell."""
+        """Return what the engine holds. If it fails, return empty holdings and note the reason in `unheld`."""
         try:
             return local_holdings(self.engine)
         except (MemoryError, torch.OutOfMemoryError):
@@ -88,9 +93,11 @@ class Observer:
     def train(
         self, step: int, watch: Watch | None = None, meter: Callable[[], Sequence[TrafficSource]] = tuple
     ) -> tuple[Named, Named]:
-        """One step, whose traffic the sources that `meter` makes are to tell; returns what the engine holds before and
-        after its update. A step that dynamic loss scaling leaves out, as it should where a gradient overflows, is tried
-        again: the run is judged by the steps that were taken."""
+        """Train one step, and return what the engine holds before and after its update.
+
+        `meter` makes the sources that count the step's traffic. A step that dynamic loss scaling skips, as it should
+        if a gradient overflows, is tried again: the run is judged by the steps that were taken.
+        """
         batch = make_batch(self.request.case.workload, step)
         if self.request.evaluate:
             self.trace.evaluations.append(float(self.engine.evaluate(batch)))
@@ -109,7 +116,7 @@ class Observer:
         return attempt.before, attempt.after
 
     def _judges(self, step: int) -> bool:
-        """Whether what `step` computes is to be compared with the truth."""
+        """Return whether the results of `step` are compared with the truth."""
         return self.request.assess and (self.request.sample is None or step < self.request.sample.steps)
 
     def _attempt(self, batch: Batch, step: int, watch: Watch | None, sources: Sequence[TrafficSource]) -> _Attempt:
@@ -135,8 +142,10 @@ class Observer:
         )
 
     def _is_left_out(self, attempt: _Attempt) -> bool:
-        """Whether a gradient overflowed somewhere, in which case no parameter may have moved anywhere. A collective
-        call, under loss scaling."""
+        """Return whether a gradient overflowed on some rank and no parameter moved on any rank.
+
+        A collective call under dynamic loss scaling.
+        """
         if self.request.case.precision.loss_scaling is not LossScaling.DYNAMIC:
             return False
         stood = self.trace.parameters[-1]
@@ -159,15 +168,15 @@ class Observer:
 
 @dataclass(frozen=True, kw_only=True)
 class _Attempt:
-    """What one step came to."""
+    """The results of one attempt at a step."""
 
     loss: float
     norm: float | None
     before: Named
-    """Held before the update."""
+    """What the engine holds before the update."""
     after: Named
     gradients: Tensors
-    """Empty where nothing is assessed, like `parameters`."""
+    """Gradients. Empty if nothing is assessed, like `parameters`."""
     loss_scale: float
     parameters: Tensors
 
@@ -185,7 +194,7 @@ def _window(watch: Watch | None, name: str, step: int, sources: Sequence[Traffic
 
 
 def digests(traces: Sequence[Trace]) -> list[str]:
-    """A hash of all parameters' bits of all replicas, before the first step and after each."""
+    """Return hashes of the bits of all parameters of all replicas, before the first step and after each."""
     replicas = [tensor_digests(trace.parameters) for trace in traces]
     return [
         hashlib.blake2b("".join(repr(sorted(step.items())) for step in steps).encode(), digest_size=8).hexdigest()

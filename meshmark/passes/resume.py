@@ -1,4 +1,4 @@
-"""Save halfway, and go on or lose a rank; and in other processes, go on from what was saved."""
+"""Save a checkpoint halfway, then continue or lose a rank; and continue from the checkpoint in other processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TRACE = "meshmark-trace.pickle"
 
 
 def save_halfway(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
-    """Train `request.steps` steps, and leave a checkpoint after half of them, with the trace up to there."""
+    """Train `request.steps` steps, and save a checkpoint after half of them, with the trace so far."""
     engine, observer, built = _first_half(request, adapter, context)
     for step in range(halfway(request), request.steps):
         observer.train(step)
@@ -44,8 +44,10 @@ def save_halfway(request: Request, adapter: Adapter, context: RankContext, start
 
 
 def lose_a_rank(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
-    """The same, but that the last rank is killed when a step more is done, which is lost with it: what is on disk is
-    all that there is to go on from. No rank comes to its end."""
+    """Save halfway, train one more step, and kill the last rank.
+
+    The step is lost with it, and only what is on disk is left to continue from. No rank reaches its end.
+    """
     _, observer, built = _first_half(request, adapter, context)
     observer.train(halfway(request))
     if context.rank == context.world_size - 1:
@@ -56,7 +58,7 @@ def lose_a_rank(request: Request, adapter: Adapter, context: RankContext, starte
 
 
 def _first_half(request: Request, adapter: Adapter, context: RankContext) -> tuple[Engine, Observer, float]:
-    """An engine that has saved where it is, what it did until there, and when it was built."""
+    """Train the first half and save it. Return the engine, the observer and the time when the engine was built."""
     folder = Path(request.checkpoint)
     engine = adapter.build(request.case, context)
     built, observer = time.time(), Observer(engine, request)
@@ -72,7 +74,7 @@ def _first_half(request: Request, adapter: Adapter, context: RankContext) -> tup
 
 
 def resume(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
-    """Load what the first half left and train the other half; both halves together are one run to be judged."""
+    """Load the first half's checkpoint and train the other half. Both halves are judged as one run."""
     folder, half = Path(request.checkpoint), halfway(request)
     engine = adapter.build(request.case, context)
     built = time.time()
@@ -110,7 +112,7 @@ def halfway(request: Request) -> int:
 
 
 def _join(first: Trace, second: Trace) -> Trace:
-    """One run of two halves; where they meet, the parameters are those that were loaded."""
+    """Join two halves to one run. Where they meet, the parameters are those that were loaded."""
     return Trace(
         parameters=first.parameters[:-1] + second.parameters,
         gradients=first.gradients + second.gradients,

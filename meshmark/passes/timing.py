@@ -1,11 +1,11 @@
-"""The untouched pass: seconds per optimizer step, as a stopwatch beside the machine would say.
+"""Run the untouched pass: seconds per optimizer step, as an external stopwatch would measure them.
 
-After warm-up the ranks run laps that they start together (`meshmark.measure.laps`). On the clock there is nothing but
-`Engine.step`: batches are made before a lap; losses are read, times are told to the other ranks, and whether to add
-another lap is decided (by every rank, alike, from the same times) after it.
+After warm-up the ranks run laps that they start together (`meshmark.measure.laps`). Only `Engine.step` is timed.
+Batches are made before a lap. After a lap the losses are read, times are exchanged, and every rank decides from the
+same times whether to add another lap.
 
-What was timed is shown to be what was judged: losses of all steps, and the bits of the parameters near the end of
-warm-up, where the instrumented pass was too, and after the last step.
+The timed steps are shown to be those that were judged. For this, the losses of all steps are compared, and the bits of
+the parameters near the end of warm-up, which the instrumented pass also reached, and after the last step.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ from meshmark.records.request import Request
 from meshmark.reference.data import Batch, make_batch
 
 Clock = Callable[[Engine, list[Batch], list[Tensor]], list[float]]
-"""Trains on batches and appends their losses, unread; the monotonic clock at the start and at the end of each step."""
+"""Clock that trains on batches and appends their losses, unread. It returns the monotonic time at the start and after
+each step.
+"""
 
 
 def time_steps(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
-    """`request.steps` steps after `request.warmup`, and as many more as `num_steps_to_add` asks for."""
+    """Time `request.steps` steps after `request.warmup`, and as many more as `num_steps_to_add` asks for."""
     engine = adapter.build(request.case, context)
     built = time.time()
     stopwatch = Stopwatch(engine, request, _cuda_clock if context.device.type == "cuda" else _cpu_clock)
@@ -80,19 +82,19 @@ def time_steps(request: Request, adapter: Adapter, context: RankContext, started
 
 
 class Stopwatch:
-    """One rank's clock, and those of the others as they tell of them after every lap."""
+    """Clock of one rank. The ranks exchange their times after every lap."""
 
     def __init__(self, engine: Engine, request: Request, clock: Clock) -> None:
         self.engine, self.request, self.clock = engine, request, clock
         self.losses: list[float] = []
-        """Of all steps, also of warm-up."""
+        """Losses of all steps, including warm-up."""
         self.step_seconds: list[float] = []
-        """This rank's own."""
+        """Seconds of this rank's steps."""
         self.lap_starts: list[float] = []
-        """Seconds after the first rank of this node."""
+        """Seconds by which this rank starts each lap after the first rank of its node."""
         self.lap_steps: list[int] = []
         self.cpu_seconds: list[float] = []
-        """By lap: of all threads of this process, in its own code and in the kernel's."""
+        """CPU seconds by lap, of all threads of this process, in user and kernel mode."""
 
     def warm_up(self, num_steps: int) -> None:
         rank_progress.begin(rank_progress.Phase.TRAIN, num_steps)
@@ -101,7 +103,7 @@ class Stopwatch:
             rank_progress.advance()
 
     def run(self) -> None:
-        """Laps, until there is nothing to add."""
+        """Run laps until there is no step to add."""
         all_seconds, num_steps = list[float](), self.request.steps
         while num_steps:
             all_seconds += self._lap(num_steps).step_seconds
@@ -128,7 +130,7 @@ class Stopwatch:
 
 
 def _node() -> str:
-    """Names the running kernel: ranks whose it is share its monotonic clock."""
+    """Return an id of the running kernel. Ranks with the same id share its monotonic clock."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -143,8 +145,11 @@ def _cpu_clock(engine: Engine, batches: list[Batch], losses: list[Tensor]) -> li
 
 
 def _cuda_clock(engine: Engine, batches: list[Batch], losses: list[Tensor]) -> list[float]:
-    """Steps by CUDA events: the host may run ahead, as it does in training; progress is what the device has done. The
-    lap ends when all streams are idle."""
+    """Time steps with CUDA events.
+
+    The host may run ahead, as it does in training. Progress counts what the device has finished. The lap ends when all
+    streams are idle.
+    """
     torch.cuda.synchronize()
     dist.barrier()
     torch.cuda.synchronize()  # NCCL's barrier is a kernel, which the host may not have waited for
@@ -171,7 +176,7 @@ def _cuda_clock(engine: Engine, batches: list[Batch], losses: list[Tensor]) -> l
 
 
 def profile(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
-    """`request.steps` steps under the profiler; the first rank leaves its trace in `request.traces`."""
+    """Run `request.steps` steps under the profiler. The first rank writes its trace to `request.traces`."""
     engine = adapter.build(request.case, context)
     built, workload, losses = time.time(), request.case.workload, list[float]()
     rank_progress.begin(rank_progress.Phase.TRAIN, request.warmup + request.steps)
@@ -201,14 +206,18 @@ def profile(request: Request, adapter: Adapter, context: RankContext, started: f
 NUM_PRODUCTS = 10
 WARM_UP_SECONDS = 0.3
 NUM_WARM_UP = 3
-"""At least."""
+"""Least number of products before timing."""
 _SIZE = {"cpu": 768, "cuda": 8192}
-"""Of square matrices: large enough for the rate to be the processor's, small enough for bf16 on a CPU."""
+"""Size of the square matrices: large enough to be limited by the processor, small enough for bf16 on a CPU."""
 
 
 def measure_peak(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
-    """Operations a second of a matrix product in the case's precision on `request.num_threads` cores, or on one GPU:
-    the median of NUM_PRODUCTS. A best of many would be what the clock's jitter or a boost of a moment makes."""
+    """Measure the operations per second of matrix products in the case's precision, on `request.num_threads` cores or
+    on one GPU.
+
+    The result is the median of `NUM_PRODUCTS` products. The best of many would reflect clock jitter or a momentary
+    boost.
+    """
     if context.device.type == "cpu":
         torch.set_num_threads(request.num_threads)
     n = _SIZE[context.device.type]
@@ -224,7 +233,7 @@ def measure_peak(request: Request, adapter: Adapter, context: RankContext, start
 
 
 def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Of one product."""
+    """Return the seconds of one product."""
     start = time.monotonic()
     torch.mm(a, b)
     if a.device.type == "cuda":

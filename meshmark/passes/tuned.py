@@ -1,5 +1,7 @@
-"""Whether a case's tuning is in use: one more step, of which nothing else is read, under PyTorch's profiler. What is
-asked for and not in use is this rank's failure, never a slower run under the name of a faster one."""
+"""Check that a case's tuning is in use, by one more step under PyTorch's profiler. Nothing else is read of that step.
+
+Tuning that is asked for and not in use fails the rank. It never becomes a slower run that is reported as tuned.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from meshmark.spec.case import Case
 from meshmark.spec.tuning import Attention, Matmul
 
 REGION = "Torch-Compiled Region"
-"""Starts the name of what PyTorch's profiler sees of a compiled graph's forward pass."""
+"""Prefix of the name under which PyTorch's profiler shows a compiled graph's forward pass."""
 UNFUSED = "unfused optimizer"
 ROUNDED = "rounded product"
 WIDE = "wide sums"
@@ -33,15 +35,17 @@ _ATTENTION = {
     Attention.CUDNN: "aten::_scaled_dot_product_cudnn_attention",
     Attention.MATH: "aten::_scaled_dot_product_attention_math",
 }
-"""Starts of the names of operators."""
+"""Prefixes of operator names."""
 
 Seen = Mapping[str, int]
-"""How often what ran on one rank."""
+"""How often each item ran on one rank."""
 
 
 def expect_tuned(engine: Engine, case: Case, device: torch.device, step: int) -> dict[str, str]:
-    """What of the case's tuning ran in `step`, on this rank. A collective call; raises `AdapterError` where something
-    did not, on any rank."""
+    """Return which parts of the case's tuning ran in `step` on this rank.
+
+    A collective call. Raises `AdapterError` if a part did not run on some rank.
+    """
     if not case.tuning:
         return {}
     own = _seen(engine, case, device, step)
@@ -55,7 +59,7 @@ def expect_tuned(engine: Engine, case: Case, device: torch.device, step: int) ->
 
 
 def compile_seconds(case: Case) -> float:
-    """That this process has spent on it."""
+    """Return the seconds that this process has spent compiling."""
     if not case.tuning.compile:
         return 0.0
     from torch._dynamo.utils import calculate_time_spent
@@ -64,7 +68,7 @@ def compile_seconds(case: Case) -> float:
 
 
 def unused(case: Case, every: Sequence[Seen], step: int) -> Iterator[str]:
-    """What of the case's tuning did not run, by what every rank has seen."""
+    """Yield the parts of the case's tuning that did not run, from the counts of every rank."""
     tuning, layout, count = case.tuning, case.layout, case.layout.num_micro_batches
     blocks = (case.workload.model.num_layers - (case.workload.skipped_at(step) is not None)) // layout.pp
     for rank, seen in enumerate(every):
@@ -106,7 +110,7 @@ def _seen(engine: Engine, case: Case, device: torch.device, step: int) -> dict[s
 
 @contextlib.contextmanager
 def _optimizers() -> Iterator[list[dict[str, Any]]]:
-    """The groups of every optimizer that takes a step meanwhile, as they are then."""
+    """Collect the parameter groups of every optimizer that steps within the context, as they are at that time."""
     groups: list[dict[str, Any]] = []
 
     def note(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401
@@ -120,7 +124,9 @@ def _optimizers() -> Iterator[list[dict[str, Any]]]:
 
 
 def _rounds_products(device: torch.device) -> bool:
-    """Whether a float32 operand loses its last bits in a product, as TF32's does: what is multiplied is read, not what
-    is set."""
+    """Return whether a float32 operand loses its last bits in a product, as in TF32.
+
+    The product itself is examined rather than the setting.
+    """
     odd = torch.full((256, 256), 1 + 2.0**-12, device=device)
     return not torch.equal(odd @ torch.eye(256, device=device), odd)

@@ -1,9 +1,9 @@
-"""What users ask of a cluster that they have not got: memory and time of any layout, and the best one.
+"""Plan training on a cluster: memory and time of any layout, and the best layout.
 
-A model, a GPU, a recipe and rates make a `Grid` of layouts, that its memory and time, and those searches and
-predictions.
-Every formula works on a `Grid` (columns of layouts) at once, so that one layout and a hundred thousand take one path.
-torch is imported by `microbenchmarks` alone, and by `calibrate` where it measures; no framework is.
+A model, a GPU, a recipe and rates make a `Grid` of layouts. Memory and time are computed from the grid, and searches
+and predictions from these. Every formula works on a whole `Grid` (columns of layouts), so that one layout and a
+hundred thousand take the same path. Only `microbenchmarks`, and `calibrate` where it measures, import torch. No
+framework is imported.
 
 May import: spec, theory.
 """

@@ -1,4 +1,4 @@
-"""What the planner's verbs are told alike: a machine, its rates, and what is trained by."""
+"""Arguments that the planner's commands share: a machine, its rates, and the training recipe."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def add_setting(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """What the command line says, or leaves to the usual."""
+    """Settings from the command line."""
 
     machine: Gpu
     recipe: TrainingRecipe | None
-    """None where it does not say."""
+    """The recipe, or None if the command line does not name one."""
     own_rates: Rates | None
-    """By --rates or of a calibrated machine; None takes those of the recipe's stack on the machine."""
+    """Rates from --rates or of a calibrated machine. None uses those of the recipe's stack on the machine."""
     nearest: str | None
-    """The GPU whose rates the machine takes, where its file says so."""
+    """The GPU whose rates the machine uses, if its file names one."""
 
     @property
     def using(self) -> TrainingRecipe:
@@ -62,11 +62,11 @@ class Given:
 
 
 def given_by(arguments: argparse.Namespace, family: Family = Family.LLAMA) -> Given:
-    """The GPU, the recipe (of a family's models) and the rates that are asked for.
+    """Return the GPU, the recipe (for models of `family`) and the rates that the command line asks for.
 
-    A calibrated machine's file says machine and rates, for its rates are shares of that machine.
+    The file of a calibrated machine gives both machine and rates, because its rates are shares of that machine.
 
-    Raises `InputError` when such rates are asked for on another GPU, or rates beside bandwidths.
+    Raises `InputError` for such rates with another GPU, or for rates together with bandwidths.
     """
     own = calibrated_at(arguments.rates)
     if own and arguments.gpu not in (None, arguments.rates):
@@ -85,7 +85,7 @@ def given_by(arguments: argparse.Namespace, family: Family = Family.LLAMA) -> Gi
 
 
 def _gpu_given(name: str | None) -> tuple[Gpu, str | None]:
-    """A GPU, by its name or from a file, and whose rates it takes where the file says so."""
+    """Return a GPU, by name or from a file, and the GPU whose rates it uses if the file names one."""
     if name is not None and name.endswith(".toml"):
         written = read_gpu(Path(name))
         return written.gpu, written.rates
@@ -110,7 +110,7 @@ def framework_given(arguments: argparse.Namespace) -> Framework | None:
 
 
 def _recipe_given(arguments: argparse.Namespace, there: Gpu, family: Family) -> TrainingRecipe | None:
-    """What the command line says to train by; None where it does not."""
+    """Return the recipe that the command line names, or None."""
     if named := framework_given(arguments):
         return named.recipe_on(there, family)
     return recipe(arguments.recipe) if arguments.recipe is not None else None

@@ -1,7 +1,7 @@
-"""`meshmark calibrate`: measure the machine at hand, in about a minute: what it is made of, and what of it is reached.
+"""`meshmark calibrate`: measure the local machine and the share of its peaks that is reached, in about a minute.
 
-Every rank is a process of its own, as in training: one a GPU, or one a core (`OMP_NUM_THREADS` cores). Between nodes,
-`torchrun --nnodes 2 ... -m meshmark.plan.calibrate -o FILE` on each; rank 0 writes.
+Every rank is a separate process, as in training: one per GPU, or one per core (`OMP_NUM_THREADS` cores). To measure
+between nodes, run `torchrun --nnodes 2 ... -m meshmark.plan.calibrate -o FILE` on each; rank 0 writes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _COLLECTIVE_SIZES = [4 * _KIB, 64 * _KIB, 512 * _KIB, 2 * _MIB, 8 * _MIB]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Microbenchmarks:
-    """Everything measured on one machine."""
+    """All measurements of one machine."""
 
     main_dtype: str
     """The arithmetic that the efficiencies are for."""
@@ -54,7 +54,7 @@ class Microbenchmarks:
 
 
 def calibrate_here(output: Path | None, seconds: float, ranks: int | None = None) -> int:
-    """Start the ranks, measure, print, and write the machine when `output` is given."""
+    """Start the ranks, measure, print the result, and write it if `output` is given."""
     import torch
     from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 
@@ -104,7 +104,7 @@ def _rank(rank: int, world: int, where: str, output: Path | None, seconds: float
 
 
 def calibrate_rank(output: Path | None, seconds: float) -> None:
-    """Measure with all the ranks of an initialised process group, or alone; the first rank prints and writes."""
+    """Measure with all ranks of an initialised process group, or alone. The first rank prints and writes."""
     import torch
     import torch.distributed as dist
 
@@ -131,7 +131,7 @@ def calibrate_rank(output: Path | None, seconds: float) -> None:
 
 
 def measure(bench: Bench, seconds: float, local_world: int) -> Microbenchmarks:
-    """All of it, in about `seconds`; `local_world` ranks are on this node."""
+    """Run all measurements in about `seconds`. `local_world` ranks are on this node."""
     import torch
     import torch.distributed as dist
 
@@ -161,8 +161,11 @@ def measure(bench: Bench, seconds: float, local_world: int) -> Microbenchmarks:
 
 
 def gpu_from(found: Microbenchmarks, device: torch.device, local_world: int) -> Gpu:
-    """The machine: a known GPU's datasheet, so that its MFU means what it does elsewhere, or what was measured: the
-    fastest product of each arithmetic, the largest copy, the memory that there is for each rank."""
+    """Return the machine.
+
+    A known GPU uses its datasheet, so that its MFU means the same as elsewhere. For any other, peaks are measured: the
+    fastest product of each arithmetic, the largest copy, and the memory per rank.
+    """
     import torch
 
     from meshmark.environment import describe, versions
@@ -191,8 +194,11 @@ def gpu_from(found: Microbenchmarks, device: torch.device, local_world: int) -> 
 
 
 def machine_from(found: Microbenchmarks, there: Gpu, world: int) -> Calibrated:
-    """The rates of what was measured, as shares of the machine; what was not (links between nodes, say) is as the
-    planner has it for a known GPU, or as inside the node."""
+    """Return the measured rates as shares of the machine.
+
+    Rates that were not measured (such as links between nodes) come from the planner's rates for a known GPU, or else
+    from inside the node.
+    """
     try:
         # By its datasheet's links: what was measured is written over them below. No run says how far it is from a plan.
         start = dataclasses.replace(rates_for(gpu(there.name)), spread=SpreadRates())
@@ -234,8 +240,10 @@ def machine_from(found: Microbenchmarks, there: Gpu, world: int) -> Calibrated:
 
 
 def width_curve(products: Sequence[Measurement], peak: float) -> tuple[float, float]:
-    """Efficiency of very wide products and the width at which half of it is reached: a line through 1/rate over
-    1/width, by least squares of relative errors."""
+    """Return the efficiency of very wide products, and the width at which half of it is reached.
+
+    They are fitted as a line through 1/rate over 1/width, by least squares of relative errors.
+    """
     inverse = np.array([peak / m.rate for m in products])
     terms = np.array([[1.0, 1.0 / m.size] for m in products]) / inverse[:, None]
     level, slope = np.linalg.lstsq(terms, np.ones(len(products)), rcond=None)[0]
@@ -247,8 +255,11 @@ def width_curve(products: Sequence[Measurement], peak: float) -> tuple[float, fl
 
 
 def latency_and_bandwidth(collectives: Sequence[Measurement]) -> tuple[float, float]:
-    """Seconds of an empty collective and bytes per second of a rank: a line through time over bytes sent, by least
-    squares of relative errors. An all-reduce is two collectives."""
+    """Return the seconds of an empty collective, and the bytes per second of a rank.
+
+    They are fitted as a line through time over bytes sent, by least squares of relative errors. An all-reduce counts
+    as two collectives.
+    """
     times = np.array([m.seconds / (2.0 if m.kind == "all_reduce" else 1.0) for m in collectives])
     sent = np.array([m.work / (2.0 if m.kind == "all_reduce" else 1.0) for m in collectives])
     terms = np.stack([np.ones(len(times)), sent], axis=1) / times[:, None]
@@ -260,7 +271,7 @@ def latency_and_bandwidth(collectives: Sequence[Measurement]) -> tuple[float, fl
 
 
 def main() -> int:
-    """Under torchrun: measure between nodes too."""
+    """Entry point under torchrun, which can also measure between nodes."""
     import torch
     import torch.distributed as dist
 

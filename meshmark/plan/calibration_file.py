@@ -1,4 +1,4 @@
-"""A machine as `meshmark calibrate` found it, in one JSON file: what it is made of, and what of it was reached."""
+"""Store a machine measured by `meshmark calibrate` in a JSON file: its hardware and its rates."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from meshmark.spec.hardware import Gpu
 
 @dataclass(frozen=True, kw_only=True)
 class Calibrated:
-    """Rates mean nothing without the machine that they are shares of, so the two stay together."""
+    """A machine and its rates, which are shares of that machine and have no meaning without it."""
 
     gpu: Gpu
     rates: Rates
 
 
 def write_calibrated(path: Path, value: Calibrated) -> None:
-    """Write both as JSON, numbers rounded to six digits. Raises `InputError` when the file cannot be written."""
+    """Write both as JSON, with numbers rounded to six digits. Raises `InputError` when the file cannot be written."""
     text = json.dumps(_rounded(dataclasses.asdict(value)), indent=1) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -32,7 +32,7 @@ def write_calibrated(path: Path, value: Calibrated) -> None:
 
 
 def read_calibrated(path: Path) -> Calibrated:
-    """A file that `meshmark calibrate` wrote. Raises `InputError` when it is not one."""
+    """Read a file that `meshmark calibrate` wrote. Raises `InputError` for any other file."""
     refuse_device(path)
     try:
         fields = json.loads(path.read_text())
@@ -45,7 +45,7 @@ def read_calibrated(path: Path) -> Calibrated:
 
 
 def calibrated_at(name: str | None) -> Calibrated | None:
-    """The machine in the file of this name; None where it names no file of one (but a GPU, or rates)."""
+    """Return the machine in the file `name`, or None if it names a GPU or rates instead."""
     if name is None or not name.endswith(".json"):
         return None
     refuse_device(name)

@@ -1,4 +1,4 @@
-"""The planner's verbs: `plan`, `predict`, `calibrate`."""
+"""The planner's commands: `plan`, `predict`, `calibrate`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _ONLY = {
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `plan`; `run` raises `InputError` for a user's mistake."""
+    """Add the arguments of `plan`. Its `run` raises `InputError` for a user's mistake."""
     parser.epilog = glossary()
     parser.add_argument("--model", help=f"a preset, or a size such as gpt-175b; {_DEFAULT_MODEL} if not given")
     parser.add_argument("--gpus", type=int, help="number of GPUs")
@@ -69,7 +69,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `calibrate`."""
+    """Add the arguments of `calibrate`."""
     parser.add_argument("-o", "--output", type=Path, help="write both as JSON, for --gpu")
     parser.add_argument("--ranks", type=int, help="processes that measure together; by default one a GPU or core")
     parser.add_argument("--seconds", type=float, default=20.0, help="time to spend")
@@ -77,7 +77,7 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
 
 
 def run_plan(arguments: argparse.Namespace) -> Search | None:
-    """Search and print; None where nothing is to be searched."""
+    """Search and print. Returns None if there is nothing to search."""
     model = plan_model(arguments.model or _DEFAULT_MODEL)
     family = Family.GPT if arguments.max_model and not arguments.model else model.family
     given = given_by(arguments, family)
@@ -141,7 +141,7 @@ def _numbers(name: str, text: str) -> list[int]:
 
 
 def _trained_by(arguments: argparse.Namespace, using: TrainingRecipe) -> str:
-    """Whose bytes a parameter were taken."""
+    """Return a sentence about the framework or recipe whose bytes per parameter were used."""
     if named := framework_given(arguments):
         return f"Planned for {named.name}: {named.told(using)}."
     if arguments.recipe is not None:

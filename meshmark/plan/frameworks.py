@@ -1,4 +1,4 @@
-"""Frameworks as the planner knows them: the recipe that each trains by, and which layouts it has."""
+"""Frameworks in the planner: the recipe that each trains with, and the layouts that it supports."""
 
 from __future__ import annotations
 
@@ -14,31 +14,35 @@ from meshmark.theory.recipe import RECIPES, TrainingRecipe
 
 @dataclass(frozen=True, kw_only=True)
 class Framework:
-    """What a search asks of a framework."""
+    """Properties of a framework that a search uses."""
 
     name: str
     recipe: str
     older: str | None = None
-    """The recipe of its generation that trained GPTs on GPUs before Hopper, where that is another."""
+    """Recipe of the generation that trained GPTs on GPUs before Hopper, if it differs."""
     axes: tuple[Axis, ...]
-    """Degrees above one that it has."""
+    """Axes along which degrees above one are supported."""
     zero_stages: tuple[int, ...]
     adapter: str | None = None
-    """Meshmark's adapter of it; None where there is none, and nothing can be run."""
+    """Meshmark's adapter for it. None if there is none, so that nothing can be run."""
 
     def recipe_on(self, there: Gpu | None, family: Family) -> TrainingRecipe:
-        """What it trains a family's models by on a GPU; today's generation where that is not known. Models with rotary
-        positions and a gate are younger than what trained the papers' GPTs."""
+        """Return the recipe for a family's models on a GPU. Without a GPU, it is today's generation.
+
+        Models with rotary positions and a gate are newer than the frameworks that trained the papers' GPTs.
+        """
         older = there is not None and not is_modern(there) and family is Family.GPT
         return RECIPES[self.older if self.older and older else self.recipe]
 
     def told(self, using: TrainingRecipe) -> str:
-        """In one line: bytes a parameter before sharding, and what is searched."""
+        """Describe in one line: bytes per parameter before sharding, and what is searched."""
         stages = ", ".join(map(str, self.zero_stages))
         return f"recipe {using.name}, {using.states.total:g} bytes a parameter; {', '.join(self.axes)}; ZeRO {stages}"
 
     def beyond(self, layout: Layout) -> str | None:
-        """What of a layout it is not known to train by, in words; None where it trains by all."""
+        """Return which parts of a layout the framework is not known to support, in words, or None if it supports
+        all.
+        """
         missing = [f"{axis} above 1" for axis in AXES if getattr(layout, axis) > 1 and axis not in self.axes]
         # Of one data-parallel rank nothing is shared out, whatever the stage.
         if layout.zero_stage not in self.zero_stages and layout.dp * layout.cp > 1:
@@ -83,16 +87,16 @@ FRAMEWORKS: dict[str, Framework] = {
 
 
 def framework(name: str) -> Framework:
-    """The framework called `name`. Raises `UnknownNameError` when the planner knows none of that name."""
+    """Return the framework called `name`. Raises `UnknownNameError` if the planner does not know it."""
     if name not in FRAMEWORKS:
         raise UnknownNameError("framework", name, FRAMEWORKS)
     return FRAMEWORKS[name]
 
 
 DEFAULT_FRAMEWORK = "megatron-core"
-"""Whose recipe and rates are taken where none is named."""
+"""The framework whose recipe and rates are used if none is named."""
 
 
 def recipe_of(name: str, there: Gpu | None = None, family: Family = Family.GPT) -> TrainingRecipe:
-    """What the framework called `name` trains by on a GPU."""
+    """Return the recipe of the framework called `name` on a GPU."""
     return framework(name).recipe_on(there, family)

@@ -1,4 +1,4 @@
-"""A GPU in a file that a person writes: the figures of its datasheet, in the units that datasheets have (TOML)."""
+"""Read and write GPU files (TOML): the figures of a datasheet in the datasheet's units."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HOST_UNITS: dict[str, tuple[str, float]] = {
     "nvme_tb": ("nvme_bytes", TERA),
     "nvme_gb_per_s": ("nvme_bandwidth", GIGA),
 }
-"""Key of the file, field, and SI units in one of the key's."""
+"""Key in the file, field, and the key's unit in SI units."""
 _REMARKS = {
     "memory_gib": "that a program can allocate",
     "link_gb_per_s": "one direction, to the GPUs of its node together",
@@ -39,15 +39,15 @@ _SHIPPED = ("h100", "a100", "cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenGpu:
-    """What such a file says."""
+    """The content of a GPU file."""
 
     gpu: Gpu
     rates: str | None
-    """The GPU whose measured shares of its datasheet this one is assumed to reach; None where the file does not say."""
+    """The GPU whose measured shares of its datasheet this one is assumed to reach. None if the file names none."""
 
 
 def gpu_template(there: Gpu, using: Rates) -> str:
-    """A file that says what `there` is, to be changed."""
+    """Return a GPU file that describes `there`, as a template to edit."""
     nearest = next((name for name in _SHIPPED if using.name == name or using.name.startswith(f"{name}-")), _SHIPPED[0])
     lines = [
         "# A GPU for `meshmark plan --gpu FILE.toml`, from its datasheet: dense peaks, bandwidths in one direction.",
@@ -76,7 +76,7 @@ def _lines(value: Gpu | Host, units: Mapping[str, tuple[str, float]]) -> list[st
 
 
 def read_gpu(path: Path) -> WrittenGpu:
-    """The GPU of such a file. Raises `InputError`, with the key, for what is missing, unknown or cannot be."""
+    """Read a GPU file. Raises `InputError` with the key for anything missing, unknown or impossible."""
     refuse_device(path)
     try:
         said = tomllib.loads(path.read_text())

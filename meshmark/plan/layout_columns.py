@@ -1,4 +1,4 @@
-"""What a cell of a table of layouts may say: the columns that `meshmark predict` reads, and those that it passes on."""
+"""Columns of a layout table: those that `meshmark predict` reads, and those that it copies unchanged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DIMENSIONS = {
     "tied_embeddings": "tied_embeddings",
     "seq_len": "seq_len",
 }
-"""Of a model: the column, and the field of `ModelSpec`."""
+"""Columns of a model, and the field of `ModelSpec` for each."""
 DEGREES = {
     "dp": "dp",
     "tp": "tp",
@@ -42,14 +42,14 @@ DEGREES = {
     "recompute": "recompute",
     "offload": "offload",
 }
-"""Of a layout: the column, and the field of `Layout`."""
+"""Columns of a layout, and the field of `Layout` for each."""
 READ = ("model", *DIMENSIONS, "layout", *DEGREES, "micro_batch", "global_batch", "gpus", "gpu", "framework", "recipe")
 PASSED_ON = (
     *("", "id", "name", "label", "note", "source", "flag", "status", "table", "precision", "params", "nodes"),
     *("tokens_per_s_per_gpu", "tokens_per_s", "mfu_percent", "mfu_percent_published", "hfu_percent"),
     *("gpu_memory_gb", "peak_memory_gib"),
 )
-"""Notes and measurements, which no prediction may read; so are those whose names begin with one of `PREFIXES`."""
+"""Columns of notes and measurements, which no prediction reads. Names that begin with `PREFIXES` are notes too."""
 PREFIXES = ("measured_", "predicted_", "note_")
 _NEEDED = ("layers", "hidden", "heads", "vocab", "seq_len")
 _LARGEST = 10**9
@@ -57,7 +57,7 @@ _Word = TypeVar("_Word", bound=StrEnum)
 
 
 def expect_known(columns: Sequence[str]) -> None:
-    """Raise `InputError` for a column that is neither read nor passed on: what it says would be left out."""
+    """Raise `InputError` for a column that is neither read nor copied, since its content would be ignored."""
     unknown = [c for c in columns if c not in READ and c not in PASSED_ON and not c.startswith(PREFIXES)]
     if unknown:
         near = difflib.get_close_matches(unknown[0][:80], READ, n=1, cutoff=0.6)
@@ -70,11 +70,11 @@ def expect_known(columns: Sequence[str]) -> None:
 
 
 _UNPLANNED = re.compile(r"(mx|nv)?(fp|float|int)_?[468]", re.IGNORECASE)
-"""Products of 8 bits and fewer, in any spelling."""
+"""Pattern of 8-bit and narrower precisions, in any spelling."""
 
 
 def expect_planned(row: Row, position: int) -> None:
-    """Raise `InputError` for a precision that would be planned as another."""
+    """Raise `InputError` for a precision that would be planned as another one."""
     said = cell(row, "precision")
     if _UNPLANNED.search(said):
         raise InputError(
@@ -93,10 +93,10 @@ def cell(row: Row, column: str) -> str:
 
 
 def model_of(row: Row, position: int) -> ModelSpec:
-    """The model of a row: by its dimensions, where `model` is but a label, or the one that `model` names or describes,
-    with the dimensions that the row gives changed.
+    """Return the model of a row.
 
-    Raises `InputError`, with the row and the column, for what is missing or cannot be.
+    It is defined by its dimensions, with `model` as a label, or by the name or description in `model`, with the row's
+    dimensions as overrides. Raises `InputError` with the row and the column for anything missing or impossible.
     """
     fields = {DIMENSIONS[column]: _dimension(row, column, position) for column in DIMENSIONS if cell(row, column)}
     where, name = f"row {position + 2}", cell(row, "model")
@@ -134,10 +134,10 @@ def _dimension(row: Row, column: str, position: int) -> int | Family:
 
 
 def layout_of(row: Row, position: int) -> Layout:
-    """The layout of a row: an id such as `dp2.tp2` in the column layout, or a degree a column; what is left out is one,
-    the schedule 1F1B, and sequence parallelism there where tensor parallelism is.
+    """Return the layout of a row: an id such as `dp2.tp2` in the column layout, or one column per degree.
 
-    Raises `InputError`, with the row and the column, for what cannot be.
+    Omitted degrees are one. The default schedule is 1F1B, and sequence parallelism is on with tensor parallelism.
+    Raises `InputError` with the row and the column for anything impossible.
     """
     where = f"row {position + 2}"
     given = [column for column in DEGREES if cell(row, column)]
@@ -171,7 +171,7 @@ def _degree(row: Row, column: str, position: int) -> object:
 
 
 def integer(row: Row, column: str, position: int, usual: int | None = None) -> int:
-    """A whole cell: at least one, and of `zero_stage` from none to three; `usual` where it is empty."""
+    """Parse a whole number: at least 1, or from 0 to 3 for `zero_stage`. Returns `usual` for an empty cell."""
     text = cell(row, column)
     if not text and usual is not None:
         return usual

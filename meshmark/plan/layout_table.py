@@ -1,4 +1,4 @@
-"""Rows of a table of layouts (the columns of baselines/papers/ultrascale_sweep_1b_8b.csv) as models and grids."""
+"""Convert rows of a layout table (columns as in baselines/papers/ultrascale_sweep_1b_8b.csv) to models and grids."""
 
 from __future__ import annotations
 
@@ -34,23 +34,22 @@ _Read = TypeVar("_Read")
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutRows:
-    """Rows of one model on one GPU under one recipe."""
+    """Rows of one model on one GPU with one recipe."""
 
     model: ModelSpec
     gpu_name: str
-    """Empty where the table does not say."""
+    """Name of the GPU. Empty if the table does not name one."""
     recipe: TrainingRecipe | None
-    """None where the table does not say."""
+    """The recipe, or None if the table does not name one."""
     rows: Column
     """Positions in the table."""
     grid: Grid
 
 
 def batches(table: Sequence[Row], machine: Gpu | None = None) -> Iterator[LayoutRows]:
-    """The table's rows grouped by model, GPU and recipe; `machine` stands in place of what they say of the GPU.
+    """Group the table's rows by model, GPU and recipe. `machine` overrides the GPU that rows name.
 
-    Raises `InputError` for a column that is not known and, with the row and the column, for what is missing or cannot
-    be.
+    Raises `InputError` for an unknown column, and, with the row and the column, for anything missing or impossible.
     """
     expect_known(list(table[0]))
     model, layout = _once(model_of, ("model", *DIMENSIONS)), _once(layout_of, ("layout", *DEGREES))
@@ -69,7 +68,7 @@ def batches(table: Sequence[Row], machine: Gpu | None = None) -> Iterator[Layout
 
 
 def _once(read: Callable[[Row, int], _Read], columns: Sequence[str]) -> Callable[[Row, int], _Read]:
-    """The same, worked out once for each that many rows repeat."""
+    """Return `read` with a cache, because many rows repeat the same cells."""
     known: dict[tuple[str, ...], _Read] = {}
 
     @functools.wraps(read)
@@ -118,8 +117,11 @@ def _check_gpus(table: Sequence[Row], rows: Sequence[int], grid: Grid) -> None:
 
 
 def _check_shards(model: ModelSpec, rows: Sequence[int], grid: Grid) -> None:
-    """Tensor parallelism must divide heads and feed-forward width, context parallelism the sequence in two parts a
-    rank; more stages than layers only never fit."""
+    """Raise `InputError` unless the shards divide evenly.
+
+    Tensor parallelism must divide heads and feed-forward width. Context parallelism must divide the sequence into two
+    parts per rank. More stages than layers are allowed, but never fit.
+    """
     for name in ("num_heads", "num_kv_heads", "ffn_hidden"):
         size = getattr(model, name)
         wrong = np.nonzero(size % grid.tp)[0]
@@ -133,7 +135,10 @@ def _check_shards(model: ModelSpec, rows: Sequence[int], grid: Grid) -> None:
 
 
 def remarks(table: Sequence[Row], of_all: Framework | None = None) -> list[str]:
-    """What is odd about a table's rows but does not keep them from being predicted. `of_all`: every row's framework."""
+    """Return remarks on rows that are unusual but can be predicted.
+
+    `of_all` is the framework of every row, if given.
+    """
     stages, sizes, ungated = [], [], []
     known, beyond = known_models(), dict[str, list[int]]()
     for batch in batches(table):
@@ -169,5 +174,5 @@ def _framework_of(row: Row) -> Framework | None:
 
 
 def _named(rows: Sequence[int]) -> str:
-    """The first of some rows and how many there are."""
+    """Return the first of some rows and how many more there are."""
     return f"row {rows[0]}" if len(rows) == 1 else f"row {rows[0]} and {len(rows) - 1} more"

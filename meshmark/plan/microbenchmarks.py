@@ -1,7 +1,7 @@
-"""What `calibrate` measures: the few operations that a training step is made of, on one device and between ranks.
+"""Microbenchmarks of `calibrate`: the few operations of a training step, on one device and between ranks.
 
-All ranks measure at the same time, as they train, and the slowest counts; of the repetitions the fastest, for whatever
-else a shared machine does only adds time.
+All ranks measure at the same time, as in training, and the slowest rank counts. Of the repetitions the fastest counts,
+because other load on a shared machine only adds time.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ import torch.nn.functional as F
 
 _MOST_SAMPLES, _FEWEST_SAMPLES = 200, 3
 _SAMPLE_SECONDS = 1e-3
-"""Shorter operations are repeated within a sample, so that neither clock nor launch is what is measured."""
+"""Shortest duration of a sample in seconds.
+
+Shorter operations are repeated, so that clock and launch do not dominate.
+"""
 
 
 _MOST_QUEUED = 50
-"""Runs of a sample on a GPU, each of up to some twenty kernels."""
+"""Most runs of a sample on a GPU, each of up to about twenty kernels."""
 _QUEUE_CYCLES = 2_000_000
-"""A GPU's cycles, about a millisecond: what the host takes at the most to launch one run, forward and backward."""
+"""GPU cycles, about a millisecond: an upper bound for the host's time to launch one run, forward and backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +39,9 @@ class Measurement:
     size: int
     """Width of a product, tokens of an attention, or bytes."""
     seconds: float
-    """Fastest of the repetitions, of the slowest rank."""
+    """Fastest of the repetitions, on the slowest rank."""
     work: float
-    """Operations of products and attention; bytes of everything else."""
+    """FLOPs of products and attention; bytes of everything else."""
 
     @property
     def rate(self) -> float:
@@ -48,15 +51,15 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Times operations on one device, at the same time on every rank."""
+    """Times operations on one device, simultaneously on every rank."""
 
     device: torch.device
     world: int = 1
     collectives: int = 40
-    """How often each is timed: as often on every rank."""
+    """How often each collective is timed, equal on every rank."""
 
     def seconds(self, run: Callable[[], object], budget: float) -> float:
-        """The fastest run, in `budget` seconds about."""
+        """Return the time of the fastest run, within a budget of about `budget` seconds."""
         run()
         self._together()
         first = max(self._sample(run, 1, alone=True), 1e-7)
@@ -65,20 +68,22 @@ class Bench:
         return self.slowest(min(self._sample(run, inner, alone=True) / inner for _ in range(count)))
 
     def collective_seconds(self, run: Callable[[], object]) -> float:
-        """The fastest run of what all ranks take part in, each of them as often."""
+        """Return the time of the fastest run of an operation that all ranks take part in, equally often."""
         run()
         self._together()
         inner = self._repeats(self.slowest(max(self._sample(run, 1), 1e-7)))
         return self.slowest(min(self._sample(run, inner) / inner for _ in range(self.collectives)))
 
     def _repeats(self, seconds: float) -> int:
-        """How often what takes so long is repeated within a sample. A GPU's queue holds a thousand launches: of more
-        the host would wait, and the GPU then for the host."""
+        """Return how often to repeat an operation of this duration within a sample.
+
+        A GPU's queue holds about a thousand launches. With more, the host would wait, and then the GPU for the host.
+        """
         wanted = max(1, math.ceil(_SAMPLE_SECONDS / seconds))
         return min(wanted, _MOST_QUEUED) if self.device.type == "cuda" else wanted
 
     def slowest(self, seconds: float) -> float:
-        """The largest of all ranks'."""
+        """Return the maximum over all ranks."""
         if self.world == 1:
             return seconds
         value = torch.tensor(seconds, device=self.device, dtype=torch.float64)
@@ -90,13 +95,16 @@ class Bench:
             dist.barrier()
 
     def _sample(self, run: Callable[[], object], inner: int, *, alone: bool = False) -> float:
-        """Seconds of `inner` runs. What computes `alone` on one core is timed by the processor time it gets, so that
-        others who share the core do not count; what talks to other ranks cannot be."""
+        """Return the seconds of `inner` runs.
+
+        A computation `alone` on one core is timed by processor time, so that other users of the core do not count.
+        Communication with other ranks cannot be timed this way.
+        """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            # The GPU is kept busy until all runs stand in its queue: a run shorter than its launches would be timed by
-            # these, and so by the host.
+            # Keep the GPU busy until all runs are queued. Otherwise the launches, and so the host, would determine the
+            # time of a run that is shorter than its launches.
             torch.cuda._sleep(_QUEUE_CYCLES * inner)  # type: ignore[no-untyped-call]
             start.record()
             for _ in range(inner):
@@ -116,7 +124,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def measure_product(bench: Bench, dtype: torch.dtype, width: int, tokens: int, budget: float) -> Measurement:
-    """A feed-forward matrix of a model of this width, forward and backward."""
+    """Measure a feed-forward matrix product of a model of this width, forward and backward."""
     x, w, g = (
         torch.randn(*shape, device=bench.device, dtype=dtype)
         for shape in ((tokens, width), (4 * width, width), (tokens, 4 * width))
@@ -129,8 +137,11 @@ def measure_product(bench: Bench, dtype: torch.dtype, width: int, tokens: int, b
 
 
 def measure_attention(bench: Bench, dtype: torch.dtype, length: int, budget: float) -> Measurement:
-    """PyTorch's causal attention, forward and backward; operations are those of a flash kernel, which computes the
-    scores again, of the causal half (arXiv:2307.08691 sec. 3): 7 s^2 h."""
+    """Measure PyTorch's causal attention, forward and backward.
+
+    FLOPs are those of a flash kernel, which recomputes the scores, over the causal half (arXiv:2307.08691 sec. 3): 7
+    s^2 h.
+    """
     heads, width = 8, 64
     q, k, v, g = (torch.randn(2, heads, length, width, device=bench.device, dtype=dtype) for _ in range(4))
     inputs = [t.requires_grad_() for t in (q, k, v)]
@@ -144,8 +155,10 @@ def measure_attention(bench: Bench, dtype: torch.dtype, length: int, budget: flo
 
 
 def measure_elementwise(bench: Bench, dtype: torch.dtype, width: int, tokens: int, budget: float) -> Measurement:
-    """A GPT layer's norms, residual additions and GELU, forward and backward, against the bytes that the planner counts
-    for them: 44 h + 10 f a token, of 16-bit elements (`step_time`)."""
+    """Measure a GPT layer's norms, residual additions and GELU, forward and backward.
+
+    `work` is the bytes that the planner counts for them: 44 h + 10 f per token, for 16-bit elements (`step_time`).
+    """
     x = torch.randn(tokens, width, device=bench.device, dtype=dtype, requires_grad=True)
     f = torch.randn(tokens, 4 * width, device=bench.device, dtype=dtype, requires_grad=True)
     scale = torch.ones(width, device=bench.device, dtype=dtype, requires_grad=True)
@@ -162,7 +175,7 @@ def measure_elementwise(bench: Bench, dtype: torch.dtype, width: int, tokens: in
 
 
 def measure_copy(bench: Bench, num_bytes: int, budget: float) -> Measurement:
-    """A copy inside the device's memory; bytes read and written both count."""
+    """Measure a copy within device memory. Bytes read and written both count."""
     source = torch.zeros(num_bytes // 4, device=bench.device)
     target = torch.empty_like(source)
     seconds = bench.seconds(lambda: target.copy_(source), budget)
@@ -170,8 +183,10 @@ def measure_copy(bench: Bench, num_bytes: int, budget: float) -> Measurement:
 
 
 def measure_collectives(bench: Bench, sizes: list[int], group: dist.ProcessGroup | None = None) -> list[Measurement]:
-    """Collectives of tensors of `sizes` bytes, whole, each into or out of one tensor, as sharding does: lists of parts
-    are copied together first. `work` is what a rank sends in a ring."""
+    """Measure collectives of tensors of `sizes` bytes, each into or out of one tensor, as sharding uses them.
+
+    Collectives on lists of parts would copy these together first. `work` is what a rank sends in a ring.
+    """
     world, out = dist.get_world_size(group), []
     for size in sizes:
         whole = torch.zeros(size // 4 // world * world, device=bench.device)
@@ -188,7 +203,7 @@ def measure_collectives(bench: Bench, sizes: list[int], group: dist.ProcessGroup
 
 
 def measure_overlap(bench: Bench, dtype: torch.dtype, width: int, tokens: int, num_bytes: int) -> float:
-    """Share of an all-reduce's time, 0 to 1, that hides behind products at the same time."""
+    """Return the share of an all-reduce's time, 0 to 1, that is hidden behind simultaneous products."""
     x, w = torch.randn(tokens, width, device=bench.device, dtype=dtype), torch.randn(width, width, dtype=dtype)
     w, buffer = w.to(bench.device), torch.zeros(num_bytes // 4, device=bench.device)
     alone = bench.collective_seconds(lambda: dist.all_reduce(buffer))

@@ -1,4 +1,4 @@
-"""Models that the published tables speak of, added to the project's own presets, and models made to a size."""
+"""Models of the published tables, in addition to the project's presets, and models of a given size."""
 
 from __future__ import annotations
 
@@ -87,15 +87,14 @@ _SHAPES = {"gpt-175b": "megatron-175b", "gpt-530b": "megatron-530b", "gpt-1t": "
 
 
 def known_models() -> dict[str, ModelSpec]:
-    """All presets by name: the project's and the planner's."""
+    """Return all presets by name: the project's and the planner's."""
     return {**MODELS, **PLAN_MODELS}
 
 
 def plan_model(name: str) -> ModelSpec:
-    """The preset called `name`, or a GPT of about the size that a name like `gpt-175b` asks for.
+    """Return the preset called `name`, a GPT or LLaMA of the size in a name like `gpt-175b`, or a described model.
 
-    Or the one that `described_model` makes of a description. Raises `UnknownNameError` with near matches for any other
-    name.
+    Descriptions are those of `described_model`. Raises `UnknownNameError` with near matches for any other name.
     """
     if is_description(name):
         return described_model(name, planned=True)
@@ -109,7 +108,7 @@ def plan_model(name: str) -> ModelSpec:
 
 
 def size_note(name: str) -> str:
-    """What a model is that is named by its size alone; empty for presets and descriptions."""
+    """Describe a model that is named only by its size. Empty for presets and descriptions."""
     if is_description(name) or {name, _SHAPES.get(name)} & known_models().keys():
         return ""
     made, near = plan_model(name), difflib.get_close_matches(name, known_models(), n=2)
@@ -119,10 +118,10 @@ def size_note(name: str) -> str:
 
 
 def model_of_size(num_parameters: float, *, family: str = "gpt", name: str | None = None) -> ModelSpec:
-    """A transformer of about `num_parameters`, in the proportions of the family's published sizes.
+    """Return a transformer of about `num_parameters`, in the proportions of the family's published sizes.
 
-    Depth grows with the cube root of size over 12 h^2, width is a multiple of 1024 (128 for small ones), heads have
-    128 dimensions; the depth is then chosen so that the size is met within half a block.
+    Depth grows with the cube root of size over 12 h^2, width is a multiple of 1024 (128 for small ones), and heads
+    have 128 dimensions. The depth is then chosen to meet the size within half a block.
     """
     if not 1e7 <= num_parameters <= 1e16:
         raise InputError(

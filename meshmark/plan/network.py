@@ -1,4 +1,4 @@
-"""Time of collectives: which links a group crosses, a latency per step of the ring, bytes over bandwidth."""
+"""Time of collectives: the links that a group crosses, latency per step of the ring, and bytes over bandwidth."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from meshmark.theory.grid import OFFLOADS, Column, Grid
 
 
 def tensor_collective_seconds(grid: Grid, whole_bytes: Column, rates: Rates, gpus_per_node: int) -> Column:
-    """One all-gather or reduce-scatter of `whole_bytes` over the tensor-parallel ranks.
+    """Return the time of one all-gather or reduce-scatter of `whole_bytes` over the tensor-parallel ranks.
 
-    A ring takes t - 1 steps and moves (t - 1)/t of the bytes; inside a node the steps cost one latency together. One
-    that leaves the node passes through the links inside it too.
+    A ring takes t - 1 steps and moves (t - 1)/t of the bytes. Inside a node, all steps together cost one latency. A
+    ring that leaves the node also passes through the links inside it.
     """
     t = grid.tp
     inside = t <= gpus_per_node
@@ -29,10 +29,10 @@ def tensor_collective_seconds(grid: Grid, whole_bytes: Column, rates: Rates, gpu
 def data_collective_seconds(
     grid: Grid, num_parameters: Column, bytes_per_parameter: float, rates: Rates, gpus_per_node: int
 ) -> Column:
-    """One data-parallel collective of `num_parameters` a rank, latency apart.
+    """Return the time of one data-parallel collective of `num_parameters` per rank, without latency.
 
-    Ranks of a group inside a node reduce there first; a node then sends (n - 1)/n of the bytes to the other n - 1, once
-    for each of its groups, and all groups share the node's adapters.
+    Ranks of a group inside a node reduce there first. A node then sends (n - 1)/n of the bytes to the other n - 1,
+    once for each of its groups. All groups share the node's adapters.
     """
     shards = grid.dp * grid.cp
     members = np.clip(gpus_per_node // np.minimum(grid.tp, gpus_per_node), 1, shards)
@@ -44,7 +44,7 @@ def data_collective_seconds(
 
 
 def crosses_nodes(grid: Grid, gpus_per_node: int) -> Column:
-    """Whether the data-parallel groups span nodes."""
+    """Return whether the data-parallel groups span nodes."""
     members = np.maximum(gpus_per_node // np.minimum(grid.tp, gpus_per_node), 1)
     spans: Column = grid.dp * grid.cp > members
     return spans
@@ -52,23 +52,23 @@ def crosses_nodes(grid: Grid, gpus_per_node: int) -> Column:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTime:
-    """Seconds that one layer's attention computes, on one micro-batch."""
+    """Compute time of one layer's attention on one micro-batch, in seconds."""
 
     total: Column
     """Forward and backward pass."""
     forward: Column
     """One forward pass."""
     again: Column
-    """Where the backward pass does the forward one again."""
+    """True where the backward pass repeats the forward pass."""
 
 
 def ring_attention_seconds(
     grid: Grid, block_bytes: Column, attention: AttentionTime, rates: Rates, gpus_per_node: int
 ) -> Column:
-    """What shows of ring attention's communication in one layer (arXiv:2310.01889 sec. 3).
+    """Return the exposed communication of ring attention in one layer (arXiv:2310.01889 sec. 3).
 
-    In each of cp - 1 hops a rank sends its block of keys and of values on, `block_bytes` each, while it computes with
-    the one it has; backward their gradients too.
+    In each of cp - 1 hops a rank sends on its block of keys and of values, `block_bytes` each, while it computes with
+    the current one. In the backward pass it also sends their gradients.
     """
     times = np.where(attention.again, 2.0, 1.0)
     there, back = (_ring_hop_seconds(grid, n * block_bytes, rates, gpus_per_node) for n in (2.0, 4.0))
@@ -79,8 +79,10 @@ def ring_attention_seconds(
 
 
 def _ring_hop_seconds(grid: Grid, sent_bytes: Column, rates: Rates, gpus_per_node: int) -> Column:
-    """One hop over the context-parallel ranks, which are numbered next to the tensor-parallel ones; where the ring
-    leaves the node, that hop, over the rank's own adapter, sets its pace."""
+    """Return the time of one hop over the context-parallel ranks, which are numbered next to the tensor-parallel ones.
+
+    If the ring leaves the node, the hop over the rank's own adapter is the slowest and counts.
+    """
     inside = grid.tp * grid.cp <= gpus_per_node
     latency = np.where(inside, rates.network.tp_latency_seconds, rates.network.hop_seconds)
     seconds: Column = latency + sent_bytes / np.where(inside, rates.network.tp_bandwidth, rates.network.p2p_bandwidth)
@@ -88,13 +90,13 @@ def _ring_hop_seconds(grid: Grid, sent_bytes: Column, rates: Rates, gpus_per_nod
 
 
 def point_to_point_seconds(grid: Grid, sent_bytes: Column, rates: Rates, gpus_per_node: int) -> Column:
-    """One send from a pipeline stage to the next, over the network unless one node holds the whole job."""
+    """Return the time of one send to the next pipeline stage, over the network unless one node holds the whole job."""
     bandwidth = np.where(grid.num_gpus > gpus_per_node, rates.network.p2p_bandwidth, rates.network.tp_bandwidth)
     return np.where(grid.pp > 1, sent_bytes / bandwidth, 0.0)
 
 
 def offload_bandwidth(grid: Grid, gpu: Gpu, rates: Rates) -> Column:
-    """Bytes per second at which a rank's states come and go: the narrowest of its link, the host and the drives'."""
+    """Return the bandwidth for a rank's offloaded states in bytes per second: the least of link, host and drives."""
     host = gpu.host
     from_host = min(rates.host.offload_bandwidth, host.bandwidth) if host else rates.host.offload_bandwidth
     from_drives = min(from_host, host.nvme_bandwidth / gpu.gpus_per_node) if host else from_host

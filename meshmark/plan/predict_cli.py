@@ -17,7 +17,7 @@ from meshmark.text import pluralize
 
 
 def add_predict(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `predict`."""
+    """Add the arguments of `predict`."""
     parser.add_argument("layouts", type=Path, help="CSV file, one layout a row")
     parser.add_argument("-o", "--output", type=Path, required=True, help="the same with predicted columns")
     parser.add_argument("--gpu", help=f"{GPU_HELP}, in place of the file's column gpu")
@@ -31,7 +31,7 @@ def run_predict(arguments: argparse.Namespace) -> int:
     if not arguments.gpu and any(change is not None for change in changes):
         raise InputError("--gpus-per-node and bandwidths change a GPU, and each row names its own: give --gpu too")
     given = given_by(arguments)
-    # Each row names its own, unless one is given, or comes with the rates of a calibrated machine.
+    # Rows name their own GPU, unless one is given or comes with the rates of a calibrated machine.
     machine = given.machine if arguments.gpu or calibrated_at(arguments.rates) else None
     using = given.recipe if machine or not arguments.framework else None
     named = framework_given(arguments)

@@ -26,25 +26,25 @@ from meshmark.theory.recipe import TrainingRecipe
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is said for all rows at once, in place of what they name."""
+    """Settings for all rows at once, which override those of the rows."""
 
     recipe: TrainingRecipe | None = None
     framework: Framework | None = None
-    """Its recipe is that of its generation on each row's GPU."""
+    """The framework. Its recipe depends on the generation of each row's GPU."""
     rates: Rates | None = None
     machine: Gpu | None = None
     nearest: str | None = None
-    """The GPU whose rates `machine` takes."""
+    """The GPU whose rates `machine` uses."""
 
 
 _ROWS_SAY = Setting()
 
 
 def predict_rows(table: Sequence[Row], setting: Setting = _ROWS_SAY) -> dict[str, Column]:
-    """The predicted columns of a table of layouts, in its order.
+    """Return the predicted columns of a table of layouts, in the table's order.
 
-    Raises `InputError` where neither a row nor the setting names a GPU, or where that GPU's node is not known to have
-    what a layout offloads to.
+    Raises `InputError` if neither a row nor the setting names a GPU, or if a layout offloads to host resources that
+    are unknown for the GPU's node.
     """
     columns: dict[str, Column] = {}
     for batch, machine, using, given in _settings(table, setting):
@@ -55,7 +55,7 @@ def predict_rows(table: Sequence[Row], setting: Setting = _ROWS_SAY) -> dict[str
 
 
 def _settings(table: Sequence[Row], setting: Setting) -> Iterator[tuple[LayoutRows, Gpu, TrainingRecipe, Rates]]:
-    """Each batch of rows with its machine, its recipe and its rates."""
+    """Yield each batch of rows with its machine, recipe and rates."""
     for batch in batches(table, setting.machine):
         if not batch.gpu_name and setting.machine is None:
             raise InputError(f"row {batch.rows[0] + 2}: missing column gpu; or give --gpu")
@@ -74,12 +74,12 @@ def _settings(table: Sequence[Row], setting: Setting) -> Iterator[tuple[LayoutRo
 
 
 def told_rates(table: Sequence[Row], setting: Setting = _ROWS_SAY) -> list[str]:
-    """Where the rates of a table's predictions come from, a line each."""
+    """Return the origins of the rates behind a table's predictions, one line each."""
     return list(dict.fromkeys(provenance(machine, given) for _, machine, _, given in _settings(table, setting)))
 
 
 def predicted_columns(found: Prediction) -> dict[str, Column]:
-    """What `predict` appends: the answers, then their breakdown."""
+    """Return the columns that `predict` appends: the results, then their breakdown."""
     answers = {
         "predicted_memory_gib": found.memory_bytes / GIB,
         "predicted_fits": found.fits.astype(float),
@@ -99,9 +99,9 @@ def predicted_columns(found: Prediction) -> dict[str, Column]:
 
 
 def predict_file(source: Path, target: Path, setting: Setting = _ROWS_SAY) -> int:
-    """Read `source`, write it to `target` with the predicted columns appended; returns the number of rows.
+    """Read `source` and write it to `target` with the predicted columns appended. Returns the number of rows.
 
-    Raises `InputError` when a file cannot be used or a row cannot be a layout.
+    Raises `InputError` when a file cannot be used or a row is not a valid layout.
     """
     table = read_rows(source)
     columns = predict_rows(table, setting)

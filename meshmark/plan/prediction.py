@@ -17,12 +17,12 @@ from meshmark.theory.memory import Memory, memory
 from meshmark.theory.recipe import TrainingRecipe
 
 MEMORY_ERROR = 0.08
-"""Of memory, in the mean, on data that the rates were not fitted to: `make validate` fails where it is more."""
+"""Mean relative error of memory on data that the rates were not fitted to. `make validate` fails above it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What the planner says of every layout in a grid."""
+    """Predictions for every layout in a grid."""
 
     model: ModelSpec
     grid: Grid
@@ -34,7 +34,7 @@ class Prediction:
 
     @property
     def peak_flops(self) -> float:
-        """FLOP/s of the arithmetic that the matrix products run in."""
+        """Peak FLOP/s in the arithmetic of the matrix products."""
         return self.gpu.peak(self.recipe.arithmetic)
 
     @property
@@ -43,12 +43,12 @@ class Prediction:
 
     @property
     def needed_bytes(self) -> Column:
-        """Memory without the allocator having to wait for queued collectives: where it has to, most runs crash."""
+        """Memory with which the allocator need not wait for queued collectives. Most runs that have to wait crash."""
         return self.memory_bytes + self.memory.released
 
     @property
     def host_headroom_bytes(self) -> Column:
-        """What a rank's share of its node's host memory, or drives, has left of what is offloaded there."""
+        """Bytes left in a rank's share of its node's host memory or drives after offloading."""
         host, offload = self.gpu.host, self.grid.offload
         room = np.array([np.inf, host.memory_bytes if host else 0.0, host.nvme_bytes if host else 0.0])
         share: Column = room[offload] / np.minimum(self.grid.num_gpus, self.gpu.gpus_per_node)
@@ -56,23 +56,23 @@ class Prediction:
 
     @property
     def available_bytes(self) -> float:
-        """What the framework's allocator can have of a GPU."""
+        """GPU memory that is available to the framework's allocator, in bytes."""
         return self.gpu.memory_bytes - self.recipe.buffers.outside_bytes
 
     @property
     def headroom_bytes(self) -> Column:
-        """What a rank's memory, or its share of the host's where that is tighter, has left; negative: it misses."""
+        """Bytes left on a rank, or in its share of the host if that is tighter. Negative if it does not fit."""
         return np.minimum(self.available_bytes - self.needed_bytes, self.host_headroom_bytes)
 
     @property
     def fits(self) -> Column:
-        """Whether every rank has memory enough, and every stage a layer."""
+        """True where every rank has enough memory and every stage has a layer."""
         there: Column = self.headroom_bytes >= 0
         return there & (self.grid.pp * self.grid.virtual_stages <= self.recipe.cut.most_stages(self.model))
 
     @property
     def tight(self) -> Column:
-        """Whether it fits by less than the planner's own error: runs of the like have run out of memory."""
+        """True where it fits by less than the planner's own error. Similar runs have run out of memory."""
         return self.fits & (self.available_bytes - self.needed_bytes < MEMORY_ERROR * self.needed_bytes)
 
     @property
@@ -81,7 +81,7 @@ class Prediction:
 
     @property
     def step_seconds_interval(self) -> tuple[Column, Column] | None:
-        """Within which nine runs in ten are expected; None where no run says how wide it is."""
+        """Interval that should contain nine of ten runs. None if no run shows how wide it is."""
         spread = self.rates.spread
         if spread.slower <= 1.0:
             return None
@@ -93,13 +93,13 @@ class Prediction:
 
     @property
     def mfu(self) -> Column:
-        """Model FLOPs over peak, as the reports of the suites have it (PaLM, arXiv:2204.02311 appendix B)."""
+        """Model FLOPs over peak, as in the reports of the suites (PaLM, arXiv:2204.02311 appendix B)."""
         flops = model_flops_per_token(self.model)
         return self.tokens_per_second_per_gpu * flops / self.peak_flops
 
     @property
     def hfu(self) -> Column:
-        """Hardware FLOPs, recomputation counted, over peak."""
+        """Hardware FLOPs, including recomputation, over peak."""
         by_code = np.array([hardware_flops_per_token(self.model, recompute=r) for r in RECOMPUTES])
         share: Column = self.tokens_per_second_per_gpu * by_code[self.grid.recompute] / self.peak_flops
         return share
@@ -111,7 +111,7 @@ def predict_grid(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe,
     capacity = gpu.memory_bytes - recipe.buffers.outside_bytes
     held = memory(model, grid, recipe, rates.memory, lag=time.lag, capacity_bytes=capacity)
     if rates.polling.pipeline_wait_seconds:
-        # The build that polls cuts pipelines as its source says, the head counted whole.
+        # The build that polls cuts pipelines as its source says, which counts the head as a whole layer.
         whole = dataclasses.replace(recipe, cut=dataclasses.replace(recipe.cut, head_share=1.0))
         polled = memory(model, grid, whole, rates.memory, lag=time.lag, capacity_bytes=capacity)
         held = Memory(

@@ -1,4 +1,4 @@
-"""Where a prediction's rates come from, and which measurements they were held to, in one line."""
+"""One line about the origin of a prediction's rates, and the measurements that validate them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ VALIDATED_ON: dict[tuple[str, str], str] = {
     ("h100-96", "h100"): "runs of torchtitan",
     ("a100-80", "a100"): "published runs of Megatron, BLOOM, torchtitan and InternEvo",
 }
-"""By GPU and rates: the runs that reports/validation.md predicts with these rates."""
+"""Runs that reports/validation.md predicts with these rates, by GPU and rates."""
 
 
 def provenance(gpu: Gpu, rates: Rates) -> str:
-    """The rates' origin, and what was measured on this GPU to hold them to."""
+    """Return the origin of the rates, and the measurements on this GPU that validate them."""
     runs = VALIDATED_ON.get((gpu.name, rates.name), "")
     held = f"held to {runs} (reports/validation.md)" if runs else f"held to no run on {gpu.name}"
     return f"Rates: {rates.name} ({rates.origin}), {held}."

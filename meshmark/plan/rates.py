@@ -1,7 +1,7 @@
-"""How much of a machine's datasheet a framework reaches: few, physical numbers, fitted or measured, never per model.
+"""Rates: how much of a machine's datasheet a framework reaches.
 
-Fitted rates lie beside this file as JSON, each with where it came from; `python -m studies.validate --refit`
-writes them again.
+Rates are few physical numbers, fitted or measured, never per model. Fitted rates are JSON files in a folder next to
+this file, each with its origin. `python -m studies.validate --refit` writes them again.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ RATES_DIR = Path(__file__).parent / "rates"
 
 @dataclass(frozen=True, kw_only=True)
 class KernelRates:
-    """What matrix products and element-wise kernels reach."""
+    """Rates of matrix products and element-wise kernels."""
 
     gemm_efficiency: float = 0.6
     """Share of peak FLOP/s that matrix products of a very wide model reach."""
     gemm_half_width: float = 0.0
-    """Hidden size at which they reach half of it: narrow products fill the machine worse."""
+    """Hidden size at which products reach half of that. Narrow products use the machine less well."""
     attention_efficiency: float = 0.38
-    """The same for flash attention (arXiv:2307.08691 fig. 5)."""
+    """Share of peak FLOP/s that flash attention reaches (arXiv:2307.08691 fig. 5)."""
     memory_efficiency: float = 0.85
     """Share of the memory bandwidth that element-wise kernels reach."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkRates:
-    """What collectives and sends reach, inside nodes and between them."""
+    """Rates of collectives and sends, inside nodes and between them."""
 
     tp_latency_seconds: float = 3e-5
-    """One collective inside a node."""
+    """Latency of one collective inside a node."""
     tp_bandwidth: float = 3e11
     """Bytes per second of an all-gather or reduce-scatter inside a node."""
     hop_seconds: float = 4.5e-5
-    """One step of a ring that crosses nodes: an all-gather over n ranks takes n - 1."""
+    """Time of one step of a ring that crosses nodes. An all-gather over n ranks takes n - 1 steps."""
     tp_network_bandwidth: float = 2.5e11
-    """The same as `tp_bandwidth` for a group that crosses nodes."""
+    """`tp_bandwidth` for a group that crosses nodes."""
     node_bandwidth: float = 2.0e11
     """Bytes per second that a node sends to others in data-parallel collectives."""
     p2p_bandwidth: float = 2e10
@@ -52,79 +52,83 @@ class NetworkRates:
     overlap: float = 0.8
     """Share of a backward pass that data-parallel communication can hide behind."""
     tensor_overlap: float = 0.0
-    """Share of tensor-parallel collectives that a framework hides behind the products they feed or follow (Transformer
-    Engine's user buffers)."""
+    """Share of tensor-parallel collectives that a framework hides behind the products before or after them.
+
+    An example is Transformer Engine's user buffers.
+    """
     copy_tensor_seconds: float = 0.0
-    """Copying one data-parallel rank's part of one tensor where ZeRO-1 gathers them: a kernel's launch each."""
+    """Time to copy one data-parallel rank's part of one tensor where ZeRO-1 gathers them: one kernel launch each."""
     tree_tensor_seconds: float = 0.0
-    """An all-reduce's latency per doubling of ranks, for each bucket, or weight matrix, that is reduced by itself."""
+    """Latency of an all-reduce per doubling of ranks, for each separately reduced bucket or weight matrix."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FloorRates:
-    """What a layer takes however little there is to compute."""
+    """Minimum time of a layer, however little it computes."""
 
     layer_floor_seconds: float = 0.0
-    """Forward and backward pass of a layer take no less under tensor parallelism: launches and stream hand-overs."""
+    """Minimum time of a layer's forward and backward pass under tensor parallelism: launches and stream hand-overs."""
     pipeline_floor_seconds: float = 0.0
-    """The same in a pipeline."""
+    """The same minimum in a pipeline."""
     pipeline_stall_seconds: float = 0.0
-    """Added to that floor per layer and tensor-parallel rank when a pipeline crosses nodes."""
+    """Addition to that minimum per layer and tensor-parallel rank when a pipeline crosses nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PollingRates:
-    """Of frameworks that poll for pipeline messages."""
+    """Rates of frameworks that poll for pipeline messages."""
 
     pipeline_wait_seconds: float = 0.0
-    """What a stage waits per neighbour and micro-batch for pipeline messages, in jobs of `pipeline_wait_nodes` or more;
-    zero unless a framework polls for them."""
+    """Time that a stage waits per neighbour and micro-batch for pipeline messages.
+
+    Applies to jobs of `pipeline_wait_nodes` or more. Zero unless a framework polls for messages.
+    """
     pipeline_wait_nodes: float = 1e9
-    """Nodes from which jobs wait."""
+    """Number of nodes from which jobs wait."""
     pipeline_wait_dp: float = 1.0
-    """With fewer data-parallel ranks, or without ZeRO, they wait from twice as many nodes only."""
+    """With fewer data-parallel ranks than this, or without ZeRO, jobs wait only from twice as many nodes."""
     pipeline_wait_tp: float = 1e9
-    """Tensor-parallel ranks from which jobs wait."""
+    """Number of tensor-parallel ranks from which jobs wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostRates:
-    """What the host does, and how fast states come and go."""
+    """Host work, and the bandwidth of offloaded states."""
 
     step_seconds: float = 0.01
-    """Host work of a step that nothing hides."""
+    """Host work per step that nothing hides."""
     tp_step_seconds: float = 0.0
-    """The same per tensor-parallel rank beyond the first, of groups that cross nodes."""
+    """Additional host work per tensor-parallel rank beyond the first, for groups that cross nodes."""
     offload_bandwidth: float = 2.5e10
     """Bytes per second between host and device for offloaded states."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpreadRates:
-    """Of nine runs in ten, the step time over the predicted one: not known where both are one."""
+    """Range of measured over predicted step time for nine of ten runs. Unknown if both ends are 1."""
 
     faster: float = 1.0
     """One run in twenty takes less than this share of its prediction."""
     slower: float = 1.0
-    """One run in twenty takes more than this many times its prediction."""
+    """One run in twenty takes more than this multiple of its prediction."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a machine and a framework reach together. Raises `InputError` for a number that cannot be."""
+    """Rates that a machine and a framework reach together. Raises `InputError` for an impossible number."""
 
     name: str
     origin: str = "assumed"
-    """Which rows or measurements these come from."""
+    """The rows or measurements that the rates come from."""
     kernels: KernelRates = KernelRates()
     network: NetworkRates = NetworkRates()
     floors: FloorRates = FloorRates()
     polling: PollingRates = PollingRates()
     host: HostRates = HostRates()
     memory: Overheads = Overheads(fragmentation=0.03)
-    """The part that memory depends on."""
+    """The rates that memory depends on."""
     spread: SpreadRates = SpreadRates()
-    """How far runs that the others are not fitted to are from their predictions."""
+    """Deviation of runs from their predictions, for runs that the other rates are not fitted to."""
 
     def __post_init__(self) -> None:
         for name, value in self.numbers().items():
@@ -135,12 +139,12 @@ class Rates:
                 raise InputError(f"rates {self.name!r}: {field} is {value:g}, expected 0 or more")
 
     def numbers(self) -> dict[str, float]:
-        """All by dotted name: `network.hop_seconds`."""
+        """Return all numbers by dotted name, such as `network.hop_seconds`."""
         made = dataclasses.asdict(self)
         return {f"{part}.{field}": value for part in _PARTS for field, value in made[part].items()}
 
     def moved(self, numbers: Mapping[str, float]) -> Rates:
-        """The same with other numbers, by dotted name."""
+        """Return the rates with other numbers, given by dotted name."""
         changes: dict[str, dict[str, float]] = {}
         for name, value in numbers.items():
             part, _, field = name.partition(".")
@@ -154,7 +158,7 @@ _SHARES = ("gemm_efficiency", "attention_efficiency", "memory_efficiency")
 
 
 def rates(name: str) -> Rates:
-    """The fitted or measured rates called `name`. Raises `UnknownNameError` when there are none."""
+    """Return the fitted or measured rates called `name`. Raises `UnknownNameError` when there are none."""
     known = {path.stem: path for path in sorted(RATES_DIR.glob("*.json"))}
     if name not in known:
         raise UnknownNameError("rates", name, known)
@@ -162,7 +166,7 @@ def rates(name: str) -> Rates:
 
 
 def read_rates(path: Path) -> Rates:
-    """Rates from a JSON file. Raises `InputError` when the file is not one."""
+    """Read rates from a JSON file. Raises `InputError` when the file has none."""
     try:
         return rates_from(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
@@ -172,9 +176,9 @@ def read_rates(path: Path) -> Rates:
 
 
 def rates_from(fields: object) -> Rates:
-    """Rates as JSON has them, part by part or, as older files, all numbers side by side; what is not told is usual.
+    """Return rates from their JSON value, grouped by part or, in older files, flat. Missing numbers have defaults.
 
-    Raises `ValueError` or `TypeError` when they are not rates, `InputError` for a number that cannot be.
+    Raises `ValueError` or `TypeError` when they are not rates, and `InputError` for an impossible number.
     """
     if not isinstance(fields, dict):
         raise TypeError(f"expected their fields, got {type(fields).__name__}")
@@ -196,7 +200,7 @@ def rates_from(fields: object) -> Rates:
 
 
 def write_rates(path: Path, value: Rates) -> None:
-    """Write rates as JSON, numbers rounded to four digits."""
+    """Write rates as JSON, with numbers rounded to four digits."""
     rounded = value.moved({name: float(f"{number:.4g}") for name, number in value.numbers().items()})
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(encode(rounded), indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""CSV files of layouts, as columns of text."""
+"""Read CSV files of layouts as rows of text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Row = dict[str, str]
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows of a CSV file. Raises `InputError` when it is missing, is none, or has no rows."""
+    """Return all rows of a CSV file. Raises `InputError` if it is missing, not CSV, or has no rows."""
     refuse_device(path)
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -35,7 +35,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def number(row: Row, column: str) -> float:
-    """A cell as a number; NaN when it is empty or not one."""
+    """Return a cell as a number, or NaN if it is empty or not a number."""
     try:
         return float(row.get(column) or "nan")
     except ValueError:

@@ -1,4 +1,4 @@
-"""The best layout for a model on a number of GPUs, what nearly fits, and the largest model that does."""
+"""Search for the best layout of a model on a number of GPUs, near misses, and the largest model that fits."""
 
 from __future__ import annotations
 
@@ -25,33 +25,35 @@ OFFLOAD_PLACES = {Offload.CPU: "in host memory", Offload.NVME: "on NVMe"}
 
 
 class NothingFitsError(InputError):
-    """No layout of the model fits; the message says what is missing and from how many GPUs on one would fit."""
+    """No layout of the model fits. The message says what is missing, and how many GPUs would be enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """Every layout examined, and the order of those that fit."""
+    """All examined layouts, and the ranking of those that fit."""
 
     prediction: Prediction
     ranked: Column
     """Positions of the layouts that fit, the fastest first."""
     just_too_large: Column
-    """Positions of layouts that do not fit, those missing least first: of those faster than the best or, where there
-    are none, of all."""
+    """Positions of layouts that do not fit, the smallest shortage first.
+
+    Contains those faster than the best layout, or all if there are none.
+    """
 
     @property
     def num_examined(self) -> int:
         return len(self.prediction.grid)
 
     def headroom_bytes(self, row: int) -> float:
-        """Memory left on the fullest rank, or of its share of its host's; negative where it does not fit."""
+        """Return the memory left on the fullest rank, or in its share of the host's. Negative if it does not fit."""
         return float(self.prediction.headroom_bytes[row])
 
 
 def search(model: ModelSpec, space: SearchSpace, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Search:
     """Examine every layout of the space.
 
-    Raises `InputError` for an impossible request, `NothingFitsError` when no layout fits.
+    Raises `InputError` for an impossible request, and `NothingFitsError` when no layout fits.
     """
 
     def examine(count: int) -> Prediction:
@@ -71,9 +73,9 @@ def search(model: ModelSpec, space: SearchSpace, gpu: Gpu, recipe: TrainingRecip
 
 
 def simulate_first(found: Search, count: int) -> Search:
-    """The same with the bubbles of its first `count` layouts taken from the event simulator, these ranked again.
+    """Rank the first `count` layouts again, with their bubbles from the event simulator.
 
-    The closed form, which ranks all, deviates from it with stages of unequal length (see `pipeline.bubble_seconds`).
+    The closed form that ranks all layouts is less exact for stages of unequal length (see `pipeline.bubble_seconds`).
     """
     prediction, first = found.prediction, found.ranked[:count]
     bubble = prediction.time.bubble.copy()
@@ -86,7 +88,7 @@ def simulate_first(found: Search, count: int) -> Search:
 
 
 def stage_times(found: Search, row: int) -> list[float]:
-    """Seconds of one micro-batch on every pipeline stage of one layout."""
+    """Return the seconds of one micro-batch on every pipeline stage of one layout."""
     p = found.prediction
     one, pp = p.grid.take(np.array([row])), int(p.grid.pp[row])
     return [float(seconds) for seconds in stage_seconds(p.model, one, pp, p.gpu, p.recipe, p.rates)[:, 0]]
@@ -125,7 +127,10 @@ def _predict_all(model: ModelSpec, space: SearchSpace, gpu: Gpu, recipe: Trainin
 
 
 def _chosen(grid: Grid, only: Mapping[str, Sequence[int]]) -> Grid:
-    """The layouts that have the values asked for. Raises `InputError` with what there is where none has."""
+    """Return the layouts with the requested values.
+
+    Raises `InputError` with the available values if there are none.
+    """
     for name, values in only.items():
         kept = np.nonzero(np.isin(getattr(grid, name), values))[0]
         if not len(kept):
@@ -137,12 +142,12 @@ def _chosen(grid: Grid, only: Mapping[str, Sequence[int]]) -> Grid:
 
 
 def _stages_of(recipe: TrainingRecipe) -> tuple[int, ...]:
-    """FSDP in mixed precision shards all or nothing."""
+    """Return the ZeRO stages of a recipe. FSDP in mixed precision shards either everything or nothing."""
     return (0, 3) if recipe.states.weight_bytes == 4 and recipe.arithmetic != "fp32" else (0, 1, 2, 3)
 
 
 def _why_nothing_fits(prediction: Prediction, space: SearchSpace, examine: Callable[[int], Prediction]) -> str:
-    """What is missing, and the smallest number of GPUs on which a layout fits."""
+    """Return a message about what is missing, and the smallest number of GPUs on which a layout fits."""
     num_gpus = space.num_gpus
     least = int(prediction.headroom_bytes.argmax())
     missing, needed, where = -prediction.headroom_bytes[least], prediction.needed_bytes[least], "gpu"
@@ -166,8 +171,11 @@ def _why_nothing_fits(prediction: Prediction, space: SearchSpace, examine: Calla
 
 
 def _fewest(too_few: int, gpus_per_node: int, examine: Callable[[int], Prediction]) -> int | None:
-    """The smallest number on which a layout fits: by doubling, then between the last two in whole nodes (an eighth of
-    the number where that is less)."""
+    """Return the smallest number of GPUs on which a layout fits, or None.
+
+    Doubles the number first, then searches between the last two in whole nodes (or in eighths of the number if those
+    are smaller).
+    """
 
     def fits(count: int) -> bool:
         try:
@@ -188,7 +196,7 @@ def _fewest(too_few: int, gpus_per_node: int, examine: Callable[[int], Predictio
 
 
 def reason(found: Search) -> str:
-    """Why the best layout wins: where the runner-up of another shape, and the plainest layout that fits, lose time."""
+    """Explain why the best layout wins: where the next layout of another shape loses time."""
     prediction, grid = found.prediction, found.prediction.grid
     best = int(found.ranked[0])
     shape = (grid.dp[best], grid.tp[best], grid.pp[best], grid.cp[best])
@@ -215,10 +223,10 @@ def max_model(
     family: str = "gpt",
     seq_len: int | None = None,
 ) -> tuple[ModelSpec, Grid, Column]:
-    """The largest model of a family that fits, with the layouts that hold it and the memory that each needs.
+    """Return the largest model of a family that fits, with the layouts that hold it and their memory in bytes.
 
-    Sizes rise by 2 %. They are bisected, then those up to a quarter larger are tried: what divides the GPUs
-    does not fall evenly with size. Raises `NothingFitsError` when none of any size fits.
+    Sizes rise by 2 %. They are bisected, and then sizes up to a quarter larger are tried, because divisibility does
+    not vary evenly with size. Raises `NothingFitsError` when no size fits.
     """
     num_gpus, global_batch = space.num_gpus, space.global_batch
     if num_gpus < 1 or global_batch < 1:

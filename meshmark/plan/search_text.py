@@ -1,4 +1,4 @@
-"""What a search found, as a page and as data."""
+"""Format the result of a search as text and as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshmark.spec.hardware import GIB
 
 
 def print_search(found: Search, top: int, elapsed: float) -> None:
-    """The table of the best, why the first wins, and what misses."""
+    """Print the table of the best layouts, why the first one wins, and which layouts nearly fit."""
     prediction, model = found.prediction, found.prediction.model
     size = f"{model.num_parameters / 1e9:.3g}B parameters"
     print(f"{model.name} ({size}) on {prediction.grid.num_gpus[0]} {prediction.gpu.name}: {found.num_examined} layouts")
@@ -42,7 +42,7 @@ def print_search(found: Search, top: int, elapsed: float) -> None:
 
 
 def _interval(found: Search, row: int) -> str:
-    """The error bar of a step time, or that there is none."""
+    """Return a sentence with the interval of a step time, or that it is unknown."""
     interval = found.prediction.step_seconds_interval
     if interval is None:
         return f"How far runs are from such a prediction is not known of rates {found.prediction.rates.name}."
@@ -51,7 +51,7 @@ def _interval(found: Search, row: int) -> str:
 
 
 def _breakdown(found: Search, row: int) -> str:
-    """Where a step's time goes, the largest part first; below half a percent is left out."""
+    """Return where a step's time goes, the largest part first. Parts below half a per cent are left out."""
     prediction = found.prediction
     shares = {part: getattr(prediction.time, part)[row] / prediction.step_seconds[row] for part in PARTS}
     parts = sorted((part for part in PARTS if shares[part] >= 0.005), key=lambda part: -shares[part])
@@ -70,7 +70,7 @@ def _line(found: Search, row: int) -> str:
 
 
 def _about_tight(found: Search) -> str:
-    """What tight means, and the best that is not."""
+    """Explain what tight means, and name the best layout that is not."""
     prediction, best = found.prediction, int(found.ranked[0])
     text = f"tight: less is free than the planner's own error, {100 * MEMORY_ERROR:.0f} % of what is needed"
     roomy = found.ranked[~prediction.tight[found.ranked]]
@@ -82,7 +82,7 @@ def _about_tight(found: Search) -> str:
 
 
 def search_json(found: Search, top: int, elapsed: float) -> dict[str, object]:
-    """The same as data."""
+    """Return the same result as JSON-ready data."""
     rows = [_layout_json(found, int(row)) for row in found.ranked[:top]]
     near = [_layout_json(found, int(row)) for row in found.just_too_large[:3]]
     return {

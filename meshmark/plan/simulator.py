@@ -1,7 +1,7 @@
-"""Event simulator of pipeline schedules: when each stage computes what, with stages of unequal length.
+"""Event simulator of pipeline schedules, with stages of unequal length.
 
 A task is the forward pass (F), backward pass (B) or, under zero bubble, the weight-gradient pass (W) of one chunk of
-layers for one micro-batch. A rank runs its tasks in the schedule's order, each as soon as what it reads is there.
+layers for one micro-batch. A rank runs its tasks in the schedule's order, each as soon as its inputs are available.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MOST_TASKS, _FEWEST_ROUNDS = 20_000, 2
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Action:
-    """One pass of one chunk for one micro-batch; a chunk's global position is chunk x pp + rank."""
+    """One pass of one chunk for one micro-batch. A chunk's global position is chunk x pp + rank."""
 
     kind: str
     chunk: int
@@ -47,20 +47,21 @@ class Run:
         return max(slot.end for slot in self.slots)
 
     def idle_seconds(self, rank: int) -> float:
-        """Time of the step in which a rank computes nothing."""
+        """Return the time of the step during which a rank computes nothing."""
         return self.seconds - sum(slot.end - slot.start for slot in self.slots if slot.rank == rank)
 
     @property
     def bubble_of_step(self) -> float:
-        """Idle over whole time, the mean of the ranks: (p - 1)/(m + p - 1) for equal stages (arXiv:1811.06965)."""
+        """Mean share of idle time over ranks: (p - 1)/(m + p - 1) for equal stages (arXiv:1811.06965)."""
         idle = sum(self.idle_seconds(rank) for rank in range(self.num_ranks))
         return idle / (self.num_ranks * self.seconds)
 
 
 def simulate(layout: Layout, stage_seconds: Sequence[float], *, send_seconds: float = 0.0) -> Run:
-    """Run one step; `stage_seconds` is each rank's forward and backward pass of one micro-batch, a third of it forward.
+    """Simulate one step.
 
-    Raises `LayoutError` when the times do not match the layout, or a schedule cannot be run with its micro-batches.
+    `stage_seconds` is each rank's forward and backward pass of one micro-batch; a third of it is the forward pass.
+    Raises `LayoutError` when the times do not match the layout, or a schedule cannot run with its micro-batches.
     """
     if len(stage_seconds) != layout.pp or min(stage_seconds) < 0:
         raise LayoutError(f"layout {layout.id}: {len(stage_seconds)} stage times, expected {layout.pp}, none negative")
@@ -75,9 +76,10 @@ def simulate(layout: Layout, stage_seconds: Sequence[float], *, send_seconds: fl
 
 
 def simulated_bubble_seconds(layout: Layout, stage_seconds: Sequence[float]) -> float:
-    """Time of a simulated step beyond what its slowest stage works, which `pipeline.bubble_seconds` approximates.
+    """Return the time of a simulated step beyond the work of its slowest stage.
 
-    Of a long step that many micro-batches are run that fill and drain the pipeline; those between add no bubble.
+    `pipeline.bubble_seconds` approximates it. For a long step, only as many micro-batches are simulated as fill and
+    drain the pipeline, because those in between add no bubble.
     """
     tasks_each = 2 * layout.pp * layout.virtual_stages
     rounds = max(_FEWEST_ROUNDS, _MOST_TASKS // (tasks_each * layout.pp))
@@ -91,7 +93,10 @@ def simulated_bubble_seconds(layout: Layout, stage_seconds: Sequence[float]) -> 
 def _times(
     layout: Layout, orders: Sequence[Sequence[Action]], stage_seconds: Sequence[float], send: float
 ) -> list[list[tuple[float, float]]]:
-    """Start and end of every task of every rank: each starts when the one before it and what it reads have ended."""
+    """Return start and end of every task of every rank.
+
+    A task starts when the previous one and its inputs have ended.
+    """
     p, last = layout.pp, layout.pp * layout.virtual_stages - 1
     third = [seconds / 3.0 / layout.virtual_stages for seconds in stage_seconds]
     backward = 1.0 if layout.schedule is Schedule.ZERO_BUBBLE else 2.0
@@ -126,7 +131,7 @@ def _times(
 
 
 def task_order(layout: Layout, rank: int) -> list[Action]:
-    """The order in which a rank runs its tasks."""
+    """Return the order in which a rank runs its tasks."""
     m = layout.num_micro_batches
     if layout.schedule is Schedule.INTERLEAVED and layout.virtual_stages > 1:
         return _interleaved(layout, rank)
@@ -143,8 +148,11 @@ def task_order(layout: Layout, rank: int) -> list[Action]:
 
 
 def _with_weight_passes(order: list[Action], rank: int) -> list[Action]:
-    """ZB-H1 (arXiv:2401.10241 sec. 2.1): a rank falls `rank` weight passes behind, works them off in step from there,
-    and does what is left at the end, where 1F1B would idle."""
+    """Insert the weight passes of ZB-H1 (arXiv:2401.10241 sec. 2.1).
+
+    A rank falls `rank` weight passes behind, then keeps pace. It does the remaining ones at the end, where 1F1B would
+    be idle.
+    """
     out: list[Action] = []
     owed: list[Action] = []
     forwards_left = sum(task.kind == "F" for task in order)
@@ -159,8 +167,11 @@ def _with_weight_passes(order: list[Action], rank: int) -> list[Action]:
 
 
 def _interleaved(layout: Layout, rank: int) -> list[Action]:
-    """arXiv:2104.04473 sec. 2.2.2: micro-batches in groups of p pass chunk after chunk; 2(p - rank - 1) + (v - 1)p warm
-    up forwards, then one forward, one backward."""
+    """Return the interleaved order of tasks (arXiv:2104.04473 sec. 2.2.2).
+
+    Micro-batches in groups of p pass through chunk after chunk. After 2(p - rank - 1) + (v - 1)p warm-up forwards,
+    forward and backward passes alternate.
+    """
     p, v, m = layout.pp, layout.virtual_stages, layout.num_micro_batches
     if m % p:
         raise LayoutError(f"layout {layout.id}: interleaving needs micro-batches in multiples of pp {p}, got {m}")

@@ -1,7 +1,7 @@
-"""Whose measured rates a prediction takes: those of a software stack on a kind of GPU.
+"""Choose the measured rates of a prediction: those of a software stack on a kind of GPU.
 
-What a framework reaches of a GPU is the framework's as much as the GPU's: its kernels, what it overlaps, and what it
-stalls on. A pathology of one framework on one cluster (launch floors, stalls, polling) is in that stack's rates alone.
+Rates depend on the framework as much as on the GPU: its kernels, what it overlaps, and what it stalls on. A problem of
+one framework on one cluster (launch floors, stalls, polling) is only in that stack's rates.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from meshmark.spec.hardware import Gpu, gpu
 
 
 class Stack(StrEnum):
-    """Kernels and communication that frameworks have in common."""
+    """A group of frameworks with the same kernels and communication."""
 
     NANOTRON = "nanotron"
-    """Of the sweep on one cluster of H100, with its floors and stalls."""
+    """Nanotron, as in the sweep on one cluster of H100, with its floors and stalls."""
     MEGATRON_CORE = "megatron-core"
-    """Transformer Engine's fused kernels and attention; NeMo runs on it."""
+    """Transformer Engine's fused kernels and attention. NeMo runs on it."""
     MEGATRON_2021 = "megatron-2021"
-    """Megatron-LM of the papers of 2021 and 2022, and what was built on it then."""
+    """Megatron-LM of the papers of 2021 and 2022, and frameworks built on it at that time."""
     PYTORCH = "pytorch"
     """PyTorch's own kernels: FSDP, DDP, torchtitan, DeepSpeed."""
     COMPOSER = "composer"
@@ -34,17 +34,19 @@ _STACKS = {
     "fsdp-fused-loss": Stack.COMPOSER,
     **dict.fromkeys(("megatron", "megatron-deepspeed", "megatron-deepspeed-bf16", "mixed20"), Stack.MEGATRON_2021),
 }
-"""By recipe; the others are PyTorch's."""
+"""Stacks by recipe. All other recipes use PyTorch's."""
 _REACHED = 0.9
-"""Of a network that limits: an all-reduce of 256 MB over two nodes of 400 GB/s reached 362
-(baselines/papers/nanotron_collective_bandwidth.csv)."""
+"""Share of a limiting network that is reached.
+
+An all-reduce of 256 MB over two nodes of 400 GB/s reached 362 (baselines/papers/nanotron_collective_bandwidth.csv).
+"""
 _FITTED: dict[tuple[str, Stack], str] = {
     ("h100", Stack.COMPOSER): "h100-composer",
     ("a100", Stack.COMPOSER): "a100-composer",
     ("h100", Stack.MEGATRON_CORE): "h100-megatron-core",
     ("h100", Stack.MEGATRON_2021): "h100-megatron-core",
 }
-"""Rates, by the GPU whose they are and the stack; others are called after the GPU."""
+"""Names of rates by GPU and stack. All others are named after the GPU."""
 _OWN: dict[str, frozenset[Stack]] = {
     "h100": frozenset({Stack.PYTORCH}),
     "h100-megatron-core": frozenset({Stack.MEGATRON_CORE}),
@@ -53,28 +55,32 @@ _OWN: dict[str, frozenset[Stack]] = {
     "a100": frozenset({Stack.MEGATRON_2021, Stack.PYTORCH}),
     "cpu": frozenset(),
 }
-"""Stacks whose runs the width of an interval is taken from, by rates."""
+"""Stacks whose runs define the width of the interval, by rates."""
 _BORROWED = 1.17
-"""llm-foundry's runs on H100 by the A100's rates, and on A100 by the H100's, are this much further off."""
+"""Factor by which intervals widen for borrowed rates.
+
+It is how much worse llm-foundry's runs on H100 are predicted by the A100's rates, and vice versa.
+"""
 
 
 def stack_of(recipe_name: str) -> Stack:
-    """The stack that a recipe's frameworks run on."""
+    """Return the stack that a recipe's frameworks run on."""
     return _STACKS.get(recipe_name, Stack.PYTORCH)
 
 
 def is_modern(there: Gpu) -> bool:
-    """Whether a GPU came after the A100: with 8-bit products, as every one since Hopper has them."""
+    """Return whether a GPU is newer than the A100, that is, has 8-bit products, as all have since Hopper."""
     return "fp8" in there.peak_flops
 
 
 def rates_for(
     there: Gpu, stack: Stack = Stack.PYTORCH, *, as_measured: bool = False, nearest: str | None = None
 ) -> Rates:
-    """The rates of a stack on a GPU: fitted where there were measurements, else the nearest GPU's (or those of the one
-    that `nearest` names), their bandwidths in proportion to the two datasheets'.
+    """Return the rates of a stack on a GPU.
 
-    `as_measured` takes, of nanotron on the sweep's cluster, the build that polls for pipeline messages.
+    They are fitted if there were measurements. Otherwise they are those of the nearest GPU (or of the one that
+    `nearest` names), with bandwidths scaled by the two datasheets. `as_measured` selects, for nanotron on the sweep's
+    cluster, the build that polls for pipeline messages.
     """
     if stack is Stack.NANOTRON and there == gpu("h100"):
         return rates("h100-sweep" if as_measured else "h100-nanotron")
@@ -86,21 +92,21 @@ def rates_for(
 
 
 def _borrowed(given: Rates) -> Rates:
-    """Rates of another GPU, or of another stack, tell less: their interval is wider."""
+    """Return rates with a wider interval, because those of another GPU or stack are less certain."""
     spread = given.spread
     wider = dataclasses.replace(spread, faster=spread.faster / _BORROWED, slower=spread.slower * _BORROWED)
     return dataclasses.replace(given, spread=wider)
 
 
 def scaled(given: Rates, known: Gpu, there: Gpu) -> Rates:
-    """The rates of `known` on another GPU, or with other links and another network.
+    """Return the rates of `known` on another GPU, or with other links and another network.
 
-    Matrix products, in attention too, reach as much more or less of the peak as the best shapes do that one program has
-    found on both.
+    The efficiency of matrix products, including attention, scales with the best share of the peak that one program
+    measured on both GPUs.
 
-    What collectives reached of faster links is in proportion to them. Slower ones may be what limits: those then reach
-    `_REACHED` of themselves, but no more than what was reached of the faster. A fabric of which little was reached
-    says nothing of the share that is reached of a narrower one.
+    Bandwidth of collectives scales in proportion to faster links. Slower links may be the limit: collectives then
+    reach `_REACHED` of them, but no more than on the faster ones. A low share of a fast fabric does not imply a low
+    share of a slower one.
     """
     links, nodes = given.network, there.gpus_per_node / known.gpus_per_node
     inside = there.link_bandwidth / known.link_bandwidth
@@ -122,5 +128,5 @@ def scaled(given: Rates, known: Gpu, there: Gpu) -> Rates:
 
 
 def _reached(known: float, ratio: float, peak: float) -> float:
-    """Bytes per second of a collective over links `ratio` times as fast as those that reached `known`."""
+    """Return bytes per second of a collective over links `ratio` times as fast as those that reached `known`."""
     return known * ratio if ratio >= 1.0 else max(known * ratio, min(known, _REACHED * peak))

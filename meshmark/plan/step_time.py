@@ -1,7 +1,7 @@
-"""Time of an optimizer step, by where it goes, in closed form; `simulator.py` simulates what this approximates.
+"""Time of an optimizer step by its parts, in closed form. `simulator.py` simulates what this approximates.
 
-Letters as in `memory.py`. A stage's micro-batch takes the larger of what its device computes and the floor that
-launches and hand-overs between streams set; the slowest stage sets the pace.
+Letters are as in `memory.py`. A stage's micro-batch takes the larger of its device time and the floor that launches
+and stream hand-overs set. The slowest stage sets the pace.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ PARTS = (
     "host",
 )
 STAGE_PARTS = PARTS[:7]
-"""What a stage spends on every micro-batch."""
-# Collectives of one layer's forward and backward pass: with sequence parallelism an all-gather and a reduce-scatter
-# forward in each of two blocks, six backward (inputs are gathered again); without, four all-reduces of two each.
+"""Parts that a stage spends on every micro-batch."""
+# Collectives in one layer's forward and backward pass. With sequence parallelism: an all-gather and a reduce-scatter
+# in each of two blocks forward, six backward (inputs are gathered again). Without it: four all-reduces, counted twice.
 _FORWARD_COLLECTIVES, _BACKWARD_COLLECTIVES = 4.0, 6.0
 # Passes over one logit: cast, max, shift, exp, sum, divide forward; scale and cast backward.
 _BYTES_PER_LOGIT = 52.0
@@ -56,27 +56,27 @@ _BYTES_PER_LOGIT = 52.0
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step, one row a layout; parts add up to `total_seconds`."""
+    """Seconds of a step, one row per layout. The parts add up to `total_seconds`."""
 
     matmul: Column
     attention: Column
     elementwise: Column
     tensor_communication: Column
     context_communication: Column
-    """Keys and values on their way around a ring, what no attention hides."""
+    """Sending keys and values around a ring, as far as attention does not hide it."""
     launch_floor: Column
-    """What the slowest stage waits because its kernels are too short."""
+    """Wait of the slowest stage because its kernels are too short."""
     point_to_point: Column
     bubble: Column
     """Filling and draining the pipeline."""
     message_wait: Column
-    """Sleeping between polls for pipeline messages, where a framework polls."""
+    """Sleep between polls for pipeline messages, if a framework polls."""
     data_communication: Column
-    """What no computation hides."""
+    """Data-parallel communication that no computation hides."""
     optimizer: Column
     host: Column
     lag: Column
-    """0 to 1: how far the host runs ahead of the device; see `memory`."""
+    """How far the host runs ahead of the device, 0 to 1; see `memory`."""
 
     @property
     def total_seconds(self) -> Column:
@@ -84,7 +84,7 @@ class StepTime:
 
 
 def step_time(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> StepTime:
-    """Step time of every layout."""
+    """Return the step time of every layout."""
     out = {name: np.zeros(len(grid)) for name in (*PARTS, "lag")}
     for pp, rows in grid.by_pipeline():
         for name, column in _pipeline_time(model, grid.take(rows), pp, gpu, recipe, rates).items():
@@ -95,7 +95,7 @@ def step_time(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, ra
 def _pipeline_time(
     model: ModelSpec, grid: Grid, pp: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates
 ) -> dict[str, Column]:
-    """All parts for layouts of one pipeline degree."""
+    """Return all parts for layouts of one pipeline degree."""
     cut = recipe.cut.stages(model, pp)
     by_stage = _stage_accounts(model, grid, cut, gpu, recipe, rates)
     totals = _stage_totals(by_stage)
@@ -129,7 +129,7 @@ def _pipeline_time(
 
 
 def stage_seconds(model: ModelSpec, grid: Grid, pp: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Column:
-    """Seconds of one micro-batch on each stage (rows), of layouts (columns) that all have `pp` stages."""
+    """Return the seconds of one micro-batch on each stage (rows), for layouts (columns) that all have `pp` stages."""
     cut = recipe.cut.stages(model, pp)
     return _stage_totals(_stage_accounts(model, grid, cut, gpu, recipe, rates))
 
@@ -141,7 +141,7 @@ def _stage_totals(by_stage: Sequence[dict[str, Column]]) -> Column:
 def _stage_accounts(
     model: ModelSpec, grid: Grid, cut: tuple[Stage, ...], gpu: Gpu, recipe: TrainingRecipe, rates: Rates
 ) -> list[dict[str, Column]]:
-    """Every stage's parts of one micro-batch; equal stages with as many neighbours are computed once."""
+    """Return every stage's parts of one micro-batch. Equal stages with equally many neighbours are computed once."""
     pieces = _pieces(model, grid, gpu, recipe, rates)
     found: dict[tuple[Stage, int], dict[str, Column]] = {}
     keys = [(stage, (i > 0) + (i < len(cut) - 1)) for i, stage in enumerate(cut)]
@@ -152,18 +152,18 @@ def _stage_accounts(
 
 @dataclass(frozen=True, kw_only=True)
 class _Pieces:
-    """One micro-batch on what stages are made of."""
+    """Times and sizes of the building blocks of stages, for one micro-batch."""
 
     layer: dict[str, Column]
     head: dict[str, Column]
     embedding: Column
     """Seconds."""
     sent_bytes: Column
-    """From stage to stage."""
+    """Bytes sent from stage to stage."""
     logit_bytes: Column
-    """Where the loss is on another stage than the head."""
+    """Bytes of logits, if the loss is on another stage than the head."""
     hides_sends: bool
-    """Of interleaved stages."""
+    """True if interleaved stages hide their sends."""
 
 
 def _pieces(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> _Pieces:
@@ -188,7 +188,7 @@ def _pieces(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rate
 
 
 def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> dict[str, Column]:
-    """One layer's forward and backward pass, recomputation included, of one micro-batch."""
+    """Return the parts of one layer's forward and backward pass of one micro-batch, including recomputation."""
     t, num_tokens = grid.tp.astype(float), tokens(model, grid)
     peak, memory = gpu.peak(recipe.arithmetic), gpu.memory_bandwidth * rates.kernels.memory_efficiency
     full = grid.recompute == RECOMPUTES.index(Recompute.FULL)
@@ -243,8 +243,11 @@ def _gemm_efficiency(model: ModelSpec, rates: Rates) -> float:
 
 
 def _floor_seconds(grid: Grid, num_collectives: Column, rates: Rates, gpus_per_node: int) -> Column:
-    """What a layer takes however few tokens it gets: its launches and, in a pipeline across nodes, a stall for each
-    tensor-parallel rank, in which only collectives inside a node can hide; of those across nodes the latency counts."""
+    """Return the minimum time of a layer, however few tokens it gets.
+
+    It consists of launches and, in a pipeline across nodes, of a stall for each tensor-parallel rank. Only collectives
+    inside a node can hide in the stall; of those across nodes, the latency counts.
+    """
     across = (grid.pp > 1) & (grid.num_gpus > gpus_per_node)
     latency = tensor_collective_seconds(grid, np.zeros(len(grid)), rates, gpus_per_node)
     shown = np.where(grid.tp > gpus_per_node, num_collectives * latency, 0.0)
@@ -256,15 +259,16 @@ def _floor_seconds(grid: Grid, num_collectives: Column, rates: Rates, gpus_per_n
 
 
 def _elementwise_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> Column:
-    """Bytes a token that a layer's element-wise kernels read and write, forward and backward.
+    """Return bytes per token that a layer's element-wise kernels read and write, forward and backward.
 
     GPT with Megatron's fused kernels: norms, dropout with residual, GELU. LLaMA: norms, residuals, rotary positions,
     the copies that order q, k and v for the attention kernel, and an unfused gate. What lies between the parallel
-    regions is divided over t only with sequence parallelism.
+    regions is divided by t only with sequence parallelism.
 
-    Fused, in 16 bits: two norms read and write forward (4 a value), and read the input and its gradient and write
-    another backward (8, with the statistics); two residual sums (6 and 6). The rotation of queries and keys takes 8 a
-    value, a gate reads two and writes one, and backward reads three and writes two (16); without one, 4 and 6.
+    Fused, in 16 bits: two norms read and write in the forward pass (4 per value); in the backward pass they read the
+    input and its gradient and write another (8, with the statistics). Two residual sums take 6 and 6. The rotation of
+    queries and keys takes 8 per value. A gate reads two and writes one, and in the backward pass reads three and
+    writes two (16); without a gate, 4 and 6.
     """
     between = np.where(grid.sequence_parallel, grid.tp, 1)
     if recipe.activations.fused_elementwise:
@@ -277,7 +281,7 @@ def _elementwise_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> 
 
 
 def _head_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> dict[str, Column]:
-    """The head, and the loss apart, of one micro-batch."""
+    """Return the parts of the head and, separately, of the loss for one micro-batch."""
     memory = gpu.memory_bandwidth * rates.kernels.memory_efficiency
     weights = model.vocab_size * model.hidden / grid.tp
     logits = tokens(model, grid) * model.vocab_size / grid.tp
@@ -293,7 +297,7 @@ def _head_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe
 def _stage_seconds(
     grid: Grid, stage: Stage, neighbours: int, pieces: _Pieces, gpu: Gpu, rates: Rates
 ) -> dict[str, Column]:
-    """One micro-batch on one stage; `device` and `floor` are the two that its launches are bound by."""
+    """Return the parts of one micro-batch on one stage. The larger of `device` and `floor` bounds its time."""
     n, zero, layer, head = float(stage.num_layers), np.zeros(len(grid)), pieces.layer, pieces.head
     embedding = pieces.embedding if stage.has_embedding else zero
     head_seconds, loss_seconds = float(stage.has_head) * head["elementwise"], float(stage.has_loss) * head["loss"]

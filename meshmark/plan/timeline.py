@@ -1,4 +1,4 @@
-"""A simulated pipeline step drawn as SVG: one line a rank, one box a pass."""
+"""Draw a simulated pipeline step as SVG: one line per rank, one box per pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LEFT, _TOP, _LINE, _WIDTH = 60, 46, 26, 1100
 
 
 def timeline_svg(run: Run, title: str) -> str:
-    """The whole step; a box says its micro-batch where there is room."""
+    """Return the whole step as SVG. A box shows its micro-batch if there is room."""
     scale = _WIDTH / run.seconds if run.seconds else 0.0
     height = _TOP + _LINE * run.num_ranks + 16
     parts = [

@@ -1,4 +1,4 @@
-"""Time of what follows the backward passes: data-parallel collectives and the optimizer."""
+"""Time of the data-parallel collectives and the optimizer, which follow the backward passes."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from meshmark.theory.recipe import TrainingRecipe
 
 _MATRICES_PER_LAYER = 6.0
 _BUCKET_BYTES = 25.0 * 2**20
-"""Of gradients that are reduced together: DDP's default, `bucket_cap_mb`."""
+"""Bytes of gradients that are reduced together: DDP's default, `bucket_cap_mb`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageLoad:
-    """What the heaviest pipeline stage has data parallelism reduce, and what it computes meanwhile."""
+    """Parameters that data parallelism reduces on the heaviest pipeline stage, and the computation that overlaps it."""
 
     num_parameters: Column
     embedding: Column
-    """Parameters of the embedding, the last to get their gradient."""
+    """Parameters of the embedding, which gets its gradient last."""
     num_layers: int
     step_seconds: Column
-    """Of all micro-batches' passes."""
+    """Seconds of the passes of all micro-batches."""
     backward_seconds: Column
-    """Of the last micro-batch's backward pass."""
+    """Seconds of the last micro-batch's backward pass."""
 
 
 def data_seconds(grid: Grid, load: StageLoad, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Column:
-    """Data-parallel communication that is not hidden, by ZeRO stage."""
+    """Return the exposed data-parallel communication, by ZeRO stage."""
 
     def seconds(bytes_per_parameter: float) -> Column:
         return data_collective_seconds(grid, load.num_parameters, bytes_per_parameter, rates, gpu.gpus_per_node)
@@ -53,8 +53,8 @@ def data_seconds(grid: Grid, load: StageLoad, gpu: Gpu, recipe: TrainingRecipe, 
     # The embedding's gradient is the backward pass's last; nothing is left to hide its reduction behind.
     reduced = seconds(2.0 * recipe.wire.reduce_bytes)
     last = reduced * np.minimum(load.embedding / load.num_parameters, 1.0)
-    # In a pipeline each stage's last backward pass waits for the gradient that the next one sends behind its own
-    # reductions: their latencies, a hop a rank, add up over the stages.
+    # In a pipeline each stage's last backward pass waits for a gradient that the next stage sends after its own
+    # reductions. Their latencies, one hop per rank, add up over the stages.
     hops = rates.network.hop_seconds * shards * num_tensors * grid.pp
     hops = np.where(spans & (grid.pp > 1) & recipe.wire.reduces_by_tensor, hops, 0.0)
     plain = np.maximum(reduced - last + tree - hidden, 0.0) + last + hops
@@ -75,15 +75,20 @@ def data_seconds(grid: Grid, load: StageLoad, gpu: Gpu, recipe: TrainingRecipe, 
 def tied_seconds(
     model: ModelSpec, grid: Grid, embedding: Column, gpu: Gpu, recipe: TrainingRecipe, rates: Rates
 ) -> Column:
-    """All-reduce of a tied embedding's gradient between the first and the last stage, after everything else; every GPU
-    of a node sends its own."""
+    """Return the time to all-reduce a tied embedding's gradient between the first and the last stage.
+
+    It follows everything else. Every GPU of a node sends its own gradient.
+    """
     share = rates.network.node_bandwidth / gpu.gpus_per_node
     bandwidth = np.where(grid.num_gpus > gpu.gpus_per_node, share, rates.network.tp_bandwidth)
     return np.where((grid.pp > 1) & model.tied_embeddings, embedding * recipe.wire.reduce_bytes / bandwidth, 0.0)
 
 
 def optimizer_seconds(grid: Grid, num_parameters: Column, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Column:
-    """Norm, clipping and zeroing pass over the held gradients, the update over states, gradient and weights."""
+    """Return the time of the optimizer.
+
+    Norm, clipping and zeroing read or write the gradients; the update reads and writes states, gradient and weights.
+    """
     shards = grid.dp * grid.cp
     held = num_parameters / np.where(grid.zero_stage >= 2, shards, 1)
     updated = num_parameters / np.where(grid.zero_stage >= 1, shards, 1)

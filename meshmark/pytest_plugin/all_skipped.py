@@ -14,27 +14,27 @@ from meshmark.spec.case import CHOOSE, Cell
 from meshmark.text import pluralize
 
 _REASONS = 3
-"""Printed of an adapter."""
+"""Number of reasons printed per adapter."""
 _SKIPPED = "Skipped: "
-"""What pytest puts before the reason of a skip."""
+"""Prefix that pytest puts before the reason of a skip."""
 
 
 @dataclass
 class Skips:
-    """What the tests of cases have come to so far."""
+    """Outcomes so far of the tests that have a case."""
 
     adapters: dict[str, str]
-    """Of each test of a case: its adapter."""
+    """Adapter of each test that has a case."""
     ended: set[str] = field(default_factory=set)
     """Tests that have an outcome."""
     others: int = 0
-    """Tests with another outcome than a skip."""
+    """Number of tests with another outcome than a skip."""
     reasons: dict[str, Counter[str]] = field(default_factory=dict)
     """By adapter: how many tests were skipped for each reason."""
 
     @property
     def are_all(self) -> bool:
-        """Whether every test of a case was skipped. One that a time limit left out was not."""
+        """True if every test of a case was skipped. A test that a time limit left out does not count as skipped."""
         return bool(self.adapters) and not self.others and self.ended == set(self.adapters)
 
 
@@ -55,7 +55,7 @@ def _adapter(item: pytest.Item) -> Iterator[str]:
 
 
 class _Listener:
-    """Reports come without their session."""
+    """Collects reports, which pytest passes without their session."""
 
     def __init__(self, skips: Skips) -> None:
         self.skips = skips
@@ -79,8 +79,11 @@ def _reason(report: pytest.TestReport) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Before pytest prints its summary. A part of a run (`--shard`) may hold nothing but skips: only the whole shows
-    whether anything was run."""
+    """Fail the session before pytest prints its summary.
+
+    Does nothing for a part of a run (`--shard`), which may contain only skips. Only the whole run shows whether
+    anything ran.
+    """
     if _fails(session.config) and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

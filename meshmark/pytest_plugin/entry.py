@@ -1,5 +1,8 @@
-"""The `pytest11` entry point. It is in every pytest run of an environment that has Meshmark, so it imports nothing:
-only a run that asks for the suites gets Meshmark's plugin, with its options and fixtures."""
+"""The `pytest11` entry point, which only loads Meshmark's plugin for runs that ask for the suites.
+
+It is active in every pytest run of an environment with Meshmark, so it imports nothing. Options and fixtures come with
+the plugin.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ import pytest
 PLUGIN = "meshmark.pytest_plugin.plugin"
 _FOLDER = (Path(__file__).parent.parent / "suites").resolve()
 _OPTIONS = Path(__file__).resolve().with_name("selection.py")
-"""Names the options that the plugin adds."""
+"""File that names the options that the plugin adds."""
 
 
 def asks_for_suites(arguments: Sequence[str], pyargs: bool, folder: Path) -> bool:
-    """Whether pytest's positional `arguments`, given in `folder`, name the suites or a part of them."""
+    """Return whether pytest's positional `arguments`, relative to `folder`, name the suites or a part of them."""
     for argument in arguments or ["."]:
         name = argument.partition("::")[0]
         if pyargs and (name == "meshmark" or f"{name}.".startswith("meshmark.suites.")):
@@ -30,8 +33,10 @@ def asks_for_suites(arguments: Sequence[str], pyargs: bool, folder: Path) -> boo
 
 @pytest.hookimpl(wrapper=True)
 def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser) -> Generator[None]:
-    """Register the plugin after the user's own conftests, where the run asks for it. pytest calls the plugin's
-    `pytest_addoption` even then, and parses the command line afterwards."""
+    """Register the plugin after the user's conftests, if the run asks for it.
+
+    pytest still calls the plugin's `pytest_addoption`, and parses the command line afterwards.
+    """
     manager, known = early_config.pluginmanager, early_config.known_args_namespace
     try:
         yield
@@ -53,7 +58,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
 
 
 def _files_that_name(option: str, manager: pytest.PytestPluginManager) -> list[str]:
-    """Source files of registered plugins and conftests that add options and hold this one's name."""
+    """Return source files of registered plugins and conftests that add options and contain this one's name."""
     adding = [plugin for plugin in manager.get_plugins() if hasattr(plugin, "pytest_addoption")]
     found = {Path(file).resolve() for plugin in adding if (file := getattr(plugin, "__file__", None))}
     files = {_OPTIONS if file == _OPTIONS.with_name("plugin.py") else file for file in found}

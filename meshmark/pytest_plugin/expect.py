@@ -18,7 +18,7 @@ from meshmark.spec.case import Case
 
 
 def expect_ran(record: Record) -> None:
-    """Skip what was skipped, and fail with the evidence what did not reach its end."""
+    """Skip the test if the pass was skipped, and fail with the evidence if it did not end."""
     __tracebackhide__ = True
     outcome = record.outcome
     if outcome.status is Status.SKIPPED:
@@ -28,7 +28,7 @@ def expect_ran(record: Record) -> None:
 
 
 def expect(record: Record, suite: str, baseline: BaselineGate | None = None) -> None:
-    """The verdict of `suite` must be there, and good; and nothing that it is about worse than in `baseline`."""
+    """Fail unless the verdict of `suite` exists and passed, and its metrics are not worse than in `baseline`."""
     __tracebackhide__ = True
     expect_ran(record)
     verdict = record.verdict(suite)
@@ -43,7 +43,7 @@ def expect(record: Record, suite: str, baseline: BaselineGate | None = None) -> 
 
 
 def expect_no_gap(record: Record, verdict: Verdict) -> None:
-    """What the user knows to fail is an expected failure while it shows as they say, and a warning when it does not."""
+    """Turn a failure that the user declared into an expected failure, and warn if it no longer shows."""
     __tracebackhide__ = True
     for gap in record.conformance.known_gaps:
         if not gap.covers(record.case, verdict.suite):
@@ -56,15 +56,15 @@ def expect_no_gap(record: Record, verdict: Verdict) -> None:
 
 
 class NoBaselineWarning(UserWarning):
-    """A case that the baseline does not hold, and that is not gated."""
+    """A case is not in the baseline, and therefore not gated."""
 
 
 class UnsureWarning(UserWarning):
-    """What a gate was asked for and cannot tell, so that it lets it pass."""
+    """A gate cannot decide what it was asked for, and lets it pass."""
 
 
 def expect_no_worse(record: Record, suite: str, baseline: BaselineGate | None) -> None:
-    """Fail with the evidence where what `suite` is about is worse than in `baseline`."""
+    """Fail with the evidence if metrics of `suite` are worse than in `baseline`."""
     __tracebackhide__ = True
     if baseline is None or record.task is Task.FAKE_WORLD:  # whose case has the id of a real world's
         return
@@ -81,7 +81,7 @@ def expect_no_worse(record: Record, suite: str, baseline: BaselineGate | None) -
 
 
 def expect_not_wrong(observed: Record | None) -> None:
-    """Fail where the instrumented pass of the same case, if there is one, has shown that it trains wrongly."""
+    """Fail if the instrumented pass of the same case, if there is one, shows that it trains wrongly."""
     __tracebackhide__ = True
     verdict = observed.verdict("equivalence") if observed else None
     if observed and verdict:
@@ -92,11 +92,11 @@ def expect_not_wrong(observed: Record | None) -> None:
 
 
 class StaleGapWarning(UserWarning):
-    """A known gap that no longer shows."""
+    """A known gap no longer shows."""
 
 
 def expect_clause(scenarios: ScenarioRunner, case: Case, clause: Clause) -> None:
-    """The clause must hold of `case`, or fail as its adapter says that it does."""
+    """Fail unless the clause holds for `case`, or fails as its adapter declares."""
     __tracebackhide__ = True
     for record in scenarios.perform_all(clause, case).values():
         if record.outcome.status.outside:

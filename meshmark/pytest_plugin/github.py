@@ -1,4 +1,4 @@
-"""Tells GitHub Actions of the tests of a session. Loaded by the plugin."""
+"""Reports the tests of a session to GitHub Actions. Loaded by the plugin."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshmark.pytest_plugin.session_log import ATTEMPTS
 from meshmark.report.github import tell_github, warn_github
 
 _UNSURE = "UnsureWarning: "
-"""Before what a gate cannot tell, among pytest's warnings."""
+"""Prefix of what a gate cannot decide, among pytest's warnings."""
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:  # noqa: ANN401

@@ -1,4 +1,4 @@
-"""What a terminal shows while suites run: a line a case that has ended, and a bar under them with the time left."""
+"""Terminal output while suites run: a line per finished case, and a progress bar with the time left."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _MARKS = {"passed": "[green]✓[/]", "failed": "[red]✗[/]", "skipped": "[yello
 
 
 class Live:
-    """Drawn on a terminal of its own file: pytest redirects its own while tests run."""
+    """A progress bar on its own copy of the terminal, because pytest redirects output while tests run."""
 
     def __init__(self, descriptor: int) -> None:
-        """`descriptor`: of the terminal; a copy of it is kept."""
+        """`descriptor` is that of the terminal. A copy of it is kept."""
         self._file = os.fdopen(os.dup(descriptor), "w")
         self.console = Console(file=self._file)
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn())
@@ -28,22 +28,22 @@ class Live:
         self._bar.start()
 
     def show(self, what: str, done: int, total: int, left: str) -> None:
-        """What runs, how many launches are done, and the time left."""
+        """Show what runs, how many launches are done, and the time left."""
         self._bar.update(self._task, description=escape(visible(what)), completed=done, total=total, left=left)
 
     def line(self, text: str) -> None:
-        """Above the bar; nothing in `text` is markup."""
+        """Print a line above the bar. Markup in `text` is not interpreted."""
         self.console.print(escape(visible(text)), highlight=False, soft_wrap=True)
 
     def ended(self, case: str, suites: Mapping[str, str], seconds: float) -> None:
-        """A case whose tests have all ended; `suites`: how."""
+        """Print a case whose tests have all ended. `suites` maps each suite to its outcome."""
         told = "  ".join(f"{_MARKS.get(how, '?')} {escape(suite)}" for suite, how in suites.items())
         worst = next((how for how in ("failed", "passed") if how in suites.values()), "skipped")
         line = f"{_MARKS[worst]} [bold]{escape(visible(case))}[/]  {told}  [dim]{seconds:.1f} s[/]"
         self.console.print(line, highlight=False, soft_wrap=True)
 
     def stop(self) -> None:
-        """The bar is gone; lines may follow."""
+        """Remove the bar. Lines may follow."""
         self._bar.stop()
 
     def close(self) -> None:

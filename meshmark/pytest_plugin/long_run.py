@@ -1,4 +1,4 @@
-"""`--max-time`: a run that ends in good order when its time is up. Loaded by the plugin."""
+"""`--max-time`: end a run in good order when its time is up. Loaded by the plugin."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshmark.text import pluralize
 _NAMED = 20
 _BEGUN = pytest.StashKey[float]()
 _UP = pytest.StashKey[bool]()
-"""There when the time was up."""
+"""Set when the time is up."""
 _LEFT = pytest.StashKey[dict[str, None]]()
 """Tests that have not ended."""
 
@@ -25,7 +25,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where time may run out, one case of each adapter comes first: something is known of all of them."""
+    """Put one case of each adapter first if time may run out, so that all adapters are covered."""
     if config.getoption("--max-time") is None:
         return
     first: dict[str, str] = {}
@@ -43,7 +43,7 @@ def _case(item: pytest.Item) -> Case | None:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """After the test that the end of the time finds running, no other begins."""
+    """Start no other test once the time is up."""
     left = item.config.stash.get(_LEFT, None)
     if left is None:
         return
@@ -57,7 +57,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:  # noqa: ANN401
-    """Name what was not run."""
+    """List the tests that were not run."""
     unrun: dict[str, None] = config.stash.get(_LEFT, {})
     if left := [] if config.option.collectonly else list(unrun):
         up = config.stash.get(_UP, False)  # else -x or a signal has ended it

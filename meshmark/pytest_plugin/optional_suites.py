@@ -1,4 +1,4 @@
-"""The suites' files that an option asks for, beside those that pytest is named."""
+"""Add the files of optional suites to the files that pytest is given."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from pathlib import Path
 _FOLDER = (Path(__file__).parent.parent / "suites").resolve()
 _PACKAGE = "meshmark.suites."
 OPTIONAL = ("conformance", "profile", "scale")
-"""Suites that run where `--NAME` or their file asks for them."""
+"""Suites that run only if `--NAME` or their file is given."""
 
 
 def with_optional_suites(arguments: Sequence[str], asked: Iterable[str], folder: Path) -> list[str]:
-    """pytest's positional `arguments`, given in `folder`; and, where they name files of the suites alone, the files of
-    the optional suites `asked`. Of one case's test, the profile of that case."""
+    """Return pytest's positional `arguments`, with the files of the optional suites in `asked`.
+
+    Files are added only if `arguments`, relative to `folder`, name files of the suites. For a test of one case, only
+    the profile of that case is added.
+    """
     found = list(arguments)
     for suite in asked:
         for argument in arguments:
@@ -24,12 +27,12 @@ def with_optional_suites(arguments: Sequence[str], asked: Iterable[str], folder:
 
 
 def module_of(file: Path) -> str | None:
-    """The name by which `--pyargs` finds a file of the suites; None of another file."""
+    """Return the name by which `--pyargs` finds a file of the suites, or None for any other file."""
     return f"{_PACKAGE}{file.stem}" if file.resolve().parent == _FOLDER else None
 
 
 def _sibling(argument: str, suite: str, folder: Path) -> str | None:
-    """The file of `suite` beside the one that `argument` names; None where it names a folder, or nothing of ours."""
+    """Return the file of `suite` next to the one in `argument`, or None for folders and other files."""
     name, _, test = argument.partition("::")
     if name.startswith(f"{_PACKAGE}test_"):
         sibling = f"{_PACKAGE}test_{suite}"

@@ -1,4 +1,7 @@
-"""The pytest side: options, the session's cases and runner. Loaded by `pytest_entry` or the checkout's conftest.py."""
+"""The pytest plugin: options, and the session's cases and runner.
+
+Loaded by `pytest_entry` or the checkout's conftest.py.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +64,10 @@ CELLS = pytest.StashKey[list[Case | InvalidLayout]]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
-    """Check the command line before anything is collected: a mistake is one usage error, not one a test file. What
-    `--conformance` and `--profile` ask for is collected also where single files are named."""
+    """Check the command line before collection, so that a mistake is one usage error and not one per test file.
+
+    Also collects what `--conformance` and `--profile` ask for when single files are named.
+    """
     config = session.config
     asked_suites = [suite for suite in OPTIONAL if config.getoption(f"--{suite}")]
     config.args = with_optional_suites(config.args, asked_suites, config.invocation_params.dir)
@@ -80,7 +85,7 @@ def _cells(config: pytest.Config) -> list[Case | InvalidLayout]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize every test that asks for a case by the matrix that the suites define."""
+    """Parametrize every test that asks for a case with the matrix that the suites define."""
     if "case" in metafunc.fixturenames:
         _parametrize(metafunc, "case", {cell.id: cell for cell in _cells(metafunc.config)})
     if "conforming" in metafunc.fixturenames:
@@ -101,7 +106,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _parametrize(metafunc: pytest.Metafunc, name: str, cells: dict[str, Case | InvalidLayout]) -> None:
-    """By cells under their ids; one that cannot be is a skip with its reason."""
+    """Parametrize by cells, under their ids. An invalid layout is a skip with its reason."""
     marks = {
         id_: [pytest.mark.skip(f"{cell.reason}; {CHOOSE}")] if isinstance(cell, InvalidLayout) else []
         for id_, cell in cells.items()
@@ -112,7 +117,7 @@ def _parametrize(metafunc: pytest.Metafunc, name: str, cells: dict[str, Case | I
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Layouts none of which fits its workload are a mistake, before `-k` has its say; and a baseline of other cases."""
+    """Reject layouts that fit no workload, before `-k` applies, and a baseline of other cases."""
     try:
         expect_fit([cell for _, cell in _cells_of(items) if isinstance(cell, Cell)])
         cases = [(item, cell) for item, cell in _cells_of(items) if isinstance(cell, Case)]
@@ -136,17 +141,17 @@ def _cells_of(items: Iterable[pytest.Item]) -> Iterator[tuple[pytest.Item, objec
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> str:
-    """How much of what there is this session tries, where layouts are chosen for it: to count takes a moment."""
+    """Return how much of the possible matrix the session covers, if layouts are chosen automatically."""
     cells, chosen = config.stash.get(CELLS, []), config.stash.get(SELECTION, None)
     return counts(chosen.adapters, chosen.worlds, cells) if cells and chosen and chosen.layouts == AUTO else ""
 
 
 class Hooks:
-    """Where the checkout's suites plug their matrix in."""
+    """Hooks for the checkout's suites to provide their matrix."""
 
     @pytest.hookspec(firstresult=True)
     def pytest_meshmark_cases(self, config: pytest.Config, selection: Selection) -> list[Case | InvalidLayout] | None:
-        """The cells to parametrize by."""
+        """Return the cells to parametrize by."""
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
@@ -155,7 +160,7 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 @pytest.fixture(scope="session")
 def runner(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Iterator[Runner]:
-    """This session's runner, which owns the cluster, the launcher and the records file."""
+    """Provide the session's runner, which owns the cluster, the launcher and the records file."""
     chosen = selection(pytestconfig)
     progress = Progress(pytestconfig)
     pytestconfig.pluginmanager.register(progress)
@@ -176,12 +181,12 @@ def runner(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Itera
 
 
 def needs_all_ranks(item: pytest.Item) -> bool:
-    """Whether a test starts all ranks of its case, and not single ones of a fake world."""
+    """Return whether a test starts all ranks of its case, and not single ranks of a fake world."""
     return "alone" not in getattr(item, "fixturenames", ())
 
 
 def _held(chosen: Selection, say: Callable[[str], None]) -> Held | None:
-    """What the results folder holds, where that is asked for; node 0's holds all."""
+    """Return the records to resume from, if requested. Node 0's folder has all of them."""
     if not chosen.resume:
         return None
     file = chosen.results / "records.jsonl"
@@ -202,7 +207,7 @@ def _held(chosen: Selection, say: Callable[[str], None]) -> Held | None:
 
 @pytest.fixture(scope="session")
 def baseline(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> BaselineGate | None:
-    """What `--baseline` holds this session's records against."""
+    """Provide the baseline gate of `--baseline`, or None."""
     keeper = selection(pytestconfig).baseline_gate
     timed = [item for item in request.session.items if "timed" in getattr(item, "fixturenames", ())]
     return keeper and dataclasses.replace(keeper, num_timed=max(len(timed), 1))
@@ -210,13 +215,13 @@ def baseline(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Bas
 
 @pytest.fixture(scope="session")
 def scenarios(runner: Runner) -> ScenarioRunner:
-    """The conformance suite's side of this session's runner."""
+    """Provide the conformance suite's runner on top of this session's runner."""
     return ScenarioRunner(runner)
 
 
 @contextlib.contextmanager
 def _ending_the_run() -> Iterator[None]:
-    """What no later case could survive (a folder in use, a node that is gone) ends the run with one message."""
+    """End the run with one message for errors that no later case could survive (folder in use, node lost)."""
     try:
         yield
     except (ClusterError, ResultsError) as error:
@@ -225,8 +230,10 @@ def _ending_the_run() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_end_like_ctrl_c() -> Iterator[None]:
-    """`timeout`, `scancel` and a terminal that closes interrupt the run as Ctrl-C does: fixtures are torn down, and
-    what was recorded is reported. A signal that is ignored (by `nohup`) stays so."""
+    """Make SIGTERM and SIGHUP interrupt the run as Ctrl-C does, for `timeout`, `scancel` and a closed terminal.
+
+    Fixtures are torn down and recorded results are reported. A signal that is ignored (by `nohup`) stays ignored.
+    """
     endings = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_DFL]
 
     def interrupt(number: int, frame: object) -> None:
@@ -245,7 +252,7 @@ def _signals_end_like_ctrl_c() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Tests that launch by themselves, those of the conformance suite, end the run as fixtures do."""
+    """End the run as fixtures do, for tests that launch passes themselves, as in the conformance suite."""
     launches = isinstance(pyfuncitem.funcargs.get("scenarios"), ScenarioRunner)
     with _ending_the_run() if launches else contextlib.nullcontext():
         return (yield)
@@ -253,7 +260,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
 
 @pytest.fixture
 def observed(runner: Runner, case: Case, request: pytest.FixtureRequest) -> Record:
-    """The record of the case's instrumented pass, with its verdicts; its values are the test's properties in JUnit."""
+    """Provide the record of the case's instrumented pass with verdicts. Its values become JUnit properties of the
+    test.
+    """
     with _ending_the_run():
         record = runner.observe(case)
     _tell(record, request.node)
@@ -262,7 +271,7 @@ def observed(runner: Runner, case: Case, request: pytest.FixtureRequest) -> Reco
 
 @pytest.fixture
 def timed(runner: Runner, case: Case, request: pytest.FixtureRequest) -> Record:
-    """The record of the case's untouched pass, which must have reached its end."""
+    """Provide the record of the case's untouched pass, which must have ended."""
     with _ending_the_run():
         record = runner.time(case)
     _tell(record, request.node)
@@ -272,18 +281,21 @@ def timed(runner: Runner, case: Case, request: pytest.FixtureRequest) -> Record:
 
 @pytest.fixture
 def alone(runner: Runner, case: Case) -> Record:
-    """The record of single ranks of a fake world of the case's size."""
+    """Provide the record of single ranks of a fake world of the case's size."""
     with _ending_the_run():
         return runner.observe_alone(case)
 
 
 @pytest.fixture
 def profiled(runner: Runner, case: Case) -> Record:
-    """The record of the case's profiled pass."""
+    """Provide the record of the case's profiled pass."""
     with _ending_the_run():
         return profile(runner, case)
 
 
 def _tell(record: Record, test: pytest.Item) -> None:
-    """As pytest's own `record_property` does, which warns of every test where JUnit's format is the usual one."""
+    """Add the record's values to the test's properties.
+
+    pytest's own `record_property` would warn for every test with JUnit's default format.
+    """
     test.user_properties += values_of(record).items()

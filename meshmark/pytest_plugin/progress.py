@@ -1,4 +1,4 @@
-"""Which pass runs, how many are left, time so far."""
+"""Progress of a run: the current pass, how many are left, and the time so far."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
     from meshmark.pytest_plugin.live import Live
 
 Refusal = Callable[[Case, frozenset[Feature]], str | None]
-"""Why a case is not run when a pass takes these features besides; `Runner.refusal`."""
+"""Function that returns why a case is not run if a pass needs these features; `Runner.refusal`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """A pass that tests stand on."""
+    """A pass that tests depend on."""
 
     what: str
-    """Its scenario or task."""
+    """Name of its scenario or task."""
     case: Case
-    """As it is run."""
+    """The case as it is run."""
     needs: frozenset[Feature] = frozenset()
     misfit: str | None = None
     after: Launch | None = None
-    """The launch without whose success there is none."""
+    """The launch that must succeed first."""
 
     def is_of(self, what: str, case: Case) -> bool:
         return self.what == what and self.case == case
 
     def happens(self, refusal: Refusal) -> bool:
-        """As far as can be known before."""
+        """Return whether the launch takes place, as far as it is known beforehand."""
         try:
             allowed = not (self.misfit or refusal(self.case, self.needs))
         except (Exception, SystemExit):  # an adapter's own: its case tells of it
@@ -52,7 +52,7 @@ class Launch:
 
 
 class Progress:
-    """A bar and a line a case on a terminal, a line a pass elsewhere."""
+    """Shows a bar and a line per case on a terminal, and a line per pass elsewhere."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._reporter: Any = config.pluginmanager.getplugin("terminalreporter")
@@ -61,13 +61,13 @@ class Progress:
         self._live: Live | None = None
         self._cases = Cases(())
         self._awaited: dict[str, set[Launch]] = {}
-        """By test that has not ended: the launches that it stands on and that are still to come."""
+        """Pending launches of each test that has not ended."""
         self._seconds: dict[str, list[float]] = {}
-        """Of the launches that are done, by what they were."""
+        """Durations of finished launches in seconds, by task or scenario."""
         self._started = time.monotonic()
 
     def expect(self, items: Sequence[pytest.Item], refusal: Refusal) -> None:
-        """Count the launches that `items` stand on, each once; what is refused is none."""
+        """Count the launches that `items` depend on, each once. Refused ones do not count."""
         self._awaited = {item.nodeid: {one for one in launches_of(item) if one.happens(refusal)} for item in items}
         named = ((item.nodeid, _case_of(item), item.path.stem.removeprefix("test_")) for item in items)
         self._cases = Cases((test, case, suite) for test, case, suite in named if case)
@@ -80,7 +80,7 @@ class Progress:
             self._reporter.showfspath = False
 
     def close(self) -> None:
-        """The terminal is pytest's again, but for the line of the last case: its test ends with the session."""
+        """Return the terminal to pytest, except for the line of the last case, whose test ends with the session."""
         if self._live:
             self._live.stop()
 
@@ -98,7 +98,10 @@ class Progress:
 
     @property
     def _left(self) -> str:
-        """As long as others of their kind took, else as all did; nothing before the first is done."""
+        """Estimated time left, from the mean duration of launches of the same kind, or of all.
+
+        Empty before the first.
+        """
         pending = self._pending
         if not self._done or not pending:
             return ""
@@ -108,7 +111,9 @@ class Progress:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
-        """A case's own line says it where there is a bar; pytest still counts, and tells failures at the end."""
+        """Hide pytest's own status if there is a bar, because a case's line shows it. pytest still counts and
+        reports.
+        """
         if self._live is None or report.nodeid not in self._cases or hasattr(report, "wasxfail"):
             return None
         if report.passed and report.when != "call":
@@ -120,14 +125,14 @@ class Progress:
             self._cases.add(report.nodeid, report.outcome, report.duration)
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        """What a test did not launch, as when it was skipped, is only launched if another test stands on it."""
+        """Drop the launches of a finished test, unless another test depends on them."""
         self._awaited.pop(nodeid, None)
         ended = self._cases.end(nodeid) if nodeid in self._cases else None
         if self._live and ended:
             self._live.ended(*ended)
 
     def say(self, text: str) -> None:
-        """Something that takes its time, or that a reader should know."""
+        """Print a message about slow work, or something that a reader should know."""
         if self._live:
             self._live.line(f"meshmark: {text}")
         elif self._reporter is not None:
@@ -153,7 +158,7 @@ class Progress:
             self.say(remark)
 
     def _settle(self, what: str, case: Case, record: Record) -> None:
-        """One launch is done; those that needed it to end well are none."""
+        """Record that a launch is done. Launches that needed its success are dropped if it failed."""
         self._seconds.setdefault(what, []).append(record.launch.seconds)
         failed = record.outcome.status is not Status.OK
         for launches in self._awaited.values():
@@ -165,10 +170,10 @@ class Progress:
 
 
 class Cases:
-    """Which tests of each case are still to end, and how the others did."""
+    """The tests of each case that are still to end, and the outcomes of the others."""
 
     def __init__(self, tests: Iterable[tuple[str, str, str]]) -> None:
-        """Node id, case and suite of each."""
+        """`tests` are tuples of node id, case and suite."""
         self._tests = {test: (case, suite) for test, case, suite in tests}
         self._found: dict[str, dict[str, str]] = {}
         self._seconds: dict[str, float] = {}
@@ -177,7 +182,7 @@ class Cases:
         return test in self._tests
 
     def add(self, test: str, outcome: str, seconds: float) -> None:
-        """One phase of a test; a failure is not taken back."""
+        """Record one phase of a test. A failure is not overwritten."""
         case, suite = self._tests[test]
         found = self._found.setdefault(case, {})
         if found.get(suite) != "failed":
@@ -185,7 +190,7 @@ class Cases:
         self._seconds[case] = self._seconds.get(case, 0.0) + seconds
 
     def end(self, test: str) -> tuple[str, dict[str, str], float] | None:
-        """Of a test that has ended: its case, when it was the last of it."""
+        """Record the end of a test. Returns its case, outcomes and seconds if it was the last test of the case."""
         case, _ = self._tests.pop(test)
         if any(case == other for other, _ in self._tests.values()):
             return None
@@ -193,7 +198,7 @@ class Cases:
 
 
 def on_terminal(reporter: Any, capture: Any) -> bool:  # noqa: ANN401
-    """Whether a bar can be drawn: on a terminal that nothing else writes to while tests run."""
+    """Return whether a bar can be drawn: on a terminal that nothing else writes to while tests run."""
     if reporter is None or capture is None or not capture.is_globally_capturing():
         return False
     return bool(reporter.isatty()) and reporter.verbosity == 0 and os.environ.get("CI", "") in ("", "false")
@@ -205,14 +210,14 @@ def _minutes(seconds: float) -> str:
 
 
 def _case_of(item: pytest.Item) -> str:
-    """Its id; of a clause that of the case which its scenarios vary."""
+    """Return the id of a test's case. For a clause, it is the case that its scenarios vary."""
     parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     found = parameters.get("case") or parameters.get("conforming")
     return found.id if isinstance(found, Case) else ""
 
 
 def launches_of(item: pytest.Item) -> Iterator[Launch]:
-    """The passes that a test stands on."""
+    """Yield the passes that a test depends on."""
     fixtures = getattr(item, "fixturenames", [])
     parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     case, base, clause = (parameters.get(name) for name in ("case", "conforming", "clause"))

@@ -1,4 +1,4 @@
-"""What the command line of `pytest suites` asks for: its options, and their values, checked."""
+"""Options of the command line of `pytest suites`, and their checked values."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ from meshmark.spec.workload import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What the command line asks for, checked."""
+    """The checked values of the command line."""
 
     targets: dict[str, str]
     """Adapter name to "module:Class"."""
     adapters: dict[str, type[Adapter]]
     worlds: list[int]
-    """Those of `layouts`, where they are given."""
+    """World sizes. If `layouts` are given, those of the layouts."""
     layouts: LayoutChoice
-    """None takes the matrix's."""
+    """Chosen layouts. None uses the matrix's."""
     workloads: list[Workload]
     global_batch: int | None
-    """Of every workload; None leaves each its own."""
+    """Global batch of every workload. None keeps each workload's own."""
     corpus: str | None
-    """Of every workload."""
+    """Corpus of every workload."""
     precisions: list[Precision]
     tunings: list[Tuning]
     options: RunOptions
@@ -67,23 +67,23 @@ class Selection:
     launcher: str
     """A key of LAUNCHERS."""
     baseline_gate: BaselineGate | None
-    """Of `--baseline`."""
+    """The gate of `--baseline`."""
     resume: bool = False
-    """Whether what `results` holds is not run again."""
+    """True if cases in `results` are not run again."""
     shard: tuple[int, int] = (1, 1)
-    """Which part of how many is run."""
+    """Number of the part to run, and the number of parts."""
     max_seconds: float | None = None
-    """After which no further test begins."""
+    """Time in seconds after which no further test starts."""
 
 
 SELECTION = pytest.StashKey[Selection]()
 _MOST_STEPS = 100_000
 MOST_SECONDS = 1_000_000
-"""Of a time limit."""
+"""Upper bound of a time limit, in seconds."""
 
 
 def add_options(parser: pytest.Parser) -> None:
-    """Those of `pytest suites`."""
+    """Add the options of `pytest suites`."""
     group = parser.getgroup("meshmark", "Meshmark: which cases to run, and where")
     group.addoption(
         "--adapters",
@@ -219,7 +219,7 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def selection(config: pytest.Config) -> Selection:
-    """The checked command line. Raises `pytest.UsageError` for what cannot be."""
+    """Return the checked command line. Raises `pytest.UsageError` for invalid values."""
     if SELECTION not in config.stash:
         try:
             config.stash[SELECTION] = _select(config)
@@ -260,7 +260,7 @@ def _select(config: pytest.Config) -> Selection:
 
 
 def expect_spread(chosen: Selection, worlds: Collection[int]) -> None:
-    """Raises `InputError` where the nodes can run none of the cases that there are: skips alone would pass."""
+    """Raise `InputError` if the nodes can run none of the cases. Otherwise the run would pass with only skips."""
     spec = chosen.cluster
     if worlds and all(world % spec.nnodes for world in worlds):
         raise InputError(
@@ -271,7 +271,7 @@ def expect_spread(chosen: Selection, worlds: Collection[int]) -> None:
 
 
 def expect_gpus(chosen: Selection, worlds: Collection[int]) -> None:
-    """Raises `InputError` where NCCL was asked for and cannot serve the ranks of every world size."""
+    """Raise `InputError` if NCCL was requested and cannot serve the ranks of every world size."""
     if chosen.options.backend != "nccl":
         return
     if chosen.options.device != "cuda":
@@ -287,7 +287,7 @@ def expect_gpus(chosen: Selection, worlds: Collection[int]) -> None:
 
 
 def crowding(chosen: Selection) -> list[str]:
-    """What a reader of times should know: ranks that share what each would have for itself."""
+    """Return warnings for readers of times: ranks that share cores or GPUs."""
     spec, world = chosen.cluster, max(chosen.worlds, default=1)
     ranks, served = world // spec.num_hosts, world // (spec.nnodes if spec.gpus_by_task else spec.num_hosts)
     threads = int(os.environ.get("OMP_NUM_THREADS") or DEFAULT_THREADS)

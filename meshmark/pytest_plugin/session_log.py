@@ -1,4 +1,4 @@
-"""Writes what a session of pytest asked for, and how each test ended, beside the records. Loaded by the plugin."""
+"""Records what a pytest session asked for, and how each test ended. Loaded by the plugin."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ATTEMPTS = pytest.StashKey[dict[str, Attempt]]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
-    """Write what is to be run; a run that is killed leaves at least this."""
+    """Write the planned tests, so that a killed run leaves at least this."""
     config = session.config
     attempts = {item.nodeid: attempt for item in session.items if (attempt := _planned(item))}
     if not attempts or config.option.collectonly or selection(config).cluster.node_rank:
@@ -74,13 +74,13 @@ def pytest_runtest_makereport(
 
 
 def _words(raised: pytest.ExceptionInfo[BaseException]) -> str:
-    """What a failure of ours says; of others their kind too."""
+    """Return the text of a failure. Exceptions other than Meshmark's include their type."""
     error = raised.value
     return str(error.msg) if isinstance(error, pytest.fail.Exception) else raised.exconly()
 
 
 def _add_command(item: pytest.Item, error: BaseException, attempt: Attempt) -> None:
-    """What a failure of ours ends with, also where the terminal is all that is left of a run."""
+    """Append the repeat command to a Meshmark failure, for when only the terminal output is left."""
     if isinstance(error, pytest.fail.Exception) and not error.pytrace:
         lines = [str(error.msg), row("again", _repeat(item))]
         if not attempt.conforming:  # a clause stands on several records
@@ -90,7 +90,7 @@ def _add_command(item: pytest.Item, error: BaseException, attempt: Attempt) -> N
 
 
 def _repeat(item: pytest.Item) -> str:
-    """The command of this session for one test alone, as a shell takes it."""
+    """Return this session's command for one test, quoted for a shell."""
     config = item.config
     given = set(config.args) if config.args_source is config.ArgsSource.ARGS else set()
     options = [argument for argument in config.invocation_params.args if argument not in given]
@@ -101,7 +101,10 @@ def _repeat(item: pytest.Item) -> str:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Generator[None]:
-    """Around pytest's own, which closes the runner and with it the records; also where that ends the run."""
+    """Write the end of the session after pytest's own hooks, which close the runner and its records.
+
+    Also runs if these end the session.
+    """
     code = int(exitstatus)
     try:
         yield
@@ -130,7 +133,7 @@ def _write_end(session: pytest.Session) -> None:
 
 
 def _write(config: pytest.Config) -> None:
-    """Raises `ResultsError` when it cannot be written."""
+    """Write the session. Raises `ResultsError` when it cannot be written."""
     log = dataclasses.replace(config.stash[_LOG], attempts=list(config.stash[ATTEMPTS].values()))
     with contextlib.closing(RecordFile(selection(config).results)) as file:
         file.append(log)

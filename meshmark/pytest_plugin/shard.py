@@ -12,8 +12,11 @@ from meshmark.spec.case import Cell
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """All tests of one case are in one part, for they share its launches; cases take turns, for neighbours take about
-    as long. What has no case is in the first."""
+    """Select the tests of this part.
+
+    All tests of a case are in one part, because they share launches. Cases are dealt in turn, because neighbours take
+    similar time. Tests without a case are in the first part.
+    """
     if config.getoption("--shard") is None:
         return
     number, parts = selection(config).shard
@@ -23,7 +26,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def in_part(cells: Sequence[str | None], number: int, parts: int) -> list[bool]:
-    """Whether each test, by its case, is in part `number` of `parts`."""
+    """Return whether each test, given its case, is in part `number` of `parts`."""
     places: dict[str, int] = {}
     turns = [places.setdefault(cell, len(places)) if cell else 0 for cell in cells]
     return [turn % parts == number - 1 for turn in turns]

@@ -1,4 +1,4 @@
-"""Ends a run of the suites with a summary of at most a screen. Loaded by the plugin."""
+"""Ends a run of the suites with a summary of at most one screen. Loaded by the plugin."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from meshmark.run.verdict import smallest_seen
 from meshmark.text import clip, pluralize
 
 MOST_CASES = 20
-"""Rows of the table. Cases that are not right come first."""
+"""Number of table rows. Cases that are not correct come first."""
 MOST_DEFECTS = 10
 MOST_LEFT_OUT = 4
 _HEADINGS = ("case", "correct", "memory", "traffic", "peak / rank", "speed")
@@ -31,7 +31,7 @@ _HEADINGS = ("case", "correct", "memory", "traffic", "peak / rank", "speed")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Leave pytest-benchmark's own table out, unless the command line names one of its options."""
+    """Hide pytest-benchmark's own table, unless the command line has one of its options."""
     asked = any(str(argument).startswith("--benchmark") for argument in config.invocation_params.args)
     if not asked and hasattr(config.option, "benchmark_quiet"):
         config.option.benchmark_quiet = True
@@ -79,7 +79,7 @@ def summary(attempts: Sequence[Attempt], records: Sequence[Record]) -> list[str]
 
 
 def _left_out(observed: Sequence[Record]) -> list[str]:
-    """Return what was not judged, and from which size on an excess would have been seen; in a few lines."""
+    """Return a few lines with what was not judged, and the smallest excess that would have been detected."""
     counted = Counter(text for record in observed for text in record.not_judged)
     lines = [
         f"not judged: {text}" + ("" if count == len(observed) else f" ({pluralize(count, 'case')})")

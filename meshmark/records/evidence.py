@@ -1,8 +1,9 @@
-"""Bulky evidence, kept beside the records by content, compressed, and read when somebody asks for it.
+"""Storage for bulky evidence: compressed files next to the records, named by content and read on demand.
 
-How far every tensor stands from the truth at every step, and how far rounding alone would carry it, is nine tenths of a
-record: verdicts were reached from it, and a table of verdicts needs none of it. A line of records.jsonl names the file
-that holds it. The noise of a workload is the same in all its records, and so one file.
+The deviation of every tensor from the truth at every step, and the noise of rounding alone, make up nine tenths of
+a record. Verdicts were computed from this evidence, but a table of verdicts needs none of it. A line of records.jsonl
+names the file that holds the evidence. The noise of a workload is the same in all its records, and is therefore one
+file.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from meshmark.serial import decode
 from meshmark.text import told
 
 FIELDS: dict[str, Any] = {"deviations": Deviations, "noise": Comparisons, "factors": Mapping[str, float]}
-"""Of `EquivalenceEvidence`: what may stand beside the record, and what it is."""
+"""Fields of `EquivalenceEvidence` that may be stored in a separate file, and their types."""
 SMALL = 4096
-"""Characters that stay in the record's line."""
+"""Size in characters up to which a field stays in the record's line."""
 _FEW = 8
-"""Quantities in a line that are read with it."""
+"""Number of quantities up to which a field inside a line is read together with it."""
 LARGEST = 2**28
-"""Bytes of evidence that is read; a compressed file of a stranger's may hold any number."""
+"""Largest size in bytes of evidence that is read. A compressed file from elsewhere may expand to any size."""
 _NAME = re.compile(r"evidence/(?P<digest>[0-9a-f]{64})\.json\.gz")
 
 K = TypeVar("K")
@@ -42,7 +43,7 @@ V = TypeVar("V", covariant=True)
 
 
 class Stored(Mapping[K, V]):
-    """A mapping that is read when it is used. Raises `EvidenceError` then, where it cannot be."""
+    """A mapping that is loaded on first use. Raises `EvidenceError` if it cannot be loaded."""
 
     def __init__(self, load: Callable[[], Mapping[K, V]]) -> None:
         self._load = load
@@ -61,15 +62,17 @@ class Stored(Mapping[K, V]):
 
 
 class EvidenceFolder:
-    """Where one results folder keeps its evidence; each piece once."""
+    """The evidence files of one results folder. Each piece of evidence is stored once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._kept: set[str] = set()
 
     def put_aside(self, record: dict[str, Any]) -> None:
-        """Replace what is bulky in an encoded record by the name of the file that now holds it, on disk; it stays where
-        no file can be written."""
+        """Move bulky fields of an encoded record to files and put the file names in their place.
+
+        A field stays in the record if no file can be written.
+        """
         evidence = record.get("equivalence", {})
         for field in FIELDS:
             text = json.dumps(evidence.get(field, {}))
@@ -86,7 +89,7 @@ class EvidenceFolder:
 
 
 def _holds(path: Path, content: bytes) -> bool:
-    """Whether an earlier run has left it, whole."""
+    """Return whether an earlier run left a complete file with `content` at `path`."""
     try:
         return _content(path) == content
     except EvidenceError:
@@ -94,7 +97,7 @@ def _holds(path: Path, content: bytes) -> bool:
 
 
 def _write(path: Path, packed: bytes) -> None:
-    """On disk when this returns, whole or not at all."""
+    """Write a file atomically, and return once it is on disk."""
     path.parent.mkdir(exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -113,10 +116,12 @@ def _write(path: Path, packed: bytes) -> None:
 
 
 def leave_behind(record: dict[str, Any], path: Path, offset: int) -> None:
-    """Put in the place of what is bulky in an encoded record what reads it when it is used. `path` and `offset`: where
-    its line begins. Evidence in the line itself, as older records have it, would fill the memory of who reads many.
+    """Replace bulky fields of an encoded record by mappings that load on use.
 
-    Raises `ValueError` for a name that no evidence has.
+    `path` and `offset` give the start of the record's line. Older records have the evidence in the line itself, which
+    would fill the memory of a process that reads many records.
+
+    Raises `ValueError` for a name that no evidence file can have.
     """
     evidence = record.get("equivalence")
     if not isinstance(evidence, dict):
@@ -152,7 +157,7 @@ def _of_line(path: Path, offset: int, field: str) -> Mapping[Any, Any]:
 
 
 def _content(path: Path) -> bytes:
-    """Of one file of evidence, which must hold what its name says."""
+    """Return the content of an evidence file. Raises `EvidenceError` unless it matches the hash in the file's name."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise EvidenceError(f"{path.parent.name}/{path.name} is no file")

@@ -1,4 +1,4 @@
-"""Lines of a records file that an older Meshmark wrote, in the form of today's."""
+"""Convert lines of records files from older schemas to the current one."""
 
 from __future__ import annotations
 
@@ -35,23 +35,28 @@ _PARTS_OF_SCHEMA_1: dict[str, dict[str, str]] = {
         "known_gaps": "known_gaps",
     },
 }
-"""By part of a record: its fields as they lay side by side in schema 1, and as they are named within the part."""
+"""Fields of each part of a record: their flat names in schema 1, and their names within the part."""
 _RENAMED_IN_SCHEMA_3 = {
     "memory": {"remainders": "extra_memory"},
     "traffic": {"departures": "traffic_exceptions"},
 }
-"""By part of a record: fields that schema 2 had under another name."""
+"""Fields of each part that had another name in schema 2."""
 _SAME_AS_TODAY = 3
-"""From this schema on a record has today's form: 4 only adds the user's repository and files, and processor times."""
+"""Records have had today's form since this schema. Schema 4 only adds the user's repository, files and processor
+times.
+"""
 _LEFT_OUT = {"matmul_flops_per_second", "planned_traffic"}
-"""Of schema 1: ranks that shared cores were told a peak each, which together the machine did not have; and what
-adapters said that they would send, by which nothing is judged any more."""
+"""Fields of schema 1 that are dropped.
+
+Ranks that shared cores each reported a peak that the machine did not have as a whole. Adapters reported the traffic
+they planned, which verdicts no longer use.
+"""
 
 
 def migrate(value: object) -> dict[str, Any]:
-    """A line's JSON value, of this or an older schema, in the form of `SCHEMA`.
+    """Return a line's JSON value, of this or an older schema, in the form of `SCHEMA`.
 
-    Raises `ValueError` where it is of none that this Meshmark knows.
+    Raises `ValueError` for an unknown schema.
     """
     schema = value.get("schema") if isinstance(value, dict) else None
     if not isinstance(value, dict) or schema not in range(1, SCHEMA + 1):
@@ -65,7 +70,7 @@ def migrate(value: object) -> dict[str, Any]:
 
 
 def _to_schema_2(value: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a record in the parts that schema 2 has them in."""
+    """Group the fields of a record into the parts of schema 2."""
     moved = _LEFT_OUT.union(*_PARTS_OF_SCHEMA_1.values())
     parts = {
         name: {new: value[old] for old, new in part.items() if old in value}
@@ -75,8 +80,10 @@ def _to_schema_2(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _to_schema_3(value: dict[str, Any]) -> dict[str, Any]:
-    """Return a record whose algorithms have their own options alone, whose models tell their kind, and whose fields are
-    renamed."""
+    """Return a record in the form of schema 3.
+
+    Algorithms have only their own options, models have a kind, and fields have their new names.
+    """
     found = value | {"schema": SCHEMA}
     for part, renamed in _RENAMED_IN_SCHEMA_3.items():
         if isinstance(held := value.get(part), dict):

@@ -1,4 +1,4 @@
-"""How far what ranks send goes: inside a node, to another under the same switch, or beyond."""
+"""How far traffic travels: within a node, to another node of the same switch, or beyond the switch."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ from meshmark.theory.flow import Flow, TrafficException, by_route, departed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where a rank runs."""
+    """The node and switch that a rank runs on."""
 
     node: int = 0
     switch: str = ""
-    """That its node hangs on, from the top of the tree; empty where no scheduler tells."""
+    """Path of switches above its node, from the top of the tree. Empty if no scheduler reports it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reach:
-    """Bytes that all ranks together send in one step, under ring algorithms. A ring visits the ranks of a node, and the
-    nodes of a switch, one after the other, as NCCL's do; what is exchanged all to all goes to every peer alike."""
+    """Bytes that all ranks together send in one step, under ring algorithms.
+
+    A ring visits the ranks of a node, and the nodes of a switch, one after the other, as NCCL's do. An all-to-all
+    sends equally to every peer.
+    """
 
     within_nodes: float
     between_nodes: float
-    """Of one switch, or where switches are not known."""
+    """Bytes between nodes of one switch, or between any nodes if switches are unknown."""
     between_switches: float
 
 
 Sent = tuple[int, str, tuple[int, ...], int]
-"""By which rank, in which kind of collective over which ranks, how many bytes of the full tensors."""
+"""Sending rank, kind of collective, its ranks, and bytes of the full tensors."""
 
 
 def measured_traffic(readings: Sequence[TrafficReading]) -> list[Sent]:
@@ -41,7 +44,10 @@ def measured_traffic(readings: Sequence[TrafficReading]) -> list[Sent]:
 def planned_traffic(
     flows: Sequence[list[Flow] | None], traffic_exceptions: Sequence[list[TrafficException]]
 ) -> list[Sent] | None:
-    """By theory and what adapters declare; None where theory does not plan it, or an adapter could not be asked."""
+    """Return the traffic that theory predicts, with the exceptions that adapters declare.
+
+    None if theory makes no prediction, or an adapter could not be asked.
+    """
     sent = list[Sent]()
     if not flows or len(flows) != len(traffic_exceptions):
         return None
@@ -54,7 +60,7 @@ def planned_traffic(
 
 
 def reach(sent: Iterable[Sent] | None, places: Sequence[Place]) -> Reach | None:
-    """None where it is not known: of a kind of collective that nobody here has heard of."""
+    """Return how far the traffic travels, or None for an unknown kind of collective or unknown places."""
     if sent is None or not places:
         return None
     parts: dict[str, list[float]] = {"within_nodes": [], "between_nodes": [], "between_switches": []}
@@ -68,7 +74,7 @@ def reach(sent: Iterable[Sent] | None, places: Sequence[Place]) -> Reach | None:
 
 
 def _peers(rank: int, kind: str, ranks: tuple[int, ...], places: Sequence[Place]) -> Iterator[tuple[int, float]]:
-    """To whom `rank` sends, and which share."""
+    """Yield the ranks that `rank` sends to, each with its share."""
     if kind == "all_to_all":
         yield from ((peer, 1 / (len(ranks) - 1)) for peer in ranks if peer != rank)
         return

@@ -29,7 +29,7 @@ from meshmark.theory.flow import Flow, OneTimeTraffic, TrafficException
 from meshmark.theory.states import ExtraMemory, ModelStates
 
 SCHEMA = 4
-"""Version of the format; raise it with every change that an older reader would misread."""
+"""Version of the format. Raise it with every change that an older reader would misread."""
 
 
 class Status(StrEnum):
@@ -41,52 +41,54 @@ class Status(StrEnum):
     RAISED = "raised"
     KILLED = "killed"
     HUNG = "hung"
-    """No end within the time limit, and some rank stood still amid its work: a defect."""
+    """Did not end within the time limit, and some rank made no progress in its work. This is a defect."""
     SLOW = "slow"
-    """No end within the time limit, while its ranks came on: nothing is known of its correctness, and a higher limit is
-    all that an answer costs."""
+    """Did not end within the time limit, but its ranks made progress.
+
+    Nothing is known about its correctness. A higher limit is enough to get an answer.
+    """
     OOM = "oom"
     NAN = "nan"
-    """It ran to its end, with a loss that is not a number."""
+    """Ran to the end, with a loss that is not a number."""
     EXITED = "exited"
-    """A rank's process ended by itself, whatever its exit code, and left neither a report nor an error."""
+    """A rank's process ended by itself, with any exit code, and left neither a report nor an error."""
     UNFINISHED = "unfinished"
-    """What failed stands outside the case's ranks."""
+    """The failure is outside the case's ranks."""
     NO_SPACE = "no space"
-    """A disk was full, of the launch's own files or of what a rank wrote."""
+    """A disk was full, for the launch's files or for those that a rank wrote."""
     NODES_DISAGREE = "nodes disagree"
-    """Nodes were given other commands, or hold other data or versions; ends the run."""
+    """Nodes were given different commands, or have different data or versions. Ends the run."""
     NODE_LOST = "node lost"
-    """Another node, or the link to it, was gone; ends the run, unless the others go on."""
+    """Another node, or the link to it, was lost. Ends the run, unless the others continue."""
     UNKILLABLE = "could not be killed"
-    """A rank outlived SIGKILL, as one does inside a driver that hangs; what it held is held still."""
+    """A rank survived SIGKILL, as happens inside a driver that hangs. It still holds its resources."""
 
     @property
     def outside(self) -> bool:
-        """Whether what failed stands outside the case: no verdict on the adapter."""
+        """True if the failure is outside the case and says nothing about the adapter."""
         infrastructure = (Status.NO_SPACE, Status.NODES_DISAGREE, Status.NODE_LOST, Status.UNKILLABLE)
         return self is Status.UNFINISHED or self in infrastructure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerEnd:
-    """How another rank ended after one has failed."""
+    """How another rank ended after the first failure."""
 
     rank: int
     kind: str
-    """As a `RankFailure` has it; "done" when it came to its end, "ended" when the launcher had to end it."""
+    """Kind as in `RankFailure`; "done" if the rank finished, "ended" if the launcher had to end it."""
     seconds: float | None = None
-    """After the first failure; None where nobody noted when."""
+    """Seconds after the first failure, or None if unknown."""
 
     @property
     def by_itself(self) -> bool:
-        """Whether nobody had to end it: torchrun's agent kills peers, the default launcher waits for them first."""
+        """True if nobody had to end it. torchrun's agent kills peers; the default launcher waits for them first."""
         return self.kind not in ("killed", "ended")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How a pass ended, with the evidence when it did not end well."""
+    """How a pass ended, with the evidence if it failed."""
 
     status: Status
     rank: int | None = None
@@ -95,70 +97,70 @@ class Outcome:
     traceback: str = ""
     log_tail: str = ""
     stacks: dict[int, str] = field(default_factory=dict)
-    """Every rank's Python stacks, when it hung or was too slow."""
+    """Python stacks of every rank, if the pass hung or was too slow."""
     peers: list[PeerEnd] = field(default_factory=list)
-    """What became of the other ranks when one failed."""
+    """How the other ranks ended after one failed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """One suite's judgement."""
+    """The verdict of one suite."""
 
     suite: str
     """equivalence, memory or communication."""
     passed: bool
     undecided: bool = False
-    """Not passed, and no fault of what was judged: nothing can be told."""
+    """True if nothing can be concluded. The verdict is then not passed, but the adapter is not at fault."""
     summary: str
-    """One line: what decided."""
+    """The deciding fact, in one line."""
     evidence: dict[str, float | int | str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchSeconds:
-    """What a launch took."""
+    """Durations of a launch."""
 
     seconds: float = 0.0
-    """From the launch to the last process's end."""
+    """Seconds from the launch to the end of the last process."""
     build_seconds: float = 0.0
-    """Of the slowest rank: from its first instruction to an engine ready to train."""
+    """For the slowest rank: seconds from its first instruction until its engine is ready to train."""
     compile_seconds: float = 0.0
-    """Of the slowest rank: of `torch.compile`, which is in no timed step."""
+    """For the slowest rank: seconds of `torch.compile`, which no timed step includes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingCurves:
-    """What training itself tells."""
+    """Values that training itself reports."""
 
     losses: list[float] = field(default_factory=list)
-    """Global mean, by step."""
+    """Global mean loss, by step."""
     norms: list[float | None] = field(default_factory=list)
-    """Global gradient norm before clipping, by step, where the framework tells it."""
+    """Global gradient norm before clipping, by step, if the framework reports it."""
     left_out: int = 0
-    """Attempts that dynamic loss scaling left out, as it should where a gradient overflows; each was tried again."""
+    """Steps that dynamic loss scaling skipped because a gradient overflowed. Each was tried again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EquivalenceEvidence:
-    """What the truth and its noise say of a run."""
+    """Comparison of a run with the truth, and the noise of that comparison."""
 
     deviations: Deviations = field(default_factory=dict)
-    """From the truth, by quantity, then step."""
+    """Deviations from the truth, by quantity, then step."""
     noise: Comparisons = field(default_factory=dict)
-    """The root mean square of such distances in runs of `single` under perturbation, and of the scales of gradients."""
+    """Root mean square of such deviations in perturbed runs of `single`, and of the scales of gradients."""
     factors: Mapping[str, float] = field(default_factory=dict)
-    """How many times its noise a quantity may stand from the truth: by kind, and by quantity where that is more."""
+    """Largest allowed deviation as a multiple of its noise: by kind, and by quantity where it is larger."""
     ways: Mapping[str, Way] = field(default_factory=dict)
-    """As a `ToleranceModel` has them: how a run that has not the twin's bits may compute."""
+    """Allowed ways to compute for a run that is not bitwise equal to the twin, as in `ToleranceModel`."""
     drifts: list[Drift] = field(default_factory=list)
     diagnosis: Diagnosis | None = None
-    """Of a run that is not equivalent: the likely defect."""
+    """The likely defect of a run that is not equivalent."""
     num_replicated: int = 0
-    """Tensors, of all steps, that several ranks told and that were compared bit for bit."""
+    """Number of tensors, over all steps, that several ranks reported and that were compared bit for bit."""
     sample: Sample | None = None
-    """What of a large model was judged; None where all was, or nothing."""
+    """The part of a large model that was judged. None if all of it was, or nothing."""
     gathering_bytes: list[int] = field(default_factory=list)
-    """By rank, of a sample: the most memory that bringing tensors together took beside what the engine holds."""
+    """By rank, for a sample: peak memory for gathering tensors, besides the engine's."""
 
     @property
     def tolerance_model(self) -> ToleranceModel:
@@ -166,96 +168,101 @@ class EquivalenceEvidence:
 
     @property
     def wrong_start(self) -> list[Quantity]:
-        """Initial values that differ from the truth's by so much as a bit."""
+        """Initial values that differ from the truth in at least one bit."""
         return [q for q, steps in self.deviations.items() if q.kind is QuantityKind.INITIAL and steps[0].distance]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEvidence:
-    """What ranks held, and what they were to hold; lists are by rank."""
+    """Memory that ranks held, and the memory that was planned. Lists are by rank."""
 
     readings: list[MemoryReading] = field(default_factory=list)
     planned: list[ModelStates | None] = field(default_factory=list)
-    """Before extra memory; None where nothing is planned."""
+    """Planned states without extra memory. None if there is no plan."""
     extra_memory: list[list[ExtraMemory]] = field(default_factory=list)
-    """What the adapter declares beyond the plan."""
+    """Memory beyond the plan, as the adapter declares it."""
     live_bytes: list[dict[int, int]] = field(default_factory=list)
-    """After each step, the allocator's own count of everything; empty in records of old."""
+    """Total of the allocator after each step. Empty in old records."""
     state_dtypes: dict[str, str] = field(default_factory=dict)
-    """Of all ranks together; see `RankReport`."""
+    """Dtypes over all ranks; see `RankReport`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrafficEvidence:
-    """What ranks sent, and what they were to send; lists are by rank."""
+    """Traffic that ranks sent, and the traffic that was planned. Lists are by rank."""
 
     readings: list[TrafficReading] = field(default_factory=list)
     planned: list[list[Flow] | None] = field(default_factory=list)
-    """By theory; None where it does not plan. Empty in records of old, whose plan was their adapter's word."""
+    """Traffic planned by theory, or None without a plan. Empty in old records, whose plan came from their adapter."""
     traffic_exceptions: list[list[TrafficException]] = field(default_factory=list)
-    """From theory, as the adapter declares them."""
+    """Exceptions from theory, as the adapter declares them."""
     one_time_traffic: list[list[OneTimeTraffic]] = field(default_factory=list)
-    """What some steps send besides, as the adapter declares it."""
+    """Additional traffic of some steps, as the adapter declares it."""
     alike_steps: list[list[AlikeSteps]] = field(default_factory=list)
-    """What the backend did in every step; empty in records of old, and of a rank that could not tell."""
+    """Operations of the backend in every step. Empty in old records, and for a rank that could not report them."""
     places: list[Place] = field(default_factory=list)
-    """Where each rank ran; empty in records of old."""
+    """Where each rank ran. Empty in old records."""
     reach: Reach | None = None
-    """How far went what ranks sent."""
+    """How far the measured traffic travelled."""
     planned_reach: Reach | None = None
-    """And how far what they were to send was to go."""
+    """How far the planned traffic would travel."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Relaunch:
-    """Another launch of the untouched pass, of as many steps, in one lap."""
+    """Another launch of the untouched pass, with the same number of steps, in one lap."""
 
     rank_step_seconds: list[list[float]]
-    """By rank, then step: raw."""
+    """Raw step times in seconds, by rank, then step."""
     rank_starts: list[list[float]] = field(default_factory=list)
-    """By rank: seconds after the first rank of the same node, alone in a list; empty: together."""
+    """Start of each rank in seconds after the first rank of the same node, in a list of one. Empty if all start
+    together.
+    """
     rank_cpu_seconds: list[list[float]] = field(default_factory=list)
-    """By rank, alone in a list: as those of the first launch."""
+    """Processor time of each rank, in a list of one, measured as in the first launch."""
     losses: list[float] = field(default_factory=list)
     digests: dict[int, str] = field(default_factory=dict)
-    """As those of the first launch."""
+    """Hashes of parameters, as in the first launch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimingEvidence:
-    """What the untouched pass took."""
+    """Measurements of the untouched pass."""
 
     rank_step_seconds: list[list[float]] = field(default_factory=list)
-    """By rank, then step: raw, of all laps."""
+    """Raw step times in seconds, by rank, then step, over all laps."""
     rank_starts: list[list[float]] = field(default_factory=list)
-    """By rank, then lap: seconds after the first rank of the same node; empty: together."""
+    """Start of each lap, by rank, in seconds after the first rank of the same node. Empty if all start together."""
     lap_steps: list[int] = field(default_factory=list)
-    """Steps of each lap; empty: one lap."""
+    """Steps of each lap. Empty for a single lap."""
     rank_cpu_seconds: list[list[float]] = field(default_factory=list)
-    """By rank, then lap: processor time of all its threads, user and system; empty on GPUs and before schema 4."""
+    """Processor time in seconds, by rank, then lap: all threads, user and system.
+
+    Empty on GPUs and before schema 4.
+    """
     device_memory: list[DeviceMemory] = field(default_factory=list)
     """By rank, on GPUs."""
     power: list[GpuPower] = field(default_factory=list)
-    """Of the GPUs of the node that writes, where NVML tells."""
+    """Power of the GPUs of the node that writes the record, if NVML reports it."""
     spoilt: list[str] = field(default_factory=list)
-    """Why the rate is none of this machine: a GPU that was throttled, or shared."""
+    """Reasons why the rate does not represent this machine: a GPU was throttled or shared."""
     peak_flops_per_second: float | None = None
-    """Measured, of all cores or GPUs that the ranks can use; None where nobody measured."""
+    """Measured peak of all cores or GPUs that the ranks can use. None if it was not measured."""
     digests: dict[int, str] = field(default_factory=dict)
-    """A hash of every parameter's bits, by steps done: amid warm-up, and after the last step."""
+    """A hash of every parameter's bits, by steps done: during warm-up and after the last step."""
     observed: ObservedPath | None = None
-    """What these, and the losses, were held against."""
+    """The path that these digests and the losses were compared with."""
     relaunches: list[Relaunch] = field(default_factory=list)
-    """The same steps in fresh processes, one launch after the other."""
+    """Launches of the same steps in fresh processes, one after the other."""
 
     @functools.cached_property
     def interval(self) -> Interval:
-        """Of the mean of `step_seconds`: every table of a report asks for it."""
+        """Confidence interval of the mean of `step_seconds`. Cached, because every table of a report uses it."""
         return mean_interval(self.step_seconds, repeat=len(self.rank_step_seconds[0]) if self.relaunches else 0)
 
     @property
     def cpu_seconds_per_step(self) -> float | None:
-        """Processor time of all ranks together, in the mean of all launches; None where it was not measured."""
+        """Processor time per step of all ranks together, averaged over all launches. None if it was not measured."""
         launches = [self.rank_cpu_seconds, *(one.rank_cpu_seconds for one in self.relaunches)]
         if not all(launches) or not self.rank_step_seconds:
             return None
@@ -268,7 +275,7 @@ class TimingEvidence:
 
     @property
     def laps(self) -> list[Lap]:
-        """Of all launches."""
+        """Laps of all launches."""
         if not self.rank_step_seconds:
             return []
         again = [lap for one in self.relaunches for lap in laps_of(one.rank_step_seconds, one.rank_starts)]
@@ -276,33 +283,33 @@ class TimingEvidence:
 
     @property
     def step_seconds(self) -> list[float]:
-        """From the last rank's end of each step to that of the next: they add up to what a stopwatch says."""
+        """Seconds between the last rank's ends of successive steps. They add up to the wall-clock time."""
         return [seconds for lap in self.laps for seconds in lap.step_seconds]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConformanceEvidence:
-    """What a clause's scenario is judged by; empty in the matrix of cases."""
+    """Evidence for the scenario of a conformance clause. Empty in the matrix of cases."""
 
     scenario: str = ""
     base: Case | None = None
-    """What the scenario varies."""
+    """The case that the scenario varies."""
     samples: list[dict[str, list[float]]] = field(default_factory=list)
-    """By rank, then name: what the passes of the conformance suite measure."""
+    """Values that the passes of the conformance suite measure, by rank, then name."""
     digests: list[str] = field(default_factory=list)
-    """A hash of every parameter's bits, before the first step and after each."""
+    """A hash of every parameter's bits before the first step and after each step."""
     known_gaps: list[KnownGap] = field(default_factory=list)
-    """What the adapter knows that its framework gets wrong."""
+    """Known gaps that the adapter declares for its framework."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """All that a reader needs to know of one pass over one case."""
+    """Everything that a reader needs to know about one pass over one case."""
 
     schema: int = SCHEMA
     case: Case
     adapter: str
-    """"module:Class" that was run."""
+    """The adapter that was run, as "module:Class"."""
     task: Task
     steps: int
     warmup: int = 0
@@ -310,7 +317,7 @@ class Record:
     """How long steps could be added in one launch of the untouched pass."""
     environment: Environment
     sources: list[Source] = field(default_factory=list)
-    """The user's own files that it was made with."""
+    """The user's own files that the record was made with."""
     outcome: Outcome
     launch: LaunchSeconds = field(default_factory=LaunchSeconds)
     training: TrainingCurves = field(default_factory=TrainingCurves)
@@ -319,38 +326,40 @@ class Record:
     traffic: TrafficEvidence = field(default_factory=TrafficEvidence)
     timing: TimingEvidence = field(default_factory=TimingEvidence)
     profiles: list[Profile] = field(default_factory=list)
-    """By rank, of the profiled pass."""
+    """Profiles of the profiled pass, by rank."""
     conformance: ConformanceEvidence = field(default_factory=ConformanceEvidence)
     fake_ranks: list[int] = field(default_factory=list)
-    """Of a fake world: the ranks that were measured, each alone, in the order of every list by rank. Empty: the world
-    was real, and every rank was there."""
+    """Ranks of a fake world that were measured, each alone.
+
+    Every list by rank is in this order. Empty for a real world with all ranks.
+    """
     unmeasured: dict[str, str] = field(default_factory=dict)
-    """By suite that cannot be judged: the adapter's method that failed, and how."""
+    """Suites that cannot be judged, each with the adapter method that failed and how."""
     kernels: dict[str, str] = field(default_factory=dict)
-    """Formats and kernels that PyTorch was set to compute with on the first rank."""
+    """Dtype settings and kernels that PyTorch was set to use on the first rank."""
     verdicts: list[Verdict] = field(default_factory=list)
     not_judged: list[str] = field(default_factory=list)
-    """What the verdicts of an observed pass leave out, in words; empty in records of old."""
+    """What the verdicts of an observed pass leave out, in words. Empty in old records."""
     remarks: list[str] = field(default_factory=list)
-    """What happened on the way that a reader should know."""
+    """Events during the pass that a reader should know."""
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The rank of each entry of the lists by rank."""
+        """The rank of each entry in the lists by rank."""
         return self.fake_ranks or range(self.case.world_size)
 
     def verdict(self, suite: str) -> Verdict | None:
         return next((v for v in self.verdicts if v.suite == suite), None)
 
 
-# --- Validation of records that were read: a damaged or foreign file may hold what no run leaves.
+# --- Validation of records that are read. A damaged or foreign file may hold values that no run writes.
 
 _LONGEST_SECONDS = 1e9
 _MOST_BYTES = 2**63
 
 
 def validate_record(record: Record) -> None:
-    """Raises `ValueError` for one whose line is no use to anybody."""
+    """Raise `ValueError` for a record with impossible or useless values."""
     _expect_times(record.timing)
     if record.task is Task.TIME and record.outcome.status is Status.OK and not record.timing.rank_step_seconds:
         raise ValueError("a timed pass that came to its end, and no step's time")

@@ -1,4 +1,4 @@
-"""DIR/records.jsonl: records and sessions, one a line of JSON; written whole, and read line by line."""
+"""Read and write DIR/records.jsonl: records and sessions, one line of JSON each."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ _SHARED: dict[str, type] = {
     "timing": TimingEvidence,
     "conformance": ConformanceEvidence,
 }
-"""Parts of a record of which equal ones are read as one."""
+"""Parts of a record for which equal values are read as one shared object."""
 
 
 def line_of(record: Record | Session, evidence: EvidenceFolder | None = None) -> bytes:
-    """Its line of the file, which a reader was seen to take; what is bulky is put into `evidence`, where there is one.
+    """Return the record's line of the file. Bulky parts are moved to `evidence`, if given.
 
-    Raises `ValueError`, `KeyError` or `TypeError` for one that none would take, such as one that holds what an adapter
-    should not have told.
+    The line is parsed once as a check. Raises `ValueError`, `KeyError` or `TypeError` if no reader could parse it, for
+    example because an adapter reported an invalid value.
     """
     value = encode(record)
     _parse(json.dumps(value).encode())
@@ -61,16 +61,18 @@ def line_of(record: Record | Session, evidence: EvidenceFolder | None = None) ->
 
 
 class RecordFile:
-    """Appends records to DIR/records.jsonl, one a line, each on disk before the next case starts; and sessions. A line
-    is written when the evidence that it names is on disk."""
+    """Appends records and sessions to DIR/records.jsonl, one per line.
+
+    Each record is on disk before the next case starts. A line is written only after the evidence that it names.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Raises `ResultsError` when the folder cannot be written or another run has it."""
+        """Raise `ResultsError` if the folder is not writable or another run uses it."""
         self.path = folder.absolute() / "records.jsonl"  # the working directory may be another by the last record
         self._evidence = EvidenceFolder(self.path.parent)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # Unbuffered: what failed to be written once must not be written later, behind other lines.
+            # Unbuffered: a line that failed to be written must not appear later, after other lines.
             self._file = open(self.path, "ab+", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise ResultsError(
@@ -90,14 +92,18 @@ class RecordFile:
             raise self._unwritable(error) from error
 
     def _end_last_line(self) -> None:
-        """A line that an earlier run left unfinished must not swallow ours."""
+        """End a line that an earlier run left unfinished, so that it does not swallow the next one."""
         if self._file.seek(0, os.SEEK_END):
             self._file.seek(-1, os.SEEK_END)
             if self._file.read(1) != b"\n":
                 self._file.write(b"\n")
 
     def append(self, record: Record | Session) -> None:
-        """Raises `ResultsError` when the line does not reach the disk, or not the file at `path`; and as `line_of`."""
+        """Append one line.
+
+        Raises `ResultsError` if the line does not reach the disk or the file is no longer at `path`, and the errors of
+        `line_of`.
+        """
         line, end = line_of(record, self._evidence), os.fstat(self._file.fileno()).st_size
         try:
             while line:
@@ -113,7 +119,7 @@ class RecordFile:
         return ResultsError(f"{str(self.path)!r} cannot be written: {error.strerror}; what it held before is kept")
 
     def _expect_in_place(self) -> None:
-        """Raises `ResultsError` when this file is no longer the one at its path: nobody would find its records."""
+        """Raise `ResultsError` if the open file is no longer the one at its path, where records would be lost."""
         mine = os.fstat(self._file.fileno())
         try:
             there = os.stat(self.path)
@@ -129,7 +135,7 @@ class RecordFile:
         )
 
     def _rescue(self) -> str:
-        """Where the content of a file that was removed is now: beside its path, or among temporary files."""
+        """Save the content of a removed file and return where: next to its path, or among temporary files."""
         self._file.seek(0)
         content = self._file.read()
         for folder in (self.path.parent, Path(tempfile.gettempdir())):
@@ -141,7 +147,7 @@ class RecordFile:
         return "no file, for none can be written"
 
     def close(self) -> None:
-        """Raises `ResultsError` when the file is not where its records are looked for."""
+        """Close the file. Raises `ResultsError` if it is no longer at its path."""
         if self._file.closed:  # it has been said
             return
         with self._file:
@@ -150,19 +156,21 @@ class RecordFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What a results folder holds."""
+    """The content of a results folder."""
 
     records: list[Record]
     complaints: list[str]
-    """One for every line that could not be read; the others are good."""
+    """One complaint per unreadable line. The other lines are good."""
     sessions: list[Session] = field(default_factory=list)
 
 
 def read_records(folder: Path, *, latest: bool = False) -> Reading:
-    """Every good line of DIR/records.jsonl, and a complaint for each bad one. With `latest`, of several records of one
-    pass over one case on one device the last alone, which is all that a report shows of them; of sessions too.
+    """Read every good line of DIR/records.jsonl, with a complaint for each bad one.
 
-    Raises `ResultsError` when there is no such file, or not one good line in it.
+    `latest` keeps only the last of several records of one pass over one case on one device, which is all that a report
+    shows; the same applies to sessions.
+
+    Raises `ResultsError` when there is no such file, or no good line in it.
     """
     path = folder / "records.jsonl" if folder.is_dir() else folder
     records, sessions, complaints = dict[object, Record](), dict[object, Session](), list[str]()
@@ -196,8 +204,11 @@ def read_records(folder: Path, *, latest: bool = False) -> Reading:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Records refer to nothing in a circle: to look for what nobody needs, again and again through all that has been
-    read, takes a third of the time of reading thousands."""
+    """Disable garbage collection while reading.
+
+    Records have no reference cycles. Repeated collections over all records read so far would take a third of the time
+    of reading thousands.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -208,8 +219,11 @@ def _without_collections() -> Iterator[None]:
 
 
 class _Shared:
-    """Parts of records that have been read: equal ones are one, which many records share. A case has several, and bytes
-    are exact: of a hundred thousand cases that differ in their seeds or names they are few."""
+    """Cache that shares equal parts between records.
+
+    A case has several records. Keys are hashes of exact bytes. Even a hundred thousand cases that differ only in their
+    seeds or names have few distinct parts.
+    """
 
     def __init__(self) -> None:
         self._read: dict[tuple[type, bytes], Any] = {}
@@ -225,7 +239,7 @@ class _Shared:
 
 
 def _pass_of(record: Record) -> tuple[object, ...]:
-    """What tells a record from another of the same reading, in which equal cases are one object."""
+    """Return a key that identifies the pass of a record within one reading, where equal cases are one object."""
     about = record.conformance
     return id(record.case), id(about.base), about.scenario, record.task, record.environment.device
 
@@ -236,7 +250,7 @@ def _reason(error: Exception) -> str:
 
 
 def _parse(line: bytes, place: tuple[Path, int] | None = None, shared: _Shared | None = None) -> Record | Session:
-    """With its `place`, a file and where in it the line begins, what is bulky is read when it is used."""
+    """Parse a line. With its `place` (file and offset of the line), bulky parts are loaded on use."""
     try:
         value = json.loads(line.decode(errors="replace"))
     except json.JSONDecodeError as error:
@@ -259,8 +273,11 @@ def _parse(line: bytes, place: tuple[Path, int] | None = None, shared: _Shared |
 
 
 def merge(folders: Iterable[Path], into: Path) -> Reading:
-    """Append to `into` what the folders hold and it does not, in their order; of a folder that holds nothing, nothing.
-    Returns what it then holds. Raises `ResultsError` when it cannot be written, or nothing is there."""
+    """Append to `into` the lines of `folders` that it does not have yet, in order.
+
+    Folders without readable records are skipped with a complaint. Returns what `into` then holds. Raises
+    `ResultsError` if it cannot be written, or holds nothing.
+    """
     complaints, held = list[str](), set[object]()
     with contextlib.suppress(ResultsError):
         there = read_records(into)
@@ -283,7 +300,7 @@ def merge(folders: Iterable[Path], into: Path) -> Reading:
 
 
 def _name(line: Record | Session) -> object:
-    """What no other line has."""
+    """Return a key that no other line has."""
     if isinstance(line, Session):
         return line.session, line.exit_code
     about = line.conformance

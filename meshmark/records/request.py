@@ -1,4 +1,4 @@
-"""What a rank is asked to measure."""
+"""The measurements that a rank is asked for."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ from meshmark.spec.case import Case
 
 
 class Task(StrEnum):
-    """One of the passes over a case; each runs in processes of its own."""
+    """A pass over a case. Each pass runs in its own processes."""
 
     OBSERVE = "observe"
     """Instrumented: losses, gradients, parameters, memory, traffic."""
     TIME = "time"
     """Untouched: seconds per step."""
     PROFILE = "profile"
-    """Under PyTorch's profiler: where a step's time goes."""
+    """Under PyTorch's profiler: where the time of a step goes."""
     PEAK = "peak"
-    """What the cores or the GPU that a timed pass will use can compute at best, in one process."""
+    """Peak speed of the cores or the GPU that a timed pass will use, in one process."""
     LINKS = "links"
-    """What the links between nodes carry; no framework is asked."""
+    """Bandwidth of the links between nodes. No framework is involved."""
     RETRACE = "retrace"
-    """The steps of OBSERVE once more, and on to the last of TIME: what its ranks' losses and parameters must be."""
+    """Repeats the steps of OBSERVE and continues to the last step of TIME, to know the losses and parameters it must
+    have.
+    """
     NOISE = "noise"
-    """How far rounding alone carries the adapter `single` from the truth, in one process."""
+    """How far rounding alone moves the adapter `single` from the truth, in one process."""
     SAVE = "save"
     """Train, and save halfway."""
     LOSE = "lose"
     """Train, and save halfway; then one rank is killed."""
     RESUME = "resume"
-    """Go on in fresh processes from what SAVE, or LOSE, left."""
+    """Continue in fresh processes from the checkpoint of SAVE or LOSE."""
     ENDURE = "endure"
     """Many steps: does memory grow?"""
     DROPOUT = "dropout"
@@ -51,7 +53,7 @@ class Task(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a rank is to do; the same for every rank of a launch."""
+    """Instructions for a launch, the same for every rank."""
 
     case: Case
     adapter: str
@@ -62,37 +64,43 @@ class Request:
     backend: str
     steps: int
     marks: list[int] = field(default_factory=list)
-    """RETRACE: after how many steps the parameters are read beyond `steps`; the last is the end, if that is later."""
+    """RETRACE: step counts beyond `steps` at which the parameters are read.
+
+    The last one is the end, if it is later.
+    """
     warmup: int = 0
     """TIME: steps before the first that counts."""
     timing_budget_seconds: float = 0.0
-    """TIME: how long steps may be added to the first `steps` in one launch, until the rate is known well."""
+    """TIME: how long steps may be added to the first `steps` in one launch, until the rate is precise."""
     num_threads: int = 1
-    """PEAK: on a CPU."""
+    """PEAK: number of threads, on a CPU."""
     power: list[GpuPower] = field(default_factory=list)
-    """TIME, on GPUs: what was seen of them meanwhile."""
+    """TIME, on GPUs: power readings during the pass."""
     peak_flops_per_second: float | None = None
-    """TIME: what was measured of all cores or GPUs that the ranks can use."""
+    """TIME: measured peak of all cores or GPUs that the ranks can use."""
     fake_ranks: list[int] = field(default_factory=list)
-    """FAKE_WORLD: which ranks are measured, one launch each; the first is the one that this launch is."""
+    """FAKE_WORLD: ranks to measure, one launch each. This launch is the first of them."""
     observed: ObservedPath | None = None
-    """TIME: what its ranks' losses and parameters are held against, in the record."""
+    """TIME: the path that the ranks' losses and parameters are compared with in the record."""
     assess: bool = True
-    """OBSERVE: compare with the truth; False measures memory and traffic alone."""
+    """OBSERVE: compare with the truth. False measures only memory and traffic."""
     sample: Sample | None = None
-    """OBSERVE and NOISE: what of a large model is compared, tensor by tensor; None compares all, in memory."""
+    """OBSERVE and NOISE: the part of a large model to compare, tensor by tensor.
+
+    None compares all of it, in memory.
+    """
     metered: bool = True
-    """OBSERVE: measure memory and traffic; False compares with the truth alone."""
+    """OBSERVE: measure memory and traffic. False only compares with the truth."""
     tolerance_model: ToleranceModel | None = None
-    """OBSERVE: what a run that exceeds it is diagnosed by."""
+    """OBSERVE: tolerances. A run that exceeds them is diagnosed."""
     scenario: str = ""
-    """The conformance scenario that this belongs to, if any."""
+    """The conformance scenario that this request belongs to, if any."""
     base: Case | None = None
-    """What the scenario varies."""
+    """The case that the scenario varies."""
     evaluate: bool = False
-    """OBSERVE: evaluate every batch before it is trained on."""
+    """OBSERVE: evaluate every batch before training on it."""
     checkpoint: str = ""
     """SAVE and RESUME: folder that all ranks share."""
     traces: str = ""
-    """PROFILE: the file that the first rank's trace is left in."""
+    """PROFILE: file for the trace of the first rank."""
     time_limit_seconds: float

@@ -1,4 +1,4 @@
-"""The JSON schema of a line of records.jsonl, made of the dataclasses that are written there."""
+"""JSON schema of a line of records.jsonl, generated from the dataclasses that are written there."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAY_CHANGE = (
     "means something else raises the number; Meshmark reads all formats since 1."
 )
 _NUMBER = {"type": ["number", "null"]}
-"""null stands for one that is not finite."""
+"""Schema of a float. null stands for a value that is not finite."""
 _PLAIN: dict[Any, Json] = {
     str: {"type": "string"},
     bool: {"type": "boolean"},
@@ -39,7 +39,7 @@ _PLAIN: dict[Any, Json] = {
 
 
 def schema() -> Json:
-    """Draft 2020-12. A line is a record, or a session of pytest."""
+    """Return the schema, in draft 2020-12. A line is a record or a session of pytest."""
     definitions: Json = {}
     lines = [_of(kind, definitions) for kind in (Record, Session)]
     return {
@@ -53,7 +53,7 @@ def schema() -> Json:
 
 
 def _of(kind: Any, definitions: Json) -> Json:  # noqa: ANN401
-    """Of a value of one annotation; dataclasses go to `definitions`, for they may hold themselves."""
+    """Return the schema of an annotation. Dataclasses go to `definitions`, because they may be recursive."""
     if kind in _PLAIN:
         return _PLAIN[kind]
     if dataclasses.is_dataclass(kind):
@@ -107,7 +107,7 @@ def _first_line(kind: type) -> str:
 
 
 def _docstrings(kind: type) -> dict[str, str]:
-    """By field, what stands under it."""
+    """Return the docstring under each field."""
     body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]).body
     found = {}
     for field, under in zip(body, body[1:], strict=False):

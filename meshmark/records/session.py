@@ -1,4 +1,4 @@
-"""What a session of pytest asked for, and how each of its tests ended: also of those that left no record."""
+"""Sessions of pytest: what was asked for, and how each test ended, including tests without a record."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Ending(StrEnum):
     FAILED = "failed"
     SKIPPED = "skipped"
     UNFINISHED = "unfinished"
-    """It was not run to its end: the session ended before."""
+    """Not run to its end, because the session ended before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,36 +22,38 @@ class Attempt:
     """One test of a session."""
 
     test: str
-    """pytest's node id."""
+    """Node id in pytest."""
     case: str
-    """Id of its case, or of the one that its conformance scenarios vary."""
+    """Id of its case, or of the case that its conformance scenarios vary."""
     conforming: bool
-    """Of the conformance suite."""
+    """True if the test belongs to the conformance suite."""
     ending: Ending = Ending.UNFINISHED
     message: str = ""
-    """Of one that failed."""
+    """Message of a failed test."""
     command: str = ""
-    """Runs one that failed again, alone."""
+    """Command that runs a failed test again, alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """One run of pytest over cases. Its line is written when it begins, and again, complete, when it ends."""
+    """A run of pytest over cases. Its line is written when it begins, and again, complete, when it ends."""
 
     schema: int
     session: str
-    """Its name: the same in both lines, and in no other session's."""
+    """Name of the session. Both of its lines have it, and no other session."""
     command: str
     device: str
     corpus: str | None = None
     exit_code: int | None = None
-    """pytest's; None until it has ended."""
+    """Exit code of pytest, or None until it has ended."""
     attempts: list[Attempt] = field(default_factory=list)
 
 
 def by_defect(attempts: Iterable[Attempt]) -> list[list[Attempt]]:
-    """Those that failed; together what failed of one case with the same first line, as all suites of a pass that
-    crashed do."""
+    """Group failed attempts by defect.
+
+    Failures of one case with the same first line belong together, such as all suites of a pass that crashed.
+    """
     found: dict[tuple[str, str], list[Attempt]] = {}
     for attempt in attempts:
         if attempt.ending is Ending.FAILED:
@@ -60,7 +62,10 @@ def by_defect(attempts: Iterable[Attempt]) -> list[list[Attempt]]:
 
 
 def standing(sessions: Iterable[Session], *, conforming: bool) -> list[tuple[Attempt, Session]]:
-    """How each test of one kind stands, with the session that decided: the last that ran it."""
+    """Return the latest attempt of each test, with its session.
+
+    An unfinished attempt counts only if no session finished the test.
+    """
     found: dict[tuple[str, str, str | None], tuple[Attempt, Session]] = {}
     for session in {each.session: each for each in sessions}.values():
         for attempt in session.attempts:

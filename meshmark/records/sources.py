@@ -1,4 +1,4 @@
-"""Which files of the user's own a record was made with: her adapter's and her workload's, by digest and commit."""
+"""The user's own files that a record was made with (adapter and workload), by digest and commit."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from meshmark.spec.workload import Workload
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A file that an adapter or a workload was read from."""
+    """A file that an adapter or a workload was loaded from."""
 
     target: str
-    """As a command names it, "file.py:Class" or "package.module:Class", without the folder."""
+    """Target as a command names it, "file.py:Class" or "package.module:Class", without the folder."""
     sha256: str
-    """Of the file's content when this session first looked; empty where it cannot be read."""
+    """Hash of the file's content when this session first read it. Empty if it cannot be read."""
     commit: str
-    """Of the repository that tracks the file, as `Environment.project_commit`; empty where none does."""
+    """Commit of the repository that tracks the file, as in `Environment.project_commit`. Empty if none does."""
 
     @property
     def is_known(self) -> bool:
-        """Whether it tells the code, that of the modules which the file imports from beside it too."""
+        """True if it identifies the code, including modules next to the file that it imports."""
         return bool(self.sha256 and self.commit) and "-dirty" not in self.commit
 
 
 def sources_of(adapter: str, workload: Workload) -> list[Source]:
-    """Of what is not Meshmark's own, whose commit and release the environment tells."""
+    """Return the sources that are not part of Meshmark, whose own version the environment records."""
     targets = [adapter] if not adapter.startswith("meshmark.") else []
     if isinstance(workload.model, OwnModelConfig):
         targets.append(workload.model.target)
@@ -62,7 +62,7 @@ def _file(where: str) -> Path | None:
 
 
 def _commit(file: Path) -> str:
-    """Of the repository around a file, where it is among the files that the repository tracks."""
+    """Return the commit of the repository around a file, if the repository tracks the file."""
     command = ["git", "ls-files", "--error-unmatch", "--", file.name]
     try:
         tracked = subprocess.run(command, cwd=file.parent, capture_output=True).returncode == 0

@@ -1,7 +1,8 @@
-"""What everyone trains: the models, their initial values, the data and the objective.
-A batch is a function of seed and step, an initial value one of seed and name, so that any rank can make
-its part of either without the whole, and no layout can see other data than another. Frameworks differ in what they do
-with these; that these are the same for all is what makes their runs comparable.
+"""Models, initial values, data and objective, which are the same for every framework.
+
+A batch is a function of seed and step, and an initial value is a function of seed and name. Any rank can therefore
+make its part of either without the whole, and no layout can see other data than another. Frameworks differ in what
+they do with these inputs. Runs are comparable because the inputs are the same for all.
 
 May import: spec.
 """

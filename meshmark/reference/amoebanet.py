@@ -72,7 +72,7 @@ class Cell(nn.Module):
             self.points = nn.ModuleList(Activated(w, w) for _ in range(3))
 
     def states(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the cell before the previous one, and of the previous one."""
+        """Return the outputs of the cell before the previous one, and of the previous one."""
         return x_BCHW[:, : self.skip], x_BCHW[:, self.skip :]
 
     def forward(self, x_BCHW: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from meshmark.spec.coatnet_spec import CoAtNetSpec, HybridSizes
 
 
 def norm_of(width: int, batch_norm: bool) -> nn.Module:
-    """By batch, or all of an image by itself (arXiv:1803.08494 with one group)."""
+    """Return a norm over the batch, or over each whole image by itself (arXiv:1803.08494 with one group)."""
     return BatchNorm(width) if batch_norm else nn.GroupNorm(1, width)
 
 
@@ -58,7 +58,7 @@ class Bottleneck(nn.Module):
 
 
 class RelativeAttention(nn.Module):
-    """Of all pixels to all, with a bias a head by how far one lies from the other (its eq. 3, by head)."""
+    """Attention from all pixels to all, with a bias for each head by their relative position (its eq. 3, by head)."""
 
     def __init__(self, sizes: HybridSizes) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ IGNORED = -100
 HIDDEN = 0
 """The byte that stands for one to be found again: text has none of it."""
 FOUND_PERCENT = 15
-"""Of the bytes of masked text, those that are to be found again."""
+"""Percentage of the bytes of masked text that are to be predicted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +39,13 @@ class Batch:
     """Some rows of one global batch: sequences, or images."""
 
     inputs: Any
-    """What the model takes, rows first: a tensor, or of a user's own workload any tree of tensors."""
+    """Inputs of the model, rows first: a tensor or, for a user's own workload, any tree of tensors."""
     targets: Tensor
     """int64 classes, rows first; `IGNORED` where masked."""
     weights: Tensor
     """float32, one a target: how much it counts in the loss; zero where masked."""
     total_weight: float
-    """Of the *global* batch, whichever part of it this is: what the loss is divided by."""
+    """Weight of the *global* batch, whichever part of it this is. The loss is divided by it."""
     skipped_block: int | None = None
     """A block of the model that this step leaves out."""
 

@@ -1,6 +1,6 @@
-"""One forward and backward pass of a user's module in a plain process: what no formula tells of it.
+"""Run one forward and backward pass of a user's module in a plain process, to find what no formula gives.
 
-Which parameters have a gradient, which are met again in another module, and how many bytes autograd saves.
+It finds which parameters have a gradient, which appear again in another module, and how many bytes autograd saves.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LARGEST = 100_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """What a pass does with the parameters."""
+    """How a pass uses the parameters."""
 
     unused: tuple[str, ...]
     """Trained parameters that have no gradient."""

@@ -13,13 +13,13 @@ from torch import Tensor
 from meshmark.errors import CorpusError
 
 _SHADES = 256.0
-"""Of a channel of a pixel: every one of them over this is exact in 16 bits too."""
+"""Number of values of a channel of a pixel. Each value divided by it is exact in 16 bits too."""
 _GREY = ("1", "L", "LA")
 """Modes of Pillow's that have one channel, and perhaps how opaque it is."""
 _WIDE = ("I", "F")
 """Beginnings of modes whose pixels have more than 8 bits: Pillow cuts them off at 255, and nearly all become white."""
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-"""That Pillow decodes by itself: of others it tries every decoder, some of which start programs."""
+"""Formats that Pillow decodes by itself. For others it tries every decoder, and some of those start programs."""
 _EXPECTED = "expected a subfolder a class, with images in it"
 
 

@@ -71,7 +71,7 @@ class Block:
 
     shape: Sequence[int]
     offset: Sequence[int]
-    """Of its first element, by dim."""
+    """Offset of its first element, by dim."""
 
 
 def random_bits(
@@ -89,7 +89,7 @@ def random_bits(
 
 
 def _counters(name: str, full_shape: Sequence[int], block: Block, seed: int, device: torch.device) -> Tensor:
-    """What the generator turns into the bits of each element. int64, the block's shape."""
+    """Return the counters from which the generator makes the bits of each element. int64, the block's shape."""
     key = int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")
     return _index(full_shape, block.shape, block.offset, device) * _signed(_KEY) + _signed(key)
 

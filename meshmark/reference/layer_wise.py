@@ -66,5 +66,5 @@ class LAMB(LayerWise):
 
 
 def _ratio(of: Tensor, to: Tensor) -> Tensor:
-    """One where either is zero."""
+    """Return the ratio, or 1 where either is zero."""
     return torch.where((of > 0) & (to > 0), of / to, torch.ones_like(of))

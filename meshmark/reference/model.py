@@ -1,4 +1,4 @@
-"""What every model that is trained here has in common: a list of layers, canonical names, values drawn by name.
+"""Base of all models that are trained here: a list of layers, canonical names, values drawn by name.
 
 Shape suffixes: B rows, T positions, C hidden.
 """
@@ -31,7 +31,7 @@ class Model(nn.Module, ABC):
     """
 
     block: ClassVar[type[nn.Module]]
-    """Of which every block is one."""
+    """Class of every block."""
 
     def __init__(self, spec: ModelConfig, layers: Sequence[int] | None = None) -> None:
         super().__init__()

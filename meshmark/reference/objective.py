@@ -1,4 +1,4 @@
-"""What every framework minimises, and with which optimizer: the parts of a step that are not the framework's."""
+"""The loss and the optimizer: the parts of a step that do not depend on the framework."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ Named = Iterable[tuple[str, nn.Parameter]]
 
 
 class ReferenceOptimizer(ABC):
-    """One kind of optimizer."""
+    """Base of the kinds of optimizers."""
 
     def __init__(self, spec: OptimizerSpec) -> None:
         self.spec = spec
@@ -37,7 +37,7 @@ class ReferenceOptimizer(ABC):
         return cls(parameter_groups(self.spec, parameters), **(arguments | more))
 
     def build_exact(self, parameters: Named) -> Optimizer:
-        """One whose step on float64 parameters is exact but for float64's rounding."""
+        """Return an optimizer whose step on float64 parameters is exact except for float64's rounding."""
         return self.build(parameters)
 
 
@@ -84,7 +84,7 @@ class Muon(ReferenceOptimizer):
     """Muon for the matrices of blocks and AdamW for all others, as one optimizer."""
 
     def arguments(self) -> tuple[type[Optimizer], dict[str, Any]]:
-        """Of the matrices' part."""
+        """Return class and arguments of the optimizer for the matrices."""
         spec = self.spec
         return torch.optim.Muon, {
             "lr": spec.learning_rate,
@@ -125,7 +125,7 @@ def reference_optimizer(spec: OptimizerSpec) -> ReferenceOptimizer:
 
 
 def parameter_groups(spec: OptimizerSpec, parameters: Named) -> list[dict[str, Any]]:
-    """What PyTorch's optimizers take: one group, or a second one without weight decay where `spec` asks for it."""
+    """Return parameter groups for PyTorch: one group, or a second one without weight decay if `spec` asks for it."""
     trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     groups: list[dict[str, Any]] = [{"params": [p for name, p in trained if spec.decays(name)]}]
     if spec.groups_decay:

@@ -49,7 +49,7 @@ _DEFAULT_OPTIMIZER = OptimizerSpec(clip_norm=0.5)
 
 
 class OwnWorkload(Protocol):
-    """What a user's class has."""
+    """Interface of a user's class."""
 
     def model(self) -> nn.Module: ...
 
@@ -723,7 +723,7 @@ def _block_classes(module: nn.Module) -> set[type[nn.Module]]:
 
 
 def _shares(module: nn.Module, kind: type[nn.Module], holders: Mapping[int, int]) -> bool:
-    """Whether a module of a class shares a parameter with a module that is not inside of it."""
+    """Return whether a module of class `kind` shares a parameter with a module outside it."""
     for part in module.modules():
         if type(part) is kind:
             inside = Counter(id(p) for inner in part.modules() for p in inner.parameters(recurse=False))
@@ -855,7 +855,7 @@ def _expect_a_sum_and_a_weight(
 
 
 _COUPLED = 1e-4
-"""By how much the losses of two halves may miss that of the whole, relative to it: rounding."""
+"""Relative difference allowed between the losses of two halves and that of the whole, which is due to rounding."""
 
 
 def _halves(rows: int) -> list[slice]:

@@ -24,24 +24,24 @@ class Split(StrEnum):
     """Which dimension of a product a module is split by."""
 
     COLUMNS = "columns"
-    """By its outputs (ColwiseParallel)."""
+    """Split by outputs (ColwiseParallel)."""
     ROWS = "rows"
-    """By its inputs, or an embedding by its vocabulary (RowwiseParallel)."""
+    """Split by inputs or, for an embedding, by vocabulary (RowwiseParallel)."""
     NONE = "none"
     """Every rank has all of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """What a plan says of one module."""
+    """The treatment of one module in a plan."""
 
     split: Split
     gathers_outputs: bool = False
-    """Of a module split by columns: every rank gets all outputs."""
+    """For a module split by columns: every rank gets all outputs."""
     splits_inputs: bool = False
-    """Of a module split by rows: its inputs are whole, and each rank takes its part."""
+    """For a module split by rows: its inputs are whole, and each rank takes its part."""
     sums_gradients: bool = False
-    """Of a module that every rank has, but calls on its own part: its gradients are added up."""
+    """For a module that every rank has but calls on its own part: its gradients are added up."""
     given: object = None
     """PyTorch's own object, where the plan has one that these words do not describe."""
 
@@ -54,7 +54,7 @@ STYLES: dict[str, Style] = {
     "embedding_rowwise": Style(split=Split.ROWS, splits_inputs=True),
     "replicated_with_grad_allreduce": Style(split=Split.NONE, sums_gradients=True),
 }
-"""By Transformers' names."""
+"""Styles by the names that Transformers uses."""
 
 
 def plan_of(target: str, own: object, module: nn.Module) -> dict[str, Style] | None:

@@ -20,11 +20,11 @@ from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.vision_spec import TransformerSpec
 
 TextSpec = ModelSpec | MixtureSpec
-"""Of a transformer over tokens."""
+"""Spec of a transformer over tokens."""
 
 
 _NORM_EPS = 1e-5
-"""Of models that say nothing of it; PyTorch's."""
+"""Epsilon of norms in models that do not specify one; PyTorch's default."""
 _ROPE_THETA = 10_000.0
 
 
@@ -126,8 +126,12 @@ class FeedForward(nn.Module):
 
 
 def products_of(module: nn.Module) -> tuple[list[str], str] | None:
-    """Of attention or a feed-forward network, the linear layers that Megatron-LM splits by columns, which all read its
-    input, and the one that it splits by rows (arXiv:1909.08053, section 3); None of any other module."""
+    """Return the linear layers of attention or a feed-forward network that Megatron-LM splits, or None for other
+    modules.
+
+    They are those it splits by columns, which all read the module's input, and the one it splits by rows
+    (arXiv:1909.08053, section 3).
+    """
     if isinstance(module, Attention):
         return ["q", "k", "v"], "out"
     if isinstance(module, FeedForward):

@@ -27,7 +27,7 @@ from meshmark.spec.own_model import HUGGING_FACE
 DEFAULT_HEAD = "AutoModelForCausalLM"
 _CONTRASTIVE = "AutoModelForZeroShotImageClassification"
 _SHORTEST_PART = 4
-"""One in so many of the targets of a row counts at least: rows then have unequal weights."""
+"""At least one in this many of a row's targets counts, so that rows have unequal weights."""
 _FOUND = 0.3
 """Part of the tokens of a row that a masked language model is to find again."""
 
@@ -41,7 +41,7 @@ class TransformersWorkload:
     config: ClassVar[str]
     """Path of a config.json, relative to the working directory."""
     head: ClassVar[str] = DEFAULT_HEAD
-    """One of Transformers' auto classes, such as `AutoModelForSequenceClassification`."""
+    """Name of an auto class in Transformers, such as `AutoModelForSequenceClassification`."""
     rows: ClassVar[int] = 8
     """Rows of the global batch."""
     length: ClassVar[int] = 32
@@ -54,12 +54,12 @@ class TransformersWorkload:
 
     @property
     def couples_rows(self) -> bool:
-        """Whether the loss compares rows with one another."""
+        """True if the loss compares rows with one another."""
         return self.head == _CONTRASTIVE
 
     @property
     def digest(self) -> str:
-        """Of the config and the head: what tells two models apart."""
+        """Digest of the config and the head, which distinguishes models."""
         values = {key: value for key, value in self._config.to_dict().items() if key != "transformers_version"}
         text = json.dumps([values, self.head], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -170,7 +170,7 @@ def _entries(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]
 
 
 def _draws(key: str) -> bool:
-    """Whether a key of a config turns random numbers on."""
+    """Return whether a key of a config turns random numbers on."""
     return any(word in key.rpartition(".")[2] for word in ("drop", "jitter"))
 
 

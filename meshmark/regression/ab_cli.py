@@ -19,7 +19,7 @@ from meshmark.regression.side import open_side, run_suites
 from meshmark.report.github import tell_github
 
 _LEAST_TIMED = 1 + LEAST_DEGREES // 2
-"""Sessions of each side that show how launches scatter, of one case."""
+"""Least number of sessions per side that shows how launches of one case scatter."""
 _SIDE = "a git ref of the repository here, a virtual environment's folder, or a pip requirement such as torch==2.12.1"
 _OPTIONS = "options and tests of pytest, as of `pytest suites`, such as suites/test_throughput.py --adapters ddp"
 

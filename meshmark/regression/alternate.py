@@ -1,9 +1,9 @@
-"""A against B on one machine in alternation: pairs in the order AB, BA, each session fresh, until all is decided.
+"""Compare A and B on one machine in alternation: pairs in the order AB, BA, in fresh sessions, until all is decided.
 
-Of every case two times are tested. The rate, by the clock, is what counts, and what else the machine does moves it: on
-two busy cores sessions scatter by a tenth. The processor time of its ranks is what their own code takes; there it
-scatters by a few per cent, so that a step that computes more is found within five pairs. It does not see what waits: a
-pause, a slower network. So the clock decides where it can, and processor time where the clock cannot tell.
+Two times of every case are tested. The wall-clock rate is what counts, but other load moves it: on two busy cores,
+sessions scatter by a tenth. The processor time of the ranks covers only their own code and scatters by a few per cent,
+so it detects extra computation within five pairs. It does not cover waiting, such as a pause or a slower network. The
+clock therefore decides where it can, and processor time decides where the clock cannot.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from meshmark.regression.times import ALPHA
 from meshmark.text import pluralize
 
 MARGIN = 0.03
-"""What is decided: times within this are the same."""
+"""Times within this share of each other count as the same."""
 
 Measure = Callable[[Path], list[Record]]
-"""A fresh session into a folder."""
+"""Function that runs a fresh session into a folder."""
 
 
 @dataclass(kw_only=True)
 class Trial:
-    """The pairs of one case, by one of its times."""
+    """Pairs of one case, for one of its times."""
 
     unit: tuple[int, str]
-    """How many of what a step trains on."""
+    """Amount and name of the units that a step trains on."""
     metric: str = STEP
     ours: list[float] = field(default_factory=list)
-    """Logarithms of A's seconds a step."""
+    """Logarithms of A's seconds per step."""
     theirs: list[float] = field(default_factory=list)
 
     @property
@@ -50,7 +50,7 @@ class Trial:
 
     @property
     def by(self) -> float:
-        """How much longer B takes, by the best estimate, as a share of A's; 0 where it is faster."""
+        """Best estimate of how much longer B takes, as a share of A's time. 0 if B is faster."""
         return max(math.expm1(statistics.fmean(self.differences)), 0.0)
 
     def outcome(self, alpha: float, margin: float) -> ChangeOutcome:
@@ -70,10 +70,12 @@ class CaseTrials:
 
     clock: Trial
     processor: Trial | None = None
-    """None on GPUs, and where a side's Meshmark does not measure it."""
+    """None on GPUs, and if a side's Meshmark does not measure it."""
 
     def outcome(self, alpha: float, margin: float) -> ChangeOutcome:
-        """By the clock where it can tell; else *worse* where processor time is, by the margin or more."""
+        """Return the clock's outcome if it is decided; otherwise *worse* if processor time grew by at least the
+        margin.
+        """
         if self.processor is None:
             return self.clock.outcome(alpha, margin)
         found = self.clock.outcome(alpha / 2, margin)
@@ -83,7 +85,7 @@ class CaseTrials:
         return ChangeOutcome.WORSE if slower and self.processor.by >= margin else ChangeOutcome.UNDECIDED
 
     def changes(self, case: str, alpha: float, margin: float, pair_seconds: float) -> list[Change]:
-        """A row for each time. Processor time is gated where the clock cannot tell."""
+        """Return one row per time. Processor time is gated only if the clock is undecided."""
         if self.processor is None:
             return [change_of(case, self.clock, alpha, margin, pair_seconds)]
         clock, processor = (
@@ -99,9 +101,9 @@ class CaseTrials:
 def alternate(
     a: Measure, b: Measure, folder: Path, *, most_pairs: int, margin: float = MARGIN, say: Callable[[str], None] = print
 ) -> Comparison:
-    """Runs pairs until every case is decided or `most_pairs` are over. Verdicts and bytes are those of all sessions.
+    """Run pairs until every case is decided or `most_pairs` are done. Verdicts and bytes include all sessions.
 
-    Raises `ResultsError` where the sides have no case in common.
+    Raises `ResultsError` if the sides have no case in common.
     """
     trials: dict[str, CaseTrials] = {}
     ours, theirs = list[Record](), list[Record]()
@@ -126,7 +128,7 @@ def alternate(
 
 
 def _add(trials: dict[str, CaseTrials], ours: Sequence[Record], theirs: Sequence[Record], pair: int) -> None:
-    """The launches of `pair`, of cases that both sides have timed in every pair."""
+    """Add the launches of `pair` for the cases that both sides have timed in every pair."""
     one, other = by_case(ours), by_case(theirs)
     for key in one.keys() & other.keys():
         before, after = (samples(side[key]) for side in (one, other))
@@ -148,7 +150,7 @@ def _add(trials: dict[str, CaseTrials], ours: Sequence[Record], theirs: Sequence
 
 
 def change_of(case: str, trial: Trial, alpha: float, margin: float, pair_seconds: float) -> Change:
-    """How one time of a case stands after its pairs."""
+    """Return the change of one time of a case after its pairs."""
     differences, (amount, unit) = trial.differences, trial.unit
     mean, width = statistics.fmean(differences), half_width(differences, alpha)
     ours, theirs = (math.exp(statistics.fmean(side)) for side in (trial.ours, trial.theirs))
@@ -176,7 +178,7 @@ def change_of(case: str, trial: Trial, alpha: float, margin: float, pair_seconds
 
 
 def _more(outcome: ChangeOutcome, scatter: float, pairs: int, margin: float, alpha: float, pair_seconds: float) -> str:
-    """How many more pairs, and minutes, would bound a difference to the margin, if they scatter as these do."""
+    """Return how many more pairs, and minutes, would bound a difference to the margin if scatter stays the same."""
     if outcome is not ChangeOutcome.UNDECIDED:
         return ""
     if not math.isfinite(scatter):

@@ -1,4 +1,4 @@
-"""A gate's findings as tests of the cases that it looked at, which pages and GitHub show as they show pytest's own."""
+"""Convert the findings of a gate to test attempts, which pages and GitHub display like those of pytest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshmark.report.failure_text import of_changes
 
 
 def attempts_of(found: Comparison, failing: Sequence[Change], folder: str, command: str) -> list[Attempt]:
-    """One a case; it failed if any of `failing` is its. `folder` is what B was held against."""
+    """Return one attempt per case, failed if any of `failing` belongs to it. `folder` is what B was compared with."""
     by_case: dict[tuple[str, bool], list[Change]] = {_about(change): [] for change in found.changes}
     for change in failing:
         by_case[_about(change)].append(change)
@@ -29,5 +29,5 @@ def attempts_of(found: Comparison, failing: Sequence[Change], folder: str, comma
 
 
 def _about(change: Change) -> tuple[str, bool]:
-    """Its case, and whether it is a clause of conformance, whose cases are an adapter in a layout."""
+    """Return the change's case, and whether it is a conformance clause, whose case is an adapter in a layout."""
     return change.case, change.metric.startswith("clause ")

@@ -1,4 +1,4 @@
-"""A baseline: records that were accepted as good, made compact, with what they were measured under."""
+"""Baselines: accepted records in compact form, with the conditions they were measured under."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from meshmark.run.throughput import throughput
 
 FOLDER = "baselines"
 ABOUT = "baseline.json"
-"""Says what a baseline was measured under; a folder without it was not accepted by this command."""
+"""File with the conditions of a baseline. A folder without it was not written by this command."""
 NOISY = 0.1
-"""Half of a rate's 95 % interval, of the rate, above which a baseline hides what it is to show."""
+"""Largest half width of a rate's 95 % interval, as a share of the rate. Above it a baseline hides changes."""
 ALLOWED = ("wrong", "noisy", "unfinished")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 _SECONDS_DIGITS = 7
 
 
 def find_baseline(name: str | Path, here: Path) -> Path:
-    """The folder that `name` stands for: its path, or `baselines/NAME` in the folder `here` or above it."""
+    """Return the folder of the baseline `name`: its path, or `baselines/NAME` in the folder `here` or a parent."""
     given = here / name
     if given.is_file() or (given / "records.jsonl").exists():
         return given
@@ -48,11 +48,13 @@ def find_baseline(name: str | Path, here: Path) -> Path:
 
 
 def accept(results: Path, name: str, *, allow: Collection[str] = (), replace: bool = False) -> Path:
-    """Writes baselines/NAME from a results folder and returns its path. Conformance and fake worlds are left out: their
-    tests fail by themselves.
+    """Write baselines/NAME from a results folder and return its path.
 
-    Raises `InputError` for a name that is none or taken, and where cases are wrong, rates are not known well, or tests
-    have not ended, unless `allow` says so. Whatever is refused leaves the folder as it was.
+    Conformance and fake worlds are left out: their tests fail by themselves.
+
+    Conformance records are left out, because their tests fail on their own. Raises `InputError` for an invalid name or
+    one that is taken, and for wrong cases, imprecise rates or unfinished tests unless `allow` permits them. The folder
+    stays unchanged if anything is refused.
     """
     if not _NAME.fullmatch(name):
         raise InputError(f"--name {name!r}: expected letters, digits, '.', '_' or '-', such as a100-8gpu")
@@ -99,14 +101,17 @@ def _noisy(records: Iterable[Record]) -> list[str]:
 
 
 def _unfinished(sessions: Iterable[Session]) -> list[str]:
-    """Tests that a run still has before it, or never came to: a gate would not miss what they are about."""
+    """Return tests that a run has not finished. A gate would not notice that their cases are missing."""
     left = [attempt for attempt, _ in standing(sessions, conforming=False) if attempt.ending is Ending.UNFINISHED]
     return [f"{attempt.case}: {PurePath(attempt.test.partition('::')[0]).stem} has not ended" for attempt in left]
 
 
 def _write(folder: Path, records: Sequence[Record], reading: Reading) -> None:
-    """Beside its place first, so that a write that fails costs nothing; of a baseline that is replaced, its own files
-    alone, one by one, so that what its user keeps there stays, and each file is whole at any time."""
+    """Write the baseline to a temporary folder first, so that a failed write changes nothing.
+
+    In a baseline that is replaced, only the baseline's own files are replaced, one by one. Other files of the user
+    stay, and every file is complete at any time.
+    """
     beside = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(beside, ignore_errors=True)
     with contextlib.closing(RecordFile(beside)) as file:
@@ -123,7 +128,7 @@ def _write(folder: Path, records: Sequence[Record], reading: Reading) -> None:
 
 
 def compact(record: Record) -> Record:
-    """Verdicts and numbers; what they were reached from, tensor by tensor, is left out, and so are logs."""
+    """Return the record with verdicts and numbers, but without per-tensor evidence and logs."""
     found, timing = record.equivalence, record.timing
     return dataclasses.replace(
         record,
@@ -152,7 +157,7 @@ def _rounded(by_rank: Sequence[Sequence[float]]) -> list[list[float]]:
 
 
 def about(name: str, records: Sequence[Record], reading: Reading) -> dict[str, object]:
-    """What a reader of the folder wants to know first."""
+    """Return a summary for people who open the folder."""
     told: dict[str, set[str]] = {}
     for record in records:
         for condition, value in conditions(record).items():

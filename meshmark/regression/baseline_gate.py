@@ -1,4 +1,4 @@
-"""Holds one record of this session against a baseline, as `pytest suites --baseline` does test by test."""
+"""Compare single records of this session with a baseline, as `pytest suites --baseline` does test by test."""
 
 from __future__ import annotations
 
@@ -24,26 +24,28 @@ from meshmark.spec.case import Case
 
 
 def suite_of(metric: str) -> str:
-    """The suite that judges a metric of bytes."""
+    """Return the suite that judges a metric of bytes."""
     return "communication" if metric.startswith("traffic") else "memory"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BaselineGate:
-    """A baseline, and what fails beside it."""
+    """A baseline, and the changes that fail against it."""
 
     folder: Path
     cases: dict[Key, CaseRuns]
     gate: Gate
     num_timed: int = 1
-    """Timed cases of the session: the chance of a false alarm is shared among them (Bonferroni), for each is decided
-    when it is run."""
+    """Number of timed cases in the session.
+
+    The false alarm rate is shared among them (Bonferroni), because each case is decided as soon as it has run.
+    """
 
     def knows(self, record: Record) -> bool:
         return key_of(record) in self.cases
 
     def changes(self, record: Record, suite: str) -> list[Change]:
-        """Of the metrics that belong to `suite`."""
+        """Return the changes of the metrics that belong to `suite`."""
         before, after = self.cases[key_of(record)], CaseRuns(case=record.case)
         (after.timed if record.task is Task.TIME else after.observed).append(record)
         if before.case != after.case:
@@ -71,12 +73,12 @@ class BaselineGate:
 
 
 def baseline_gate(folder: Path, gate: Gate) -> BaselineGate:
-    """Raises `ResultsError` when the folder cannot be read."""
+    """Return the gate of a baseline folder. Raises `ResultsError` when the folder cannot be read."""
     return BaselineGate(folder=folder, cases=by_case(of_last_code(read_records(folder).records)[0]), gate=gate)
 
 
 def expect_conditions(keeper: BaselineGate, here: Environment) -> None:
-    """Raises `ResultsError` where this session is run under other conditions than the baseline was."""
+    """Raise `ResultsError` if this session runs under other conditions than the baseline."""
     values: dict[str, set[str]] = {}
     for runs in keeper.cases.values():
         for record in (*runs.observed, *runs.timed):
@@ -107,7 +109,7 @@ def expect_gated(cases: Collection[Case]) -> None:
 
 
 def expect_cases(keeper: BaselineGate, cases: Collection[str]) -> None:
-    """Raises `ResultsError` when the baseline holds none of `cases`, by id."""
+    """Raise `ResultsError` if the baseline has none of `cases`, which are ids."""
     known = sorted({key[0] for key in keeper.cases})
     if cases and not set(cases) & set(known):
         raise ResultsError(

@@ -1,4 +1,4 @@
-"""The first bad commit, or release, between one that is good and one that is bad."""
+"""Find the first bad commit or release between a good and a bad one."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from meshmark.regression.side import commit_of, git, open_side, run_suites
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What a bisection looks for."""
+    """Settings of a bisection."""
 
     options: Sequence[str]
-    """Of the suites: which case."""
+    """Options of the suites, which select the case."""
     gate: Gate
     scratch: Path
     launches: int = 1
-    """Sessions a side: of a slow-down more than one, for how launches scatter is then their own."""
+    """Sessions per side. A slow-down needs more than one, to measure how launches scatter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a bisection ends with."""
+    """Result of a bisection."""
 
     first_bad: str
     told: str
     """The commit in one line."""
     changes: list[Change]
-    """For the worse, of it beside the good one."""
+    """Changes for the worse between the good commit and this one."""
     skipped: list[str]
-    """What could not be run, so that the first bad one may be among them."""
+    """Steps that could not be run, so that the first bad one may be among them."""
 
 
 def steps_between(good: str, bad: str) -> list[str]:
-    """Commits after `good` up to `bad`, oldest first; or releases, of `name==version`.
+    """Return commits after `good` up to `bad`, oldest first, or releases if both are `name==version`.
 
-    Raises `InputError` where there are none.
+    Raises `InputError` if there are none.
     """
     if (releases := releases_between(good, bad)) is not None:
         return releases
@@ -59,7 +59,7 @@ def steps_between(good: str, bad: str) -> list[str]:
 
 
 def bisect(good: str, steps: Sequence[str], search: Search, say: Callable[[str], None] = print) -> Found:
-    """Binary search over `steps`, the last of which is bad beside `good`; what cannot be run is passed over.
+    """Search `steps` for the first one that is worse than `good`. Steps that cannot be run are skipped.
 
     Raises `InputError` when the last one is not bad, and `ResultsError` when `good` cannot be run.
     """
@@ -90,7 +90,7 @@ def bisect(good: str, steps: Sequence[str], search: Search, say: Callable[[str],
 
 
 def _records(text: str, search: Search, label: str) -> list[Record]:
-    """Of as many fresh sessions as the search asks for."""
+    """Return the records of as many fresh sessions as the search asks for."""
     with open_side(text, search.scratch / "sides", label) as side:
         folders = [search.scratch / label / str(i) for i in range(search.launches)]
         return [record for folder in folders for record in run_suites(side, search.options, folder)]

@@ -1,4 +1,4 @@
-"""One planted cause, one message: changes that follow from another are told with it."""
+"""Group changes by cause, so that changes that follow from another are reported with it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from meshmark.regression.verdicts import ENDINGS
 from meshmark.text import pluralize
 
 _MOST_NAMED = 6
-"""Metrics, or cases, that a message spells out."""
+"""Number of metrics, or cases, that a message lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """What became worse, or cannot be told, in one case or in several alike."""
+    """A group of changes for the worse, or undecided ones, in one case or in several alike."""
 
     change: Change
-    """The one that says most: of bytes the instant at which the fewest categories grew."""
+    """The most informative change. For bytes, the instant at which the fewest categories grew."""
     others: list[Change]
-    """Of the same case, which follow."""
+    """Other changes of the same case that follow from it."""
     cases: list[str]
-    """Others in which the same changes say the same."""
+    """Other cases with the same changes."""
 
     def __str__(self) -> str:
         told = str(self.change)
@@ -35,7 +35,7 @@ class Cause:
 
 
 def causes(changes: Iterable[Change]) -> list[Cause]:
-    """In the order of the first change of each."""
+    """Return the causes, ordered by the first change of each."""
     groups: dict[tuple[str, str], list[Change]] = {}
     crashed = dict[str, None]()
     for change in changes:
@@ -57,7 +57,7 @@ def causes(changes: Iterable[Change]) -> list[Cause]:
 def _under_crashes(
     groups: dict[tuple[str, str], list[Change]], crashed: Iterable[str]
 ) -> dict[tuple[str, str], list[Change]]:
-    """Of a case that no longer comes to its end, everything follows from that."""
+    """Merge all changes of a case that no longer runs to its end into one group, because they follow from that."""
     found = dict(groups)
     for case in crashed:
         own = [key for key in found if key[0] == case]
@@ -69,7 +69,7 @@ def _under_crashes(
 
 
 def _subject(change: Change) -> str:
-    """What a change is about: memory, communication, training or speed; a clause is a subject of its own."""
+    """Return what a change is about: memory, communication, training or speed. Each clause is its own subject."""
     if change.kind in (Kind.SLOWER, Kind.SLOWER_START):
         return str(change.kind)
     if change.metric.startswith("clause "):
@@ -82,12 +82,12 @@ def _subject(change: Change) -> str:
 
 
 def _rank(change: Change) -> tuple[int, int]:
-    """The smaller, the more it says."""
+    """Return a sort key, smaller for a more informative change."""
     return change.metric not in ENDINGS, len(change.moved) or _MOST_NAMED
 
 
 def _signature(change: Change) -> tuple[str, ...]:
-    """What a change has in common with that of another case by the same cause; times have nothing."""
+    """Return a key that changes with the same cause share across cases. Times never share it."""
     if change.kind in (Kind.SLOWER, Kind.SLOWER_START, Kind.MISSING):
         return (change.case, change.metric)
     return (change.metric, str(change.outcome), *(change.moved or (change.evidence.partition(":")[0],)))

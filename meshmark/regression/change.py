@@ -1,4 +1,4 @@
-"""One metric of one case on two sides, and how it stands."""
+"""One metric of one case on two sides, and its outcome."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class ChangeOutcome(StrEnum):
-    """Of the second side, B, beside the first, A."""
+    """Outcome of the second side, B, compared with the first, A."""
 
     BETTER = "better"
     SAME = "same"
@@ -16,27 +16,27 @@ class ChangeOutcome(StrEnum):
 
 
 class Kind(StrEnum):
-    """What `--fail-on` calls a metric of this kind that is worse."""
+    """Kinds of metrics, by the name that `--fail-on` uses if they are worse."""
 
     WRONG = "wrong"
-    """A verdict or a clause that was kept."""
+    """Verdicts and clauses that passed before."""
     BIGGER = "bigger"
     """Bytes held or sent."""
     SLOWER = "slower"
-    """Fewer tokens, or samples, a second."""
+    """Fewer tokens, or samples, per second."""
     MISSING = "missing"
     """A case that was run in A and not in B."""
     SLOWER_START = "slower-start"
-    """Launches and builds; what a machine does beside them moves these far more than steps."""
+    """Launches and builds. Other load on the machine affects these far more than steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """By how much B's value differs from A's, as a share of A's; positive is more of it, better or worse."""
+    """Difference of B from A, as a share of A. Positive means more, for better or worse."""
 
     estimate: float
     lowest: float
-    """Of the interval that stands with the verdict; equal to the estimate where values are exact."""
+    """Lower end of the interval behind the verdict. Equal to the estimate if values are exact."""
     highest: float
 
     def __str__(self) -> str:
@@ -57,19 +57,19 @@ class Change:
     """A's value in words."""
     after: str = ""
     effect: Effect | None = None
-    """None of verdicts, and where nothing bounds it."""
+    """None for verdicts, and if the difference has no bounds."""
     by: float = 0.0
-    """How much worse, as a share of A's; infinite from nothing. Of verdicts 0."""
+    """How much worse B is, as a share of A. Infinite if A is zero, and 0 for verdicts."""
     evidence: str = ""
-    """What shows it: rank, category, collective, samples; or what it would take to tell."""
+    """What shows it: rank, category, collective, samples; or what is needed to decide."""
     moved: tuple[str, ...] = ()
-    """Of bytes: the categories, or the collectives, that differ."""
+    """For bytes: the categories or collectives that differ."""
     gated: bool = True
-    """Whether `--fail-on` looks at it; the parts of a total are told and not counted twice."""
+    """True if `--fail-on` considers it. Parts of a total are reported, but not counted twice."""
 
     @property
     def difference(self) -> str:
-        """In words, with its evidence."""
+        """The difference in words, with its evidence."""
         values = f"{self.before} -> {self.after}" if self.before != self.after else self.before
         told = f" ({self.effect})" if self.effect else ""
         return f"{self.outcome}: {values}{told}{f'; {self.evidence}' if self.evidence else ''}"

@@ -1,4 +1,4 @@
-"""The commands `compare` and `baseline`: their arguments, and what they do with them."""
+"""The commands `compare` and `baseline`, with their arguments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshmark.report.markdown import one_line
 from meshmark.text import pluralize
 
 FAILED = 1
-"""Exit code where `--fail-on` found something."""
+"""Exit code if `--fail-on` found something."""
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +90,9 @@ def _compare(parsed: argparse.Namespace) -> int:
 
 
 def compare_folders(before: Path, after: Path, gate: Gate | None, *, across: bool = False) -> Comparison:
-    """As far as the gate asks for it. Raises `ResultsError` as `compare` does, and for what cannot be read."""
+    """Compare two folders, with times only if the gate needs them. Raises `ResultsError` like `compare`, or on read
+    errors.
+    """
     timed, margin = (gate.timed, gate.margin) if gate else (True, None)
     ours = read_side(before)
     theirs = without_shared(read_side(after), ours)
@@ -98,7 +100,7 @@ def compare_folders(before: Path, after: Path, gate: Gate | None, *, across: boo
 
 
 def read_side(path: Path) -> list[Record]:
-    """Every launch of a folder, of the code that was run last; what is left out is told."""
+    """Read all launches of a folder by the code that ran last. Prints what it leaves out."""
     reading = read_records(path)
     for complaint in reading.complaints:
         print(f"meshmark: {path}: left out {one_line(complaint)}", file=sys.stderr)
@@ -109,7 +111,7 @@ def read_side(path: Path) -> list[Record]:
 
 
 def write(path: Path, text: str) -> None:
-    """Raises `ResultsError` where it cannot be."""
+    """Write `text` to `path`. Raises `ResultsError` on failure."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -118,7 +120,10 @@ def write(path: Path, text: str) -> None:
 
 
 def tell(found: Comparison, gate: Gate | None) -> list[Change]:
-    """Prints it, a line a cause; returns what fails. What a gate cannot tell is an annotation on GitHub."""
+    """Print the comparison, one line per cause, and return the changes that fail.
+
+    Changes that the gate cannot decide become annotations on GitHub.
+    """
     print("\n".join(lines(found)))
     if not gate:
         return []

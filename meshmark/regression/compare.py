@@ -1,4 +1,4 @@
-"""Two sides, case by case and metric by metric."""
+"""Compare two sides, case by case and metric by metric."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _ALONE = " (records of fake worlds are held to the plan alone, and compared with
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Of B with A."""
+    """Result of comparing B with A."""
 
     changes: list[Change]
-    """Every case's, in A's order."""
+    """Changes of every case, in A's order."""
     num_cases: int
-    """That both sides hold."""
+    """Cases that both sides have."""
     only_before: list[str]
     only_after: list[str]
     conditions: dict[str, tuple[str, str]]
-    """That differ, by name."""
+    """Conditions that differ, by name, with A's and B's values."""
 
     def of(self, outcome: ChangeOutcome) -> list[Change]:
         return [change for change in self.changes if change.outcome is outcome]
@@ -45,9 +45,10 @@ def compare(
     timed: bool = True,
     margin: float | None = None,
 ) -> Comparison:
-    """Of two readings; without `timed` nobody asks for times, and they are left out.
+    """Compare two lists of records. Without `timed`, times are left out.
 
-    Raises `ResultsError` where they have no case in common, or (without `across`) were measured under other conditions.
+    Raises `ResultsError` if they have no case in common, or (without `across`) were measured under different
+    conditions.
     """
     ours, theirs = by_case(before), by_case(after)
     common = [key for key in ours if key in theirs]
@@ -89,7 +90,7 @@ def _untimed(name: str, before: CaseRuns, after: CaseRuns) -> list[Change]:
 
 
 def _missing(name: str, ours: CaseRuns, theirs: CaseRuns | None) -> Change | None:
-    """What A ran, and B did not, or skipped when it was last asked for."""
+    """Return a change if B did not run, or last skipped, a pass that A ran."""
     passes = [(ours.observed, theirs.observed if theirs else []), (ours.timed, theirs.timed if theirs else [])]
     ran = [after[-1:] for before, after in passes if any(r.outcome.status is not Status.SKIPPED for r in before)]
     skipped = [record for last in ran for record in last if record.outcome.status is Status.SKIPPED]

@@ -1,4 +1,4 @@
-"""Whether two sides were measured under the same conditions: machine, versions and settings."""
+"""Compare the conditions of two sides: machine, versions and settings."""
 
 from __future__ import annotations
 
@@ -11,18 +11,23 @@ from meshmark.records.record import Record
 READERS = ("pytest", "pytest-benchmark", "pandas")
 """Packages that no rank computes with."""
 OF_TIMES = ("machine", "CPUs", "OMP_NUM_THREADS")
-"""Conditions that times depend on, and neither verdicts nor bytes: truth, noise and plan are of the machine itself."""
+"""Conditions that affect times, but neither verdicts nor bytes, which each machine checks against its own
+reference.
+"""
 
 
 def conditions(record: Record) -> dict[str, str]:
-    """Return what the numbers of `record` depend on beside the code; empty where the record does not hold it.
+    """Return the conditions that the numbers of `record` depend on, apart from the code.
 
-    The commit is left out: what it changed is what a comparison is for."""
+    Values are empty if the record lacks them.
+
+    The commit is left out, because its effect is what a comparison measures.
+    """
     return _around(record.environment) | {ALLOCATOR: record.kernels.get(ALLOCATOR, "")}
 
 
 def conditions_here(environment: Environment) -> dict[str, str]:
-    """Return the same of a session that has no record yet; `environment` is this process's."""
+    """Return the conditions of a session that has no record yet; `environment` is this process's."""
     return _around(environment) | ({ALLOCATOR: allocator_settings()} if environment.device == "cuda" else {})
 
 
@@ -39,13 +44,15 @@ def _around(environment: Environment) -> dict[str, str]:
 
 
 def hinders(condition: str, *, timed: bool) -> bool:
-    """Whether nothing compares where sides differ in it: of a machine's speed, where no time is asked for, everything
-    but times does."""
+    """Return whether a difference in `condition` makes sides incomparable.
+
+    Conditions that affect only speed do not matter unless times are compared.
+    """
     return timed or condition not in OF_TIMES
 
 
 def differences(ours: Iterable[Record], theirs: Iterable[Record]) -> dict[str, tuple[str, str]]:
-    """Conditions that both sides tell of and that differ, in words."""
+    """Return the conditions that both sides report and that differ, in words."""
     one, other = _told(ours), _told(theirs)
     shared = {name: (one[name], other[name]) for name in one if name in other}
     return {name: (told(a), told(b)) for name, (a, b) in shared.items() if a != b}
@@ -65,7 +72,7 @@ def told(values: set[str]) -> str:
 
 
 def expect_alike(found: Mapping[str, tuple[str, str]], *, timed: bool) -> None:
-    """Raises `ResultsError` where conditions differ, as far as they matter."""
+    """Raise `ResultsError` if relevant conditions differ."""
     found = {name: sides for name, sides in found.items() if hinders(name, timed=timed)}
     if found:
         listed = "; ".join(f"{name}: {one} in A, {other} in B" for name, (one, other) in found.items())
@@ -76,5 +83,5 @@ def expect_alike(found: Mapping[str, tuple[str, str]], *, timed: bool) -> None:
 
 
 def without(found: Iterable[str]) -> str:
-    """What else to do where only times stand in the way."""
+    """Return a hint for sides that differ only in conditions of times."""
     return "; --fail-on wrong,bigger:1%, without slower, holds on any machine" if set(found) <= set(OF_TIMES) else ""

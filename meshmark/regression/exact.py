@@ -1,4 +1,4 @@
-"""Bytes held and collectives sent on two sides: exact, so that any difference is a change, and named."""
+"""Compare bytes held and collectives sent. They are exact, so any difference is a change."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ INSTANTS = {
     "peak": "peak memory",
     "held": "memory before the backward pass",
 }
-"""Of a `MemoryReading`, and what rows call them."""
+"""Instants of a `MemoryReading`, with their names in rows."""
 _LINGERING = {"communication"}
-"""What may be there at an instant other than the peak for the sake of a backend's thread alone: how much of it, records
-tell of the peak only."""
+"""Categories that a backend's thread may hold a moment longer at instants other than the peak.
+
+Records give the amount only for the peak.
+"""
 _LATE = "which a backend's thread may have held a moment longer; run it again"
 _MOST_NAMED = 4
-"""Differences that a row spells out."""
+"""Number of differences that a row lists."""
 
 
 def exact_changes(name: str, before: CaseRuns, after: CaseRuns) -> Iterator[Change]:
-    """Memory by category and traffic by collective, of the last instrumented pass of each side that came to its end."""
+    """Compare memory by category and traffic by collective, in the last complete instrumented pass of each side."""
     one, other = (_complete(runs) for runs in (before, after))
     if one is None or other is None:
         return
@@ -50,8 +52,7 @@ def _complete(runs: CaseRuns) -> Record | None:
 def _memory(
     name: str, instant: str, before: Sequence[MemoryReading], after: Sequence[MemoryReading]
 ) -> Iterator[Change]:
-    """The total of one instant, by rank, with the categories that moved; and each category that did, as a row of its
-    own."""
+    """Compare the total of one instant by rank, with a row for it and one for each category that changed."""
     ours, theirs = ([getattr(reading, instant) for reading in side] for side in (before, after))
     if None in ours or None in theirs:
         return
@@ -95,8 +96,10 @@ def _some(named: Sequence[str]) -> str:
 
 
 def _row(name: str, metric: str, pairs: Sequence[tuple[int, int]], evidence: str) -> Change:
-    """Of bytes by rank: worse where any rank has more, for the fullest rank decides what fits; the rank that grew most
-    is shown."""
+    """Return a row for bytes by rank.
+
+    It is worse if any rank has more, because the fullest rank decides what fits. The rank that grew most is shown.
+    """
     worst = max(range(len(pairs)), key=lambda rank: (pairs[rank][1] - pairs[rank][0], pairs[rank][1]))
     if all(b <= a for a, b in pairs):
         worst = min(range(len(pairs)), key=lambda rank: pairs[rank][1] - pairs[rank][0])
@@ -118,7 +121,7 @@ def _row(name: str, metric: str, pairs: Sequence[tuple[int, int]], evidence: str
 
 
 def _traffic(name: str, metric: str, ranks: Sequence[tuple[Sequence[Collective], Sequence[Collective]]]) -> Change:
-    """By rank, kind and group. Bytes decide; of as many bytes, more calls are worse."""
+    """Compare traffic by rank, kind and group. Bytes decide; for equal bytes, more calls are worse."""
     named, routes, calls = list[str](), dict[str, None](), 0
     for rank, (ours, theirs) in enumerate(ranks):
         one, other = (_routes(side, by_size=not all(c.ranks for c in (*ours, *theirs))) for side in (ours, theirs))
@@ -137,7 +140,7 @@ def _traffic(name: str, metric: str, ranks: Sequence[tuple[Sequence[Collective],
 
 
 def _routes(side: Sequence[Collective], *, by_size: bool) -> dict[str, tuple[int, int]]:
-    """Bytes and calls by kind and group; `by_size`: of one side the groups are not known, as in records of old."""
+    """Return bytes and calls by kind and group. `by_size`: one side lacks its groups, as in old records."""
     found: dict[str, tuple[int, int]] = {}
     for each in side:
         over = pluralize(each.group_size, "rank") if by_size else f"ranks {', '.join(map(str, each.ranks))}"

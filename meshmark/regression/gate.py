@@ -1,4 +1,4 @@
-"""What `--fail-on` asks for: kinds of change that fail, each from a size on, and whether not to know fails too."""
+"""Parse and apply `--fail-on`: the kinds of change that fail, their least size, and whether undecided ones fail."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshmark.regression.change import Change, ChangeOutcome, Kind
 
 _SHARE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)%")
 UNSURE = "unsure"
-"""Stands among the kinds where a gate is to fail that cannot tell."""
+"""Word in `--fail-on` for a gate that also fails if it cannot decide."""
 _SIZED = (Kind.BIGGER, Kind.SLOWER, Kind.SLOWER_START)
 
 
@@ -20,13 +20,14 @@ class Gate:
     """Which changes fail."""
 
     limits: dict[Kind, float]
-    """By kind, the least share that fails."""
+    """Least share that fails, by kind."""
     fails_unsure: bool = False
-    """Whether what it cannot tell fails it."""
+    """True if undecided changes fail too."""
 
     def failing(self, changes: Sequence[Change]) -> list[Change]:
-        """Changes for the worse, surely, that are as large as a limit by the best estimate; with `fails_unsure` also
-        those that it cannot tell."""
+        """Return certain changes for the worse whose best estimate reaches the limit, and undecided ones if
+        `fails_unsure`.
+        """
         worse = [
             change
             for change in changes
@@ -36,17 +37,17 @@ class Gate:
         return [*worse, *self.unsure(changes)] if self.fails_unsure else worse
 
     def unsure(self, changes: Sequence[Change]) -> list[Change]:
-        """Changes of its kinds that cannot be told."""
+        """Return undecided changes of the gate's kinds."""
         return [c for c in changes if c.gated and c.kind in self.limits and c.outcome is ChangeOutcome.UNDECIDED]
 
     @property
     def timed(self) -> bool:
-        """Whether times fail."""
+        """True if times can fail."""
         return Kind.SLOWER in self.limits or Kind.SLOWER_START in self.limits
 
     @property
     def margin(self) -> float | None:
-        """The slow-down that must be told apart from none."""
+        """The slow-down that must be distinguished from none."""
         return self.limits.get(Kind.SLOWER) or None
 
 
@@ -54,7 +55,7 @@ DEFAULT_GATE = "wrong,bigger:1%,slower:3%"
 
 
 def parse_gate(text: str) -> Gate:
-    """Of `wrong,bigger:1%,slower:3%`. Raises `InputError`, with the place of the mistake."""
+    """Parse a text such as `wrong,bigger:1%,slower:3%`. Raises `InputError` with the position of the mistake."""
     limits: dict[Kind, float] = {}
     fails_unsure = False
     for part in filter(None, (piece.strip() for piece in text.split(","))):

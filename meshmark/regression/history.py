@@ -1,8 +1,8 @@
-"""Many runs in a row: a series per case and metric, and where it changed for good.
+"""Series of many runs per case and metric, and the points where they changed for good.
 
-Exact metrics change where a value does. Times are cut where a mean does, by PELT (Killick et al., JASA 107, 1590, 2012;
-`ruptures`) on logarithms, and a cut stands where Student's t between its two sides is significant among all that were
-found (Holm). `python -m benchmarks.change_points` sets this beside Apache Otava on recorded series.
+Exact metrics change where a value does. Times are cut where a mean changes, by PELT (Killick et al., JASA 107, 1590,
+2012; `ruptures`) on logarithms. A cut is kept if Student's t between its two sides is significant among all candidates
+(Holm). `python -m benchmarks.change_points` compares this with Apache Otava on recorded series.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from meshmark.regression.run_file import TIMES, Run
 from meshmark.regression.times import holm
 
 ALPHA = 0.01
-"""Chance that a history of unchanging code shows any change of a time."""
+"""Probability that a history of unchanging code shows any change of a time."""
 LEAST_RUNS = 3
-"""On either side of a change of a time; fewer cannot be told from one odd run."""
+"""Least number of runs on either side of a change of a time. Fewer look like a single odd run."""
 _STRICT = 4.0
-"""Of PELT's penalty, in variances times log of the length: beyond the 2 of BIC for a cut and its mean."""
+"""PELT's penalty, in variances times log of the length. It exceeds BIC's 2 for a cut and its mean."""
 _MAD = 1.4826
 _RESOLUTION = 1e-6
-"""Of a time, as a share: series that vary by less do not vary."""
+"""Resolution of a time, as a share. Series with less variation are treated as constant."""
 _AROUND, _FAR = 5, 2.5
-"""Runs around one, itself among them, and from how many scatters off their median on it is drawn in."""
+"""Window of runs around one, including itself, and how many scatters a run may be off their median before it is
+clipped.
+"""
 
 
 @dataclass(kw_only=True)
@@ -44,15 +46,15 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class ChangePoint:
-    """Where a series changed."""
+    """A point where a series changed."""
 
     series: Series
     index: int
-    """Of the first run behind it."""
+    """Index of the first run after the change."""
     before: float
     after: float
     p: float
-    """Of Student's t; 0 of exact metrics."""
+    """p-value of Student's t. 0 for exact metrics."""
 
     @property
     def run(self) -> Run:
@@ -79,7 +81,7 @@ class ChangePoint:
 
 
 def series_of(runs: Iterable[Run]) -> list[Series]:
-    """By case and metric, in order of commits, and of runs where commits are the same."""
+    """Return series by case and metric, ordered by commit, and by run for equal commits."""
     found: dict[tuple[str, str], Series] = {}
     for run in sorted(runs, key=lambda run: run.when):
         for case, metrics in run.values.items():
@@ -91,7 +93,7 @@ def series_of(runs: Iterable[Run]) -> list[Series]:
 
 
 def change_points(all_series: Sequence[Series]) -> list[ChangePoint]:
-    """Of every series, by date; times' are corrected for how many were looked at."""
+    """Return the change points of every series, by date. Those of times are corrected for the number of series."""
     found, timed = list[ChangePoint](), list[ChangePoint]()
     for series in all_series:
         if series.metric in TIMES:
@@ -129,20 +131,20 @@ def _of_times(series: Series) -> list[ChangePoint]:
 
 
 def _scatter(values: np.ndarray) -> float:
-    """Of neighbours around one another, of which a change moves one alone."""
+    """Return the scatter of neighbouring values. A change affects only one pair of neighbours."""
     steps = np.diff(values)
     return _MAD * float(np.median(np.abs(steps - np.median(steps)))) / math.sqrt(2) if len(steps) else 0.0
 
 
 def tamed(values: np.ndarray) -> np.ndarray:
-    """Runs that lie far from those around them, drawn in: an odd run is no change, and must not look like one."""
+    """Return values with outliers clipped towards their neighbours, so that an odd run does not look like a change."""
     around = scipy.ndimage.median_filter(values, size=_AROUND, mode="nearest")
     far = _FAR * _scatter(values)
     return np.clip(values, around - far, around + far) if far else values
 
 
 def cuts(values: np.ndarray) -> list[int]:
-    """Where the mean changes: first indices of segments behind the first."""
+    """Return the indices where the mean changes: the first index of each segment after the first."""
     if len(values) < 2 * LEAST_RUNS:
         return []
     try:
@@ -157,7 +159,7 @@ def cuts(values: np.ndarray) -> list[int]:
 
 
 def _chance(left: np.ndarray, right: np.ndarray, length: int) -> float:
-    """Of such a difference between equals, corrected for the places where a segment's two ends could have been."""
+    """Return the p-value of the difference, corrected for the possible positions of a segment's two ends."""
     degrees = len(left) + len(right) - 2
     spread = (left.var() * len(left) + right.var() * len(right)) / degrees
     error = math.sqrt(spread * (1 / len(left) + 1 / len(right)))

@@ -1,4 +1,4 @@
-"""The command `history`: change points in words, and a plot a case."""
+"""The command `history`: change points in words, and a plot per case."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _history(parsed: argparse.Namespace) -> None:
 
 
 def _read(folders: Sequence[Path]) -> list[Run]:
-    """Those that can be read; raises `ResultsError` where fewer than two can."""
+    """Return the runs that can be read. Raises `ResultsError` if fewer than two can."""
     runs = list[Run]()
     for folder in folders:
         try:
@@ -70,7 +70,7 @@ def _read(folders: Sequence[Path]) -> list[Run]:
 
 
 def plot(all_series: Sequence[Series], found: Sequence[ChangePoint], folder: Path) -> list[Path]:
-    """A file a case, a panel a metric, a line at every change."""
+    """Write one file per case, with a panel per metric and a line at every change."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -101,6 +101,6 @@ def plot(all_series: Sequence[Series], found: Sequence[ChangePoint], folder: Pat
 
 
 def _say(place: Text, text: str) -> None:
-    """Names come from records: no formula, and nothing that no file can hold."""
+    """Set a text from a record: without math parsing, and without characters that no file can hold."""
     place.set_parse_math(False)
     place.set_text(visible(text))

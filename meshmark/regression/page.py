@@ -1,4 +1,4 @@
-"""A comparison in words: lines for a terminal, a page of markdown for a file."""
+"""Format a comparison: lines for a terminal, or a page of markdown."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from meshmark.text import pluralize
 
 _ORDER = (ChangeOutcome.WORSE, ChangeOutcome.UNDECIDED, ChangeOutcome.BETTER)
 _MOST_LINES = 40
-"""Of one outcome, in a terminal."""
+"""Number of lines per outcome in a terminal."""
 
 
 def lines(found: Comparison) -> list[str]:
-    """What changed and what cannot be told, worst first; what stayed the same is counted."""
+    """Return lines for changes and undecided metrics, worst first. Unchanged metrics are only counted."""
     told = [f"{pluralize(found.num_cases, 'case')} in both"]
     for side, names in (("A", found.only_before), ("B", found.only_after)):
         if names:
@@ -40,13 +40,15 @@ def lines(found: Comparison) -> list[str]:
 
 
 def _alone(change: Change) -> bool:
-    """Whether a row stands in a terminal: a total names its parts, and starts scatter too widely to be told one by
-    one."""
+    """Return whether a change has its own row in a terminal.
+
+    Parts are listed with their total, and undecided starts are too noisy to list one by one.
+    """
     return change.gated and not (change.kind is Kind.SLOWER_START and change.outcome is ChangeOutcome.UNDECIDED)
 
 
 def page(found: Comparison, titles: tuple[str, str], command: str) -> str:
-    """Markdown: every metric of every case."""
+    """Return a markdown page with every metric of every case."""
     a, b = titles
     head = [
         "# Comparison",

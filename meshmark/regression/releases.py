@@ -1,4 +1,4 @@
-"""The releases of a package between two, as its index lists them."""
+"""List the releases of a package between two versions, from its index."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LISTED = re.compile(r"^Available versions:\s*(.*)$", re.MULTILINE)
 
 
 def release_of(text: str) -> tuple[str, Version] | None:
-    """Package and version of `name==version`; None for what is no such requirement."""
+    """Return package and version of `name==version`, or None for any other text."""
     found = _PINNED.fullmatch(text.strip())
     try:
         return (found["name"], Version(found["version"])) if found else None
@@ -25,9 +25,9 @@ def release_of(text: str) -> tuple[str, Version] | None:
 
 
 def releases_between(good: str, bad: str) -> list[str] | None:
-    """Requirements of the releases after `good` up to `bad`, oldest first; None where neither is a release.
+    """Return requirements of the releases after `good` up to `bad`, oldest first; None if neither is a release.
 
-    Raises `InputError` where they are no two of one package in order, or its index cannot be asked.
+    Raises `InputError` unless they are two ordered releases of one package, or if the index cannot be read.
     """
     one, other = release_of(good), release_of(bad)
     if one is None and other is None:
@@ -47,7 +47,7 @@ def releases_between(good: str, bad: str) -> list[str] | None:
 
 
 def _versions(name: str, early: bool) -> list[Version]:
-    """As pip sees them here: options of its configuration and of its environment count."""
+    """Return the versions that pip lists, with its configuration and environment."""
     command = [sys.executable, "-m", "pip", "index", "versions", name, *(["--pre"] if early else [])]
     done = subprocess.run(command, capture_output=True, text=True)
     listed = _LISTED.search(done.stdout)

@@ -1,4 +1,4 @@
-"""What a history needs of a results folder, and no more: a thousand of them are read in a minute."""
+"""Read only what a history needs from a results folder. A thousand folders take a minute."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ class Run:
 
     name: str
     date: str
-    """Of the run."""
+    """Date of the run."""
     commit: str
-    """Of the user's own repository, else of Meshmark's checkout."""
+    """Commit of the user's own repository, or of Meshmark's checkout."""
     machine: str
     versions: Mapping[str, str]
     values: Mapping[str, Mapping[str, float]]
-    """By case and metric; of several records of one pass the last."""
+    """Values by case and metric. The last of several records of one pass counts."""
     commit_date: str = ""
-    """When the commit of the user's repository was made; empty where none is known."""
+    """Date of the commit of the user's repository. Empty if unknown."""
 
     @property
     def when(self) -> tuple[str, str]:
-        """By which runs are ordered: an old commit that is measured today stands in its own place."""
+        """Sort key of runs: by commit date, so that an old commit that is measured today keeps its place."""
         return self.commit_date or self.date, self.date
 
 
 def read_run(path: Path) -> Run:
-    """Lines that cannot be read are passed over. Raises `ResultsError` where none can."""
+    """Read a run and skip unreadable lines. Raises `ResultsError` if no line is readable."""
     file = path / "records.jsonl" if path.is_dir() else path
     values: dict[str, dict[str, float]] = {}
     about: dict[str, Any] = {}
@@ -69,7 +69,7 @@ def read_run(path: Path) -> Run:
 
 
 def _about(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """As texts, whatever a record of a stranger's holds in their place."""
+    """Return environment values as text, whatever types a foreign record has."""
     versions = {name: str(told) for name, told in environment["versions"].items() if name not in READERS}
     found = {name: str(environment[name]) for name in ("date", "commit", "machine")} | {"versions": versions}
     if own := str(environment.get("project_commit", "")):
@@ -78,13 +78,13 @@ def _about(environment: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _drawable(metric: str, value: float) -> bool:
-    """Times are compared by their logarithms."""
+    """Return whether a value can be plotted. Times must be positive, because they are compared by logarithms."""
     return abs(value) < _LARGEST and (value > 0 or metric not in TIMES)
 
 
 _LARGEST = 2**63
 _ids: dict[str, str] = {}
-"""By a case as it is written: a history holds few, many times."""
+"""Case ids by encoded case. A history repeats few cases many times."""
 
 
 def _case_id(value: object) -> str:
@@ -117,13 +117,15 @@ def _values(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _mean_step(timing: Mapping[str, Any]) -> float:
-    """As `TimingEvidence.step_seconds` has it: laps last from the first rank's start to the last one's end."""
+    """Return the mean step time, as in `TimingEvidence.step_seconds`: laps run from the first start to the last
+    end.
+    """
     took = _lap_seconds(timing) + sum(_lap_seconds(again) for again in timing.get("relaunches", ()))
     return took / (len(timing["rank_step_seconds"][0]) * (1 + len(timing.get("relaunches", ()))))
 
 
 def _lap_seconds(timing: Mapping[str, Any]) -> float:
-    """Of all laps of one launch."""
+    """Return the seconds of all laps of one launch."""
     ranks: list[list[float]] = timing["rank_step_seconds"]
     counts: list[int] = timing.get("lap_steps") or [len(ranks[0])]
     starts: list[list[float]] = timing.get("rank_starts") or [[0.0] * len(counts)] * len(ranks)

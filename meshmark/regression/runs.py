@@ -1,4 +1,4 @@
-"""The records of one side, by case: of a pass that was launched several times, every launch."""
+"""Group the records of one side by case, with every launch of a pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Key = tuple[str, str, str]
 
 @dataclass(kw_only=True)
 class CaseRuns:
-    """Every record of one case."""
+    """All records of one case."""
 
     case: Case
     observed: list[Record] = field(default_factory=list)
@@ -24,12 +24,12 @@ class CaseRuns:
 
     @property
     def last(self) -> Record | None:
-        """The instrumented pass that counts; else the timed one."""
+        """The last instrumented record, or the last timed one if there is none."""
         return next((records[-1] for records in (self.observed, self.timed) if records), None)
 
     @property
     def complete(self) -> list[Record]:
-        """Timed launches that came to their end."""
+        """Timed launches that ended successfully."""
         return [r for r in self.timed if r.outcome.status is Status.OK and r.timing.step_seconds]
 
 
@@ -38,7 +38,7 @@ def key_of(record: Record) -> Key:
 
 
 def by_case(records: Iterable[Record]) -> dict[Key, CaseRuns]:
-    """Of the matrix; conformance is judged clause by clause."""
+    """Group the records of the matrix by case. Conformance is compared clause by clause instead."""
     found: dict[Key, CaseRuns] = {}
     for record in records:
         if record.conformance.scenario or record.task in (Task.PROFILE, Task.FAKE_WORLD):
@@ -50,20 +50,22 @@ def by_case(records: Iterable[Record]) -> dict[Key, CaseRuns]:
 
 
 def names(keys: Sequence[Key]) -> dict[Key, str]:
-    """What rows call them: the case's id, and its device and corpus where that alone is not one."""
+    """Return row names: the case's id, with device and corpus if the id is ambiguous."""
     ids = [key[0] for key in keys]
     return {key: key[0] if ids.count(key[0]) == 1 else " ".join(filter(None, key)) for key in keys}
 
 
 def few(cases: Sequence[str]) -> str:
-    """The first of them, in words."""
+    """Return the first few cases in words."""
     return f"{', '.join(cases[:3])}{', ...' if len(cases) > 3 else ''}"
 
 
 def of_last_code(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
-    """The records of the code that was run last, and the others: launches of two commits are no samples of one thing.
+    """Split records into those of the code that ran last, and others, because launches of two commits are not one
+    sample.
 
-    A code is a commit of Meshmark's and one of the user's repository, and of each case the digests of her files.
+    Code is identified by a commit of Meshmark, a commit of the user's repository and, per case, the digests of the
+    user's files.
     """
     if not records:
         return [], []
@@ -81,7 +83,7 @@ def _code(record: Record) -> tuple[str, str]:
 
 
 def left_out(kept: Sequence[Record], others: Sequence[Record]) -> str:
-    """Which records of other code a folder holds."""
+    """Return a message about the records of other code in a folder."""
     (last,) = {_commit(record) for record in kept[-1:]}
     commits = dict.fromkeys(commit for record in others if (commit := _commit(record)) != last)
     told = few(list(commits)) or "other changes"
@@ -93,8 +95,10 @@ def _commit(record: Record) -> str:
 
 
 def without_shared(records: Sequence[Record], others: Sequence[Record]) -> list[Record]:
-    """Without those that `others` hold too, where more of their case's pass were made since: a baseline that was
-    accepted from a folder is no part of what is run into it later."""
+    """Return `records` without those that `others` also has, if their pass was repeated since.
+
+    This keeps a baseline that was accepted from a folder apart from later runs into the same folder.
+    """
     shared = {_identity(record) for record in others}
     since = {_pass(record) for record in records if _identity(record) not in shared}
     return [record for record in records if _identity(record) not in shared or _pass(record) not in since]

@@ -1,4 +1,4 @@
-"""What launches of one case tell of a time, and how far launches of the same code scatter."""
+"""Times of the launches of one case, and how far launches of the same code scatter."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from meshmark.records.record import Record, Status
 from meshmark.regression.runs import CaseRuns
 
 STEP, CPU, LAUNCH, BUILD = "step", "cpu", "launch", "build"
-"""Seconds of a step of the timed pass, by the clock and of all its ranks' processors; of the whole instrumented pass,
-and of the slowest rank's engine in it."""
+"""Metrics in seconds: a step of the timed pass by the clock, the same by processor time of all ranks, the whole
+instrumented pass, and the build of its slowest rank's engine.
+"""
 WORDS = {CPU: "CPU seconds a step", LAUNCH: "launch seconds", BUILD: "build seconds"}
 LEAST_DEGREES = 4
-"""Of repeats of one case, from which its own scatter is known well enough to be used alone."""
+"""Least degrees of freedom from repeats of one case for which its own scatter is used alone."""
 RECORDED = Path(__file__).with_name("launch_scatter.json")
 
 
@@ -29,14 +30,14 @@ class Sample:
     """One launch."""
 
     seconds: float
-    """In the mean of its steps."""
+    """Mean seconds of its steps."""
     variance: float = 0.0
-    """Of the logarithm of `seconds`, as far as blocks of its steps show it; infinite of a single step."""
+    """Variance of the logarithm of `seconds`, estimated from blocks of steps. Infinite for a single step."""
     steps: int = 1
     machine: str = ""
-    """That it was measured on."""
+    """Machine that the launch was measured on."""
     took: float = 0.0
-    """Seconds of its whole pass: what another sample costs, beside the start of its session."""
+    """Seconds of the whole pass: the cost of another sample, besides starting its session."""
 
     @property
     def log(self) -> float:
@@ -44,7 +45,7 @@ class Sample:
 
 
 def samples(runs: CaseRuns) -> dict[str, list[Sample]]:
-    """By metric, in the order of launches."""
+    """Return samples by metric, in the order of launches."""
     complete = [r for r in runs.observed if r.outcome.status is Status.OK]
     found = {
         STEP: [_of_steps(record) for record in runs.complete],
@@ -60,12 +61,12 @@ def _of_start(record: Record, seconds: float) -> Sample:
 
 
 def machine_of(environment: Environment) -> str:
-    """As far as a record tells machines apart."""
+    """Return a name for the machine, as far as a record distinguishes machines."""
     return f"{environment.machine}, {environment.num_cpus} CPUs"
 
 
 def _of_steps(record: Record) -> Sample:
-    """By blocks as long as neighbours are alike, or by launches: see `mean_interval`."""
+    """Return a sample from blocks as long as neighbours are correlated, or from launches; see `mean_interval`."""
     found, steps = record.timing.interval, len(record.timing.step_seconds)
     blocks = steps // found.block
     error = found.relative / student_t(blocks - 1) if blocks > 1 else math.inf
@@ -80,19 +81,19 @@ def _of_steps(record: Record) -> Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Scatter:
-    """How far launches of the same code lie from one another."""
+    """Scatter between launches of the same code."""
 
     variance: float
-    """Of the logarithm of one launch's seconds."""
+    """Variance of the logarithm of one launch's seconds."""
     degrees: float
-    """Of freedom that it was estimated with."""
+    """Degrees of freedom of the estimate."""
     source: str
     machines: frozenset[str] = frozenset()
-    """Those whose launches it is of, as far as they are among what is compared."""
+    """Machines, among those compared, whose launches it was estimated from."""
 
 
 def own_scatter(groups: Iterable[Sequence[Sample]], source: str) -> Scatter | None:
-    """Of launches around their group's mean; None where no group repeats."""
+    """Return the scatter of launches around the mean of their group, or None if no group repeats."""
     squares, degrees, within, machines = 0.0, 0, list[float](), set[str]()
     for group in groups:
         if len(group) > 1:
@@ -109,13 +110,15 @@ def own_scatter(groups: Iterable[Sequence[Sample]], source: str) -> Scatter | No
 
 @functools.cache
 def recorded_scatter(metric: str) -> Scatter:
-    """Measured by `python -m benchmarks.launch_scatter`, for folders in which no case was launched twice. It says how
-    many launches a difference may take to be told; it decides nothing, for it is another machine's."""
+    """Return the scatter measured by `python -m benchmarks.launch_scatter`, for folders without repeats.
+
+    It comes from another machine, so it decides nothing. It only says how many launches would resolve a difference.
+    """
     told = json.loads(RECORDED.read_text())
     found = told["metrics"][metric]
     return Scatter(variance=found["deviation"] ** 2, degrees=found["degrees"], source=f"measured on {told['machine']}")
 
 
 def minutes(seconds: float) -> str:
-    """In words, for what something would take."""
+    """Return a duration in words."""
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:,.0f} minutes"

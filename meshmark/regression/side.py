@@ -1,4 +1,4 @@
-"""One side of an A/B or a bisection: a git ref, a virtual environment or a pip requirement, in which suites are run."""
+"""A side of an A/B comparison or bisection: a git ref, virtual environment or pip requirement to run suites in."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _BARE = re.compile(r"[A-Za-z0-9._-]*")
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """Where a session of the suites is run."""
+    """Where to run a session of the suites."""
 
     name: str
     python: str = sys.executable
     folder: Path
-    """The working directory; of a ref its checkout."""
+    """Working directory. For a ref, its checkout."""
     paths: tuple[Path, ...] = ()
-    """Before all others on the module path."""
+    """Folders to put first on the module path."""
     variables: dict[str, str] = field(default_factory=dict)
 
 
 def run_suites(side: Side, options: Sequence[str], results: Path) -> list[Record]:
-    """The records of one fresh session; a test that fails is no error, for its record says so.
+    """Run one fresh session and return its records. Failed tests are not errors, because their records say so.
 
-    Raises `ResultsError` when the session did not get as far as a record, or ran nothing.
+    Raises `ResultsError` when the session left no record, or ran nothing.
     """
     named = any(option.partition("/")[0].partition("::")[0] in _SUITES for option in options)
     words = [*options] if named else ["--pyargs", "meshmark.suites", *options]
@@ -62,9 +62,9 @@ def run_suites(side: Side, options: Sequence[str], results: Path) -> list[Record
 
 @contextmanager
 def open_side(text: str, scratch: Path, label: str) -> Iterator[Side]:
-    """What `text` stands for: a folder with bin/python, a commit of the repository here, or what pip can install.
+    """Open the side named by `text`: a folder with bin/python, a commit of this repository, or a pip requirement.
 
-    Raises `InputError` for what is none of them, and for a requirement that pip cannot install.
+    Raises `InputError` for other text, and for a requirement that pip cannot install.
     """
     here = Path.cwd()
     if (Path(text) / "bin" / "python").exists():
@@ -85,7 +85,7 @@ def open_side(text: str, scratch: Path, label: str) -> Iterator[Side]:
 
 
 def commit_of(text: str, folder: Path | None = None) -> str | None:
-    """The commit that `text` names in the repository of `folder`."""
+    """Return the commit that `text` names in the repository of `folder`, or None."""
     command = ["git", "rev-parse", "--verify", "--quiet", "--end-of-options", f"{text}^{{commit}}"]
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
@@ -96,7 +96,7 @@ def commit_of(text: str, folder: Path | None = None) -> str | None:
 
 @contextmanager
 def checkout(commit: str, place: Path) -> Iterator[Path]:
-    """A worktree of `commit` at `place`, gone afterwards."""
+    """Provide a worktree of `commit` at `place`, and remove it afterwards."""
     git("worktree", "add", "--detach", "--quiet", str(place), commit)
     try:
         yield place
@@ -105,7 +105,7 @@ def checkout(commit: str, place: Path) -> Iterator[Path]:
 
 
 def git(*words: str) -> str:
-    """Raises `InputError` with what git says when it fails."""
+    """Run git and return its output. Raises `InputError` with git's message when it fails."""
     done = subprocess.run(["git", *words], capture_output=True, text=True)
     if done.returncode:
         raise InputError(f"git {shlex.join(words)}: {done.stderr.strip()}")
@@ -113,7 +113,7 @@ def git(*words: str) -> str:
 
 
 def _installed(requirement: str, target: Path) -> Path:
-    """A folder with what pip installs for `requirement`, laid over this environment, whose dependencies it takes."""
+    """Install `requirement` without dependencies into `target`, to be used on top of this environment."""
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target)]
     done = subprocess.run([*command, *shlex.split(requirement)], capture_output=True, text=True)
     if done.returncode:

@@ -1,13 +1,13 @@
-"""Whether times differ: Student's t on the logarithms of launches, corrected for the number of tests.
+"""Test whether times differ: Student's t on the logarithms of launches, corrected for the number of tests.
 
-A pass is one sample: its steps share whatever its processes met, and its launches, where it has several, the state of
-the machine. Their scatter is taken from repeats of the case itself, else from those of the other cases; it is never
-less than the launches of a pass, and blocks of its steps, show. Where nothing was repeated on the machine that a side
-was measured on, nothing is decided: how launches scatter on another machine says little of this one.
+A pass is one sample, because its steps share whatever its processes met, and its launches share the state of the
+machine. Scatter is estimated from repeats of the case itself, or else of other cases. It is never less than the
+scatter of a pass's launches, and of blocks of its steps. Nothing is decided without repeats on the machine that a side
+was measured on, because scatter differs between machines.
 
-Verdicts of rates, and those of starts, are corrected by Holm's method (Scand. J. Statist. 6, 65, 1979): one false alarm
-of any case fails a CI job, so it is the chance of any that is held, whatever the tests have to do with one another;
-Benjamini and Hochberg's holds the share of false ones among the found, which is for screening.
+Verdicts of rates, and those of starts, are corrected by Holm's method (Scand. J. Statist. 6, 65, 1979). One false
+alarm in any case fails a CI job, so the family-wise error rate is controlled, whatever the dependence between tests.
+Benjamini and Hochberg's method controls the false discovery rate, which is for screening.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from meshmark.regression.samples import (
 from meshmark.text import pluralize
 
 ALPHA = 0.01
-"""Chance that a comparison of equal code calls any time different."""
+"""Probability that a comparison of equal code calls any time different."""
 SAME_WITHIN = PRECISION
-"""Times whose interval stays within this, up and down, are the same; to this the timed pass measures."""
+"""Times whose interval stays within this share are the same. The timed pass measures to this precision."""
 _MOST_LAUNCHES = 1000
 _SINGLE = "a single step says nothing of how steps scatter: time at least 2, without --steps or with more"
 
@@ -45,7 +45,7 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Test:
-    """Of one case and metric; differences are of logarithms."""
+    """Test of one case and metric. Differences are of logarithms."""
 
     pair: Pair
     difference: float
@@ -56,12 +56,12 @@ class Test:
 
     @property
     def grounded(self) -> bool:
-        """Whether the scatter was measured on every machine that the launches were."""
+        """True if scatter was measured on every machine of the launches."""
         return {sample.machine for side in self.pair for sample in side} <= self.scatter.machines
 
     @property
     def p(self) -> float:
-        """Chance of so large a difference, up or down, between equals."""
+        """p-value of the difference, two-sided."""
         if not math.isfinite(self.error):
             return 1.0
         from scipy.special import stdtr  # takes a quarter of a second, and collecting tests needs none of it
@@ -69,19 +69,19 @@ class Test:
         return 2 * float(stdtr(self.degrees, -abs(self.difference) / self.error)) if self.error else 0.0
 
     def half_width(self, level: float) -> float:
-        """Of the interval that misses the truth with chance `level`."""
+        """Return the half width of the interval with error rate `level`."""
         return reach(self.degrees, level) * self.error
 
 
 def reach(degrees: float, level: float) -> float:
-    """What Student's t goes beyond, up or down, with chance `level`."""
+    """Return the two-sided critical value of Student's t at `level`."""
     from scipy.special import stdtrit
 
     return -float(stdtrit(degrees, level / 2))
 
 
 def test_of(pair: Pair, scatter: Scatter) -> Test:
-    """Of two groups of launches that scatter alike."""
+    """Return the test of two groups of launches with equal scatter."""
     ours, theirs = pair
     difference = statistics.fmean(s.log for s in theirs) - statistics.fmean(s.log for s in ours)
     error = sum((max(scatter.variance, _within(side))) / len(side) for side in pair)
@@ -93,7 +93,7 @@ def _within(side: Sequence[Sample]) -> float:
 
 
 def scatter_of(key: Key, pairs: Mapping[Key, Pair]) -> Scatter:
-    """Of the launches of `key`: its own, that of all cases, or that on record."""
+    """Return the scatter for `key`: its own, that of all cases, or the recorded one."""
     own = own_scatter(pairs[key], "{} repeats of this case")
     if own and own.degrees >= LEAST_DEGREES:
         return own
@@ -105,8 +105,10 @@ def scatter_of(key: Key, pairs: Mapping[Key, Pair]) -> Scatter:
 
 
 def holm(chances: Mapping[Key, float], alpha: float = ALPHA) -> dict[Key, tuple[bool, float]]:
-    """By test: whether its null hypothesis falls, and the level at which that was decided, which its chance is at most
-    where it falls and above where it does not."""
+    """Return by test whether its null hypothesis is rejected, and the level at which that was decided.
+
+    The p-value is at most this level if rejected, and above it otherwise.
+    """
     ordered, outcome = sorted(chances, key=lambda key: chances[key]), True
     found, level = dict[Key, tuple[bool, float]](), alpha
     for index, key in enumerate(ordered):
@@ -118,8 +120,11 @@ def holm(chances: Mapping[Key, float], alpha: float = ALPHA) -> dict[Key, tuple[
 
 
 def time_changes(pairs: Mapping[Key, Pair], units: Mapping[str, tuple[int, str]], margin: float) -> list[Change]:
-    """Of all cases and metrics at once; `units`: by case, how many of what a step trains on. `margin`: the difference
-    that *cannot tell* says how to resolve."""
+    """Return the changes of all cases and metrics at once.
+
+    `units` maps a case to the amount and name of the units that a step trains on. `margin` is the difference for which
+    undecided rows say how to resolve it.
+    """
     tests = {key: test_of(pair, scatter_of(key, pairs)) for key, pair in pairs.items()}
     decided = dict[Key, tuple[bool, float]]()
     for kind in (Kind.SLOWER, Kind.SLOWER_START):
@@ -128,12 +133,12 @@ def time_changes(pairs: Mapping[Key, Pair], units: Mapping[str, tuple[int, str]]
 
 
 def kind_of(metric: str) -> Kind:
-    """What a metric of time is when it is worse."""
+    """Return the kind of a metric of time."""
     return Kind.SLOWER if metric == STEP else Kind.SLOWER_START
 
 
 def change_of(key: Key, test: Test, level: float, unit: tuple[int, str], margin: float) -> Change:
-    """What `test` says at `level`; `unit`: how many of what a step trains on."""
+    """Return the change that `test` shows at `level`. `unit` is the amount and name of what a step trains on."""
     case, metric = key
     width = test.half_width(level)
     lowest, highest = test.difference - width, test.difference + width
@@ -174,7 +179,7 @@ def _evidence(test: Test, level: float, outcome: ChangeOutcome, margin: float) -
 
 
 def _ungrounded(test: Test) -> str:
-    """What would show how launches scatter here."""
+    """Return what would show how launches scatter here."""
     if any(not math.isfinite(s.variance) for side in test.pair for s in side):
         return _SINGLE
     lacking = LEAST_DEGREES - sum(max(len(side) - 1, 0) for side in test.pair)
@@ -185,12 +190,12 @@ def _ungrounded(test: Test) -> str:
 
 
 def _took(test: Test) -> float:
-    """Seconds of another sample, without the start of its session."""
+    """Return the seconds of another sample, without the start of its session."""
     return max(statistics.fmean(s.took for s in side) for side in test.pair)
 
 
 def _needed(test: Test, level: float, margin: float) -> str:
-    """How many launches, of as many steps as there were, would tell a difference of `margin`."""
+    """Return how many launches, with as many steps as before, would detect a difference of `margin`."""
     if any(not math.isfinite(s.variance) for side in test.pair for s in side):
         return _SINGLE
     variance = max(test.scatter.variance, *map(_within, test.pair))

@@ -1,4 +1,4 @@
-"""Verdicts, ends of passes and clauses on two sides."""
+"""Compare verdicts, ends of passes and clauses of two sides."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SUITES = ("equivalence", "memory", "communication", "throughput")
 
 
 def verdict_changes(name: str, before: CaseRuns, after: CaseRuns) -> Iterator[Change]:
-    """How passes ended and, of those that came to their end, each suite's verdict."""
+    """Compare how passes ended and, for those that completed, each suite's verdict."""
     passes = (before.observed, after.observed), (before.timed, after.timed)
     for what, (one, other) in zip(ENDINGS, passes, strict=True):
         if one and other:
@@ -45,7 +45,7 @@ def _ending(name: str, what: str, before: Record, after: Record) -> Change:
 
 
 def _end_rank(status: Status) -> int | None:
-    """None says nothing of the code."""
+    """Return a rank for comparing ends, or None if the status says nothing about the code."""
     if status is Status.SKIPPED or status is Status.SLOW or status.outside:
         return None
     return int(status is Status.OK)
@@ -85,7 +85,7 @@ def _ranked(one: int | None, other: int | None) -> ChangeOutcome:
 
 
 def clause_changes(before: Iterable[Record], after: Iterable[Record]) -> Iterator[Change]:
-    """Of every clause that both sides have asked of one adapter in one layout."""
+    """Compare every clause that both sides have checked for one adapter in one layout."""
     ours, theirs = ([r for r in records if r.conformance.scenario] for records in (before, after))
     if not (ours and theirs):
         return

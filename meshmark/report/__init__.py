@@ -1,6 +1,7 @@
-"""Markdown reports from records alone.
-Tables and plots, and what the planner says beside what was measured. Nothing is launched: a report can be made
-anywhere, and of other machines' records.
+"""Make reports from records alone.
+
+Reports have tables and plots, and compare plans with measurements. Nothing is launched, so a report can be made
+anywhere, also from records of other machines.
 
 May import: spec, theory, adapter, plan, judge, measure, records, run, conformance.
 """

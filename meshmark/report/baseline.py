@@ -1,4 +1,4 @@
-"""Another run to compare with, and whether its times may be: they are of one machine and its settings."""
+"""Comparison with another run. Times only compare on one machine with the same settings."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from meshmark.report.table import Cell, number
 from meshmark.run.throughput import throughput
 
 _MACHINE = ("machine", "CPUs", "device", "nodes")
-"""Facts without which times do not compare at all; the others are settings, which a comparison may be about."""
+"""Facts without which times do not compare at all. All others are settings, which a comparison may be about."""
 
 
 def facts(environment: Environment) -> dict[str, str]:
-    """What times depend on; empty where the record does not hold it."""
+    """Return the facts that times depend on. Values are empty if the record lacks them."""
     return {
         "machine": environment.machine,
         "CPUs": str(environment.num_cpus),
@@ -30,7 +30,7 @@ def facts(environment: Environment) -> dict[str, str]:
 
 
 def differences(here: Environment, there: Environment) -> dict[str, tuple[str, str]]:
-    """Facts that both records hold and that differ, here and there."""
+    """Return the facts that both records have and that differ, as (here, there)."""
     pairs = {name: (told, facts(there)[name]) for name, told in facts(here).items()}
     return {name: (one, other) for name, (one, other) in pairs.items() if one and other and one != other}
 
@@ -39,7 +39,7 @@ _NEW = Cell(text="new")
 
 
 class Baseline:
-    """The results of another run, found by case."""
+    """The results of another run, by case."""
 
     def __init__(self, found: Iterable[CaseResult] = ()) -> None:
         self._results: dict[str, list[CaseResult]] = {}
@@ -50,14 +50,17 @@ class Baseline:
         return bool(self._results)
 
     def of(self, result: CaseResult) -> CaseResult | None:
-        """The same case, on the same device where there is one."""
+        """Return the result of the same case, preferably on the same device, or None."""
         known = self._results.get(result.case.id, [])
         here = result.any.environment.device
         return next((r for r in known if r.any.environment.device == here), known[0] if known else None)
 
     def time(self, result: CaseResult) -> Cell:
-        """The median step as a multiple of the baseline's, marked where the rates' intervals meet, and where that is of
-        another machine or settings."""
+        """Return the median step as a multiple of the baseline's.
+
+        The cell is marked if the intervals of the rates overlap, and if the baseline has another machine or other
+        settings.
+        """
         before = self.of(result)
         if not (result.timed and before and before.timed and before.timed.timing.rank_step_seconds):
             return _NEW
@@ -70,7 +73,7 @@ class Baseline:
         return Cell(text=f"{multiple.text}{tied}{other}", order=multiple.order)
 
     def peak(self, result: CaseResult) -> Cell:
-        """The fullest rank's peak as a multiple of the baseline's."""
+        """Return the fullest rank's peak as a multiple of the baseline's."""
         before = self.of(result)
         if not (result.observed and before and before.observed and before.observed.memory.readings):
             return _NEW
@@ -81,7 +84,7 @@ class Baseline:
         return before.correctness if before else _NEW
 
     def warning(self, found: Sequence[CaseResult]) -> str:
-        """What differs between the runs; empty when nothing does."""
+        """Return a warning about conditions that differ between the runs, or an empty string."""
         told: dict[str, None] = {}
         for result in found:
             before = self.of(result)

@@ -1,4 +1,4 @@
-"""Plots of the interactive page, as plotly draws them."""
+"""Plots of the interactive page, drawn by plotly."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ _CATEGORIES = {
     "communication": "#CC79A7",
     "other": "#999999",
 }
-"""As in the pictures: Okabe and Ito's palette, which colour-blind readers can tell apart."""
+"""Colours as in the SVG plots: Okabe and Ito's palette, which colour-blind readers can tell apart."""
 _MOST = 50
-"""Cases with a figure of their own; the tables hold all."""
+"""Number of cases with their own figure. The tables have all cases."""
 _PASSED_TO_FAILED = [[0.0, "#0072B2"], [0.49, "#cfe3f2"], [0.5, "#fbe3c0"], [1.0, "#B3261E"]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """One place of the page, with the figures that it may show."""
+    """One place of the page, with the figures that it can show."""
 
     id: str
     title: str
     told: str
     choice: str
-    """What is chosen, where there are several figures."""
+    """Label of the choice between several figures."""
     figures: list[dict[str, Any]]
-    """Each with its label, data and layout."""
+    """Figures, each with its label, data and layout."""
     height: int = 420
 
 
 def charts(found: Sequence[CaseResult]) -> dict[str, list[Chart]]:
-    """By section; without those that would be empty."""
+    """Return the charts by section, without empty ones."""
     made = {
         "cases": [_tradeoff(found)],
         "speed": [_rates(found), _scaling(found), _steps(found)],
@@ -60,7 +60,7 @@ def charts(found: Sequence[CaseResult]) -> dict[str, list[Chart]]:
 
 
 def _text(value: object) -> str:
-    """Plotly takes tags; a name is none."""
+    """Return `value` escaped, because plotly interprets tags and names must not contain any."""
     return html.escape(one_line(str(value))[:80])
 
 
@@ -115,7 +115,7 @@ def _rates(found: Sequence[CaseResult]) -> Chart:
 
 
 def _tradeoff(found: Sequence[CaseResult]) -> Chart:
-    """Speed against memory, a figure for each number of ranks."""
+    """Plot speed against memory, with one figure per number of ranks."""
     points = tradeoffs(found)
     figures = []
     for ranks in sorted({point.result.case.world_size for point in points}):
@@ -163,7 +163,7 @@ def _dots(adapter: str, points: Sequence[Tradeoff]) -> go.Scatter:
 
 
 def _scaling(found: Sequence[CaseResult]) -> Chart:
-    """Speed by number of ranks: a line joins the layouts of one kind alone."""
+    """Plot speed by number of ranks. Lines connect only layouts of one kind."""
     rates: dict[str, dict[int, float]] = {}
     for result, record in _timed(found):
         if result.comparable:
@@ -282,7 +282,7 @@ def _by_kind(label: str, bars: Sequence[tuple[str, Sequence[Collective]]]) -> di
 
 
 def _ratios(found: Sequence[CaseResult]) -> Chart:
-    """Every comparison as a part of what is allowed: from 1 on, a case fails."""
+    """Plot every deviation as a share of what is allowed. From 1 on, a case fails."""
     ordered = sorted(found, key=lambda r: r.correct is not False)
     figures = []
     for result in ordered[:_MOST]:

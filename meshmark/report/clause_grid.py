@@ -1,4 +1,4 @@
-"""The conformance table of the interactive page: every cell opens its evidence."""
+"""The conformance table of the interactive page, in which every cell opens its evidence."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from meshmark.records.record import Record
 
 @dataclass(frozen=True, kw_only=True)
 class ClauseCell:
-    """What one adapter is found to do."""
+    """The result of one clause for one adapter."""
 
     key: str
-    """Of its evidence."""
+    """Key of its evidence."""
     text: str
     mark: str
-    """Its class of style."""
+    """CSS class."""
     name: str
-    """What a screen reader says of it."""
+    """Text for screen readers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Clauses:
 
 
 def clauses(records: Sequence[Record]) -> Clauses | None:
-    """None where no record is of a scenario."""
+    """Return the table, or None if no record belongs to a scenario."""
     if not any(record.conformance.scenario for record in records):
         return None
     from meshmark.conformance.clauses import CLAUSES  # which imports torch, by way of its scenarios

@@ -1,4 +1,4 @@
-"""The commands `report`, `show` and `schema`: their arguments, and what they do with them."""
+"""The commands `report`, `show` and `schema`, with their arguments."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _schema(_: argparse.Namespace) -> None:
 
 
 def _output_file(text: str) -> Path:
-    """For argparse: the path of a file to be written."""
+    """Parse the path of an output file, for argparse."""
     if not (path := Path(text)).name:
         raise argparse.ArgumentTypeError(f"{text!r} names no file")
     return path
@@ -95,7 +95,7 @@ def _write_html(reading: Reading, output: Path, command: str, baseline: Reading 
 
 
 def _write_markdown(reading: Reading, output: Path, command: str, baseline: Reading | None) -> list[str]:
-    """The clauses have a page of their own where there are cases too."""
+    """Write the report. Clauses go to a separate page if there are cases too."""
     matrix = [record for record in reading.records if not record.conformance.scenario]
     told = matrix or standing(reading.sessions, conforming=False)
     clauses = output.with_name(f"{output.stem}-conformance.md") if told else output

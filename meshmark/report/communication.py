@@ -1,4 +1,4 @@
-"""What ranks sent, and where adapters say that they depart from theory."""
+"""Tables of what ranks sent, and of the exceptions from theory that adapters declare."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshmark.theory.flow import Flow, TrafficException
 
 
 def communication(found: Sequence[CaseResult]) -> Rows:
-    """The rank that sends most, bytes of one step."""
+    """Return rows for the rank that sends most, in bytes of one step."""
     rows: Rows = []
     apart = any(result.observed and result.observed.environment.nnodes > 1 for result in found)
     for result in found:
@@ -40,7 +40,7 @@ def communication(found: Sequence[CaseResult]) -> Rows:
 
 
 def _reach(reach: Reach | None) -> str:
-    """Of all ranks: in nodes, between them, and where switches are known between these."""
+    """Return bytes of all ranks within nodes, between nodes and, if switches are known, between switches."""
     if reach is None:
         return "not known"
     beyond = [reach.between_switches] if reach.between_switches else []
@@ -48,8 +48,10 @@ def _reach(reach: Reach | None) -> str:
 
 
 def traffic_exceptions(found: Sequence[CaseResult]) -> Rows:
-    """What adapters declare beyond theory, of the first rank; empty when nothing is. The difference is what ring
-    algorithms send."""
+    """Return the exceptions that adapters declare from theory, for the first rank. Empty without any.
+
+    The difference is what ring algorithms send.
+    """
     return [
         {
             **names(result),
@@ -65,7 +67,7 @@ def traffic_exceptions(found: Sequence[CaseResult]) -> Rows:
 
 
 def _flows(flows: Iterable[Flow]) -> str:
-    """`gradients: all_reduce 168 KiB`."""
+    """Format flows, such as `gradients: all_reduce 168 KiB`."""
     return ", ".join(f"{flow.purpose}: {flow.kind} {bytes_text(flow.num_bytes)}" for flow in flows) or "nothing"
 
 
@@ -82,7 +84,7 @@ def _wire(collectives: list[Collective]) -> float:
 
 
 def _kinds(collectives: list[Collective], layout: Layout) -> str:
-    """`2 all_reduce 925 KiB`, by kind and group, scalars left out."""
+    """Format collectives by kind and group, without scalars, such as `2 all_reduce 925 KiB`."""
     return (
         ", ".join(
             f"{c.count} {c.kind} {bytes_text(c.num_bytes)}{_over(c.ranks, layout)}"
@@ -95,8 +97,10 @@ def _kinds(collectives: list[Collective], layout: Layout) -> str:
 
 @functools.lru_cache(maxsize=4096)  # layouts are few where records are many
 def _over(ranks: tuple[int, ...], layout: Layout) -> str:
-    """` over tp`: the axes of the mesh that a group lies along, where there is more than one. Nothing of records of
-    old, which do not tell the group."""
+    """Return the mesh axes of a group, such as ` over tp`, if the mesh has more than one axis.
+
+    Empty for old records, which do not contain the group.
+    """
     if sum(len(layout.group(axis, 0)) > 1 for axis in AXES) < 2 or not ranks:
         return ""
     stands = [layout.coordinates(rank) for rank in ranks]

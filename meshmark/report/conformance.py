@@ -1,4 +1,4 @@
-"""The conformance table: adapter by clause; why below, wherever a cell is no plain yes."""
+"""The conformance table, adapter by clause, with reasons below for every cell that is not a plain yes."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class AdapterColumn:
 
     base: Case
     findings: dict[str, Finding]
-    """By clause; those that were not run are left out."""
+    """Findings by clause, without clauses that were not run."""
     launch_seconds: float
-    """Of all its scenarios."""
+    """Seconds of all its scenarios."""
     complaints: tuple[str, ...] = ()
-    """Clauses that could not be judged, such as for evidence that is gone."""
+    """Clauses that could not be judged, for example because evidence is missing."""
 
     @property
     def title(self) -> str:
@@ -58,13 +58,15 @@ class AdapterColumn:
 
 
 def columns(records: Iterable[Record]) -> list[AdapterColumn]:
-    """What records of the conformance suite say, in order of first appearance; of several of one scenario the last
-    counts."""
+    """Return the columns of the conformance suite, in order of first appearance.
+
+    The last record of a scenario counts.
+    """
     return [_column(base, found) for base, found in _by_base(records)]
 
 
 def _by_base(records: Iterable[Record]) -> list[tuple[Case, dict[str, Record]]]:
-    """Records by scenario, by what the scenarios vary."""
+    """Group records by the case that their scenarios vary, then by scenario."""
     found: dict[Case, dict[str, Record]] = {}
     for record in records:
         if record.conformance.base:
@@ -73,7 +75,7 @@ def _by_base(records: Iterable[Record]) -> list[tuple[Case, dict[str, Record]]]:
 
 
 def _column(base: Case, found: Mapping[str, Record]) -> AdapterColumn:
-    """By clause; a defect is told at length once."""
+    """Judge an adapter's clauses. A defect that several clauses show is described at length only once."""
     judged, complaints = dict[str, Finding](), list[str]()
     for clause in CLAUSES.values():
         try:
@@ -92,7 +94,10 @@ def _column(base: Case, found: Mapping[str, Record]) -> AdapterColumn:
 
 
 def _finding(clause: Clause, found: Mapping[str, Record]) -> Finding | None:
-    """None when a scenario of the clause was not run to an end. For one whose forerunner failed, that record stands."""
+    """Judge a clause, or return None if one of its scenarios was not run to an end.
+
+    If a scenario is missing because the scenario before it failed, the record of the earlier scenario is used.
+    """
     needed = {}
     for name in clause.scenarios:
         record, before = found.get(name), found.get(SCENARIOS[name].after or "")
@@ -105,7 +110,7 @@ def _finding(clause: Clause, found: Mapping[str, Record]) -> Finding | None:
 
 
 def write_conformance(reading: Reading, path: Path, command: str) -> list[str]:
-    """Markdown at `path`; `command` is what made it. Returns complaints about what it lacks."""
+    """Write Markdown to `path`. `command` is the command that made it. Returns complaints about what is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     records = [r for r in reading.records if r.conformance.scenario]
     failed = missing_failures(reading.sessions, records, conforming=True)
@@ -181,7 +186,7 @@ def _mark(column: AdapterColumn, clause: Clause, numbers: Mapping[Finding, int])
 
 
 def _gaps(found: Sequence[AdapterColumn]) -> dict[Finding, list[str]]:
-    """Every gap, with the cells that show it."""
+    """Return every gap, with the cells that show it."""
     gaps: dict[Finding, list[str]] = {}
     for column in found:
         for name, finding in column.findings.items():

@@ -1,6 +1,7 @@
-"""A failing test in at most ten lines: what, likely why, how much, where; the plugin adds the command that repeats it.
+"""Texts of failing tests in at most ten lines: what, the likely cause, how much, and where.
 
-All of it, stacks and logs, is in the record: `meshmark show CASE`.
+The plugin adds the command that repeats the test. Everything, including stacks and logs, is in the record: `meshmark
+show CASE`.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from meshmark.report.markdown import visible
 from meshmark.text import clip, pluralize
 
 MOST_LINES = 8
-"""Of the text here; two more say how to repeat it and where the rest is."""
+"""Lines of the texts made here. Two more lines say how to repeat the test and where the rest is."""
 WORSE = "worse than baseline"
-"""What no record tells by itself."""
+"""Phrase for failures that no record shows on its own."""
 _CHARACTERS = 400
 _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+),? in (?P<name>.*)')
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
 
 
 def of_outcome(record: Record) -> str:
-    """Of a pass that did not reach its end."""
+    """Return the text for a pass that did not end."""
     outcome = record.outcome
     where = "" if outcome.rank is None else f" on rank {outcome.rank}"
     first, *more = outcome.message.splitlines() or [""]
@@ -32,7 +33,9 @@ def of_outcome(record: Record) -> str:
 
 
 def _places(outcome: Outcome) -> Iterator[tuple[str, str]]:
-    """Where it was: of an exception its innermost frame, of ranks that stood still each one's; else the log's end."""
+    """Yield where it failed: an exception's innermost frame, each rank's frame if ranks hang, or else the end of the
+    log.
+    """
     if found := _frames(outcome.traceback):
         yield "where", found[-1]
     for rank, stack in list(outcome.stacks.items())[:4]:
@@ -47,14 +50,14 @@ def _frames(text: str) -> list[str]:
 
 
 def _innermost(stack: str) -> list[str]:
-    """Of a stack, innermost first: where it stands, and the first frame that is no library's."""
+    """Return the innermost frame of a stack, and the innermost one outside libraries."""
     found = _frames(stack)
     own = [frame for frame in found[1:] if not frame.startswith(_LIBRARIES)]
     return [*found[:1], *own[:1]]
 
 
 def of_verdict(record: Record, verdict: Verdict) -> str:
-    """Of a suite's judgement that is not good; what to mend stands behind the summary's semicolons."""
+    """Return the text for a suite's verdict that is not good. The hints come after the semicolons of its summary."""
     facts, (summary, *mend) = verdict.evidence, verdict.summary.split("; ")
     likely = str(facts.get("diagnosis", ""))
     rows = [("how much", summary)] if likely else []
@@ -84,7 +87,10 @@ def _of_bytes(facts: Mapping[str, float | int | str]) -> Iterator[tuple[str, str
 
 
 def of_changes(case: str, folder: str, changes: Sequence[str]) -> str:
-    """Of what is worse than a baseline; each change names its metric, both sides, and where."""
+    """Return the text for changes that are worse than a baseline.
+
+    Each change names its metric, both sides, and where.
+    """
     first, *others = changes
     rows = [("also", change) for change in others[: MOST_LINES - 2]]
     if len(others) > len(rows):
@@ -99,6 +105,6 @@ def _text(first: str, rows: Sequence[tuple[str, str]]) -> str:
 
 
 def row(name: str, text: str) -> str:
-    """One line under the first; its command is not clipped, for it is pasted."""
+    """Return one line below the first. Commands are not clipped, because they are pasted."""
     shown = visible(text)
     return f"  {name:<10} {shown if name == 'again' else clip(shown, _CHARACTERS)}"

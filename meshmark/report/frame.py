@@ -1,4 +1,4 @@
-"""Recorded results as a pandas table, for readers with questions of their own."""
+"""Recorded results as a pandas table, for further analysis."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from meshmark.spec.case import Case
 
 
 def load(folder: str | Path) -> pd.DataFrame:
-    """One row a case of a results folder's matrix; conformance, which is judged clause by clause, is left out.
+    """Return one row per case of a results folder's matrix. Conformance is left out, because it is judged by clause.
 
     Columns: case, adapter, layout, workload, precision, ranks; status (of the pass that failed, else ok or skipped),
-    reason; correct (True, False, or None where nothing decides), memory_as_planned, traffic_as_planned, detects (the
-    smallest scaling of a gradient that would have been caught); peak_bytes (of the fullest rank), launch_seconds;
-    per_second with its 95 % interval lowest to highest, unit (tokens or images), step_seconds (median), mfu; date,
-    commit, machine. What was not measured is None or NaN. Raises `ResultsError` where nothing can be read.
+    reason; correct (True, False, or None if undecided), memory_as_planned, traffic_as_planned, detects (the smallest
+    scaling of a gradient that would have been detected); peak_bytes (of the fullest rank), launch_seconds; per_second
+    with its 95 % interval lowest to highest, unit (tokens or images), step_seconds (median), mfu; date, commit,
+    machine. Values that were not measured are None or NaN. Raises `ResultsError` if nothing can be read.
     """
     reading = read_records(Path(folder))
     found = results(record for record in reading.records if not record.conformance.scenario)

@@ -1,4 +1,4 @@
-"""What GitHub Actions is told where it runs us: an annotation a failure, and a summary of the job."""
+"""Output for GitHub Actions: an annotation per failure, and a summary of the job."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from meshmark.report.markdown import block, one_line
 from meshmark.report.missing_failures import failure_line
 
 _MOST = 10
-"""Annotations that GitHub shows of one step."""
+"""Number of annotations that GitHub shows per step."""
 _CHARACTERS = 500
 
 
 def tell_github(
     attempts: Sequence[Attempt], write: Callable[[str], object], annotated: Sequence[Attempt] | None = None
 ) -> None:
-    """Nothing elsewhere. `write` prints a line; `annotated`: the attempts without what annotations of others say."""
+    """Report to GitHub Actions, and do nothing elsewhere.
+
+    `write` prints a line. `annotated` is the attempts that other annotations do not cover yet.
+    """
     if not attempts or os.environ.get("GITHUB_ACTIONS") != "true":
         return
     for line in annotation_lines(attempts if annotated is None else annotated):
@@ -29,7 +32,7 @@ def tell_github(
 
 
 def warn_github(unsure: Sequence[str], write: Callable[[str], object]) -> None:
-    """Says what a gate cannot tell, in one annotation and on the job's page. Nothing elsewhere."""
+    """Report what a gate cannot decide, in one annotation and on the job's page. Does nothing elsewhere."""
     if not unsure or os.environ.get("GITHUB_ACTIONS") != "true":
         return
     first, more = unsure[0][:_CHARACTERS], f" And {len(unsure) - 1} more." if len(unsure) > 1 else ""
@@ -40,7 +43,7 @@ def warn_github(unsure: Sequence[str], write: Callable[[str], object]) -> None:
 
 
 def annotation_lines(attempts: Sequence[Attempt]) -> list[str]:
-    """Workflow commands, which end with their line: nothing in a message begins another. One a defect."""
+    """Return one workflow command per defect. A command ends with its line, so messages cannot start another one."""
     return [_annotation(*same) for same in by_defect(attempts)[:_MOST]]
 
 
@@ -59,7 +62,7 @@ def _property(text: str) -> str:
 
 
 def step_summary(attempts: Sequence[Attempt]) -> str:
-    """Markdown of the job's page."""
+    """Return the Markdown of the job's page."""
     counts = {ending: sum(attempt.ending is ending for attempt in attempts) for ending in Ending}
     told = ", ".join(f"{count} {ending}" for ending, count in counts.items() if count)
     parts = ["## Meshmark", f"{told}."]

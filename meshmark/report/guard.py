@@ -1,4 +1,4 @@
-"""Each record is rendered, or named: what no page can show costs its own rows and no other's."""
+"""Render records so that one that cannot be shown costs only its own rows."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ R = TypeVar("R")
 def rendered(
     page: Callable[[Sequence[T], Sequence[str]], R], items: Sequence[T], name: Callable[[T], str]
 ) -> tuple[R, list[str]]:
-    """What `page` makes of all items that it can be made of, given complaints about the others, and these complaints.
+    """Return what `page` makes of all items that can be shown, and complaints about the others.
 
-    Raises `ResultsError` where nothing can be made even of those that each can be rendered.
+    `page` also receives the complaints. Raises `ResultsError` if the items can be shown one by one but not together.
     """
     try:
         return page(items, ()), []
@@ -39,7 +39,7 @@ def rendered(
 def _sorted_out(
     page: Callable[[Sequence[T], Sequence[str]], R], items: Sequence[T], name: Callable[[T], str]
 ) -> tuple[list[T], list[str]]:
-    """Half by half, for almost all of them are good."""
+    """Find items that cannot be shown, by bisection, because almost all items are good."""
     try:
         page(items, ())
         return list(items), []
@@ -52,8 +52,11 @@ def _sorted_out(
 
 
 def write_page(path: Path, parts: Iterable[str]) -> None:
-    """A page that any reader takes, of parts with an empty line between them: what no file can hold stands there as its
-    code point. Part by part, for of a hundred thousand cases a page is large."""
+    """Write parts to a page, with an empty line between them.
+
+    Characters that no file can hold are written as code points. Parts are written one by one, because a page of a
+    hundred thousand cases is large.
+    """
     with path.open("w", encoding="utf-8") as file:
         for number, part in enumerate(parts):
             file.write("\n\n" if number else "")

@@ -1,7 +1,7 @@
-"""Markdown made of texts that nobody has vouched for: whatever a record says, it stays one cell, one line or one block.
+"""Markdown from untrusted texts: whatever a record contains, it stays one cell, one line or one block.
 
-Names and messages come from adapters, frameworks and files of strangers. Plain prose is left as it is; a text that
-could make a link, a tag or a column is shown as code, in which nothing has a meaning.
+Names and messages come from adapters, frameworks and files of other people. Plain prose is left as it is. A text that
+could make a link, a tag or a column is shown as code, in which nothing is interpreted.
 """
 
 from __future__ import annotations
@@ -16,27 +16,29 @@ from dataclasses import dataclass
 from meshmark.text import clip
 
 LINE_CHARACTERS = 2000
-"""Of one text within a line; all of it stands in the record."""
+"""Characters of one text within a line. The record has the whole text."""
 
 _CODE_SPAN = re.compile(r"`[^`]+`")
 _MEANS_SOMETHING = re.compile(r"[<>\[\]\\`&|]|://|www\.|@|~~~", re.IGNORECASE)
-"""What may begin a link, a tag, an entity, a column or a code span. Emphasis is left alone: it injects nothing."""
+"""Pattern of what may begin a link, a tag, an entity, a column or a code span. Emphasis injects nothing and is
+allowed.
+"""
 _UNSEEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
-"""Control characters, those that turn the direction of writing, and halves of a character, which no file can hold."""
+"""Control characters, those that change the writing direction, and surrogates, which no file can hold."""
 
 
 class Markup(str):
-    """Markdown on purpose, within a line; what it is made of has been through `inline`."""
+    """Intended Markdown within a line, made of parts that went through `inline`."""
 
 
 def inline(text: object, characters: int = LINE_CHARACTERS) -> str:
-    """`text` in one line, without any meaning of its own."""
+    """Return `text` in one line, without any Markdown syntax."""
     line = _line(text, characters)
     return _as_code(line) if _MEANS_SOMETHING.search(_CODE_SPAN.sub("", line)) else line
 
 
 def code(text: object) -> str:
-    """`text` as a code span of one line."""
+    """Return `text` as a code span of one line."""
     return _as_code(_line(text, LINE_CHARACTERS))
 
 
@@ -55,31 +57,31 @@ def _as_code(line: str) -> str:
 
 
 def visible(text: str) -> str:
-    """`text` with whatever cannot be seen, or written, as its code point."""
+    """Return `text` with characters that are invisible, or cannot be written, as code points."""
     return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def fence(text: str, *, least: int = 3) -> str:
-    """Marks of a code block, or of a code span, that nothing in `text` closes."""
+    """Return marks of a code block or span that nothing in `text` closes."""
     return "`" * max(least, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
 
 
 def block(text: str) -> str:
-    """`text` as a block of code, clipped."""
+    """Return `text` as a code block, clipped."""
     shown = "\n".join(visible(line) for line in clip(text).splitlines()).strip("\n")
     marks = fence(shown)
     return f"{marks}\n{shown}\n{marks}"
 
 
 def details(summary: str, body: str) -> str:
-    """`body`, markdown, folded away under a line of plain text."""
+    """Return `body` (Markdown) folded under a summary line of plain text."""
     return f"<details><summary>{html.escape(_line(summary, LINE_CHARACTERS))}</summary>\n\n{body}\n\n</details>"
 
 
 WIDTH = 160
-"""Characters that a table may be wide: what a person reads without scrolling sideways."""
+"""Maximum width of a table in characters, which can be read without horizontal scrolling."""
 _LONG = 48
-"""Characters of a cell or a title that may stay in a table that is too wide otherwise."""
+"""Maximum length of a cell or title in a table that would otherwise be too wide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,17 +100,17 @@ class _Column:
 
 
 def table(rows: Sequence[dict[str, object]], keys: int = 1) -> str:
-    """A markdown table; what a row lacks stays empty. See `table_of`."""
+    """Return a Markdown table. Missing values stay empty; see `table_of`."""
     names = dict.fromkeys(name for row in rows for name in row)
     return table_of([(name, [row.get(name) for row in rows]) for name in names], keys)
 
 
 def table_of(columns: Sequence[tuple[str, Sequence[object]]], keys: int = 1, together: int = 1) -> str:
-    """A markdown table of columns, each a title and its values.
+    """Return a Markdown table of columns, each a title and its values.
 
-    No line is wider than `WIDTH`. What is the same in every row of one that would be is said once above it; texts that
-    fill a table by themselves stand below it, numbered; and it goes on in further tables that begin with the same
-    first `keys` columns. Of the others, each `together` stay side by side.
+    No line is wider than `WIDTH`. In a table that would be wider, values that are the same in every row are stated
+    once above it, long texts become numbered notes below it, and it continues in further tables that begin with the
+    same first `keys` columns. Of the other columns, each `together` stay side by side.
     """
     whole = [_Column(title=_cell(title), values=values, cells=[*map(_cell, values)]) for title, values in columns]
     if not whole:
@@ -145,12 +147,12 @@ def _narrow(keys: Sequence[_Column], others: Sequence[_Column], together: int) -
 
 
 def _least(columns: Sequence[_Column]) -> int:
-    """What they take where long texts are notes."""
+    """Return the width of columns whose long texts are notes."""
     return sum(min(column.width, _LONG) + 3 for column in columns)
 
 
 def _with_notes(column: _Column, notes: dict[str, int], room: int) -> _Column:
-    """Where it takes more than `room`, each long text is the number of its note."""
+    """Replace long texts by the numbers of their notes if the column is wider than `room`."""
     if column.width <= room:
         return column
     pairs = list(zip(column.values, column.cells, strict=True))
@@ -168,7 +170,7 @@ def _width(columns: Sequence[_Column]) -> int:
 
 
 def _laid(columns: Sequence[_Column], room: int = 0) -> str:
-    """`room`: between a title and the next column, which is how wide tabulate makes them."""
+    """Lay out a table. `room` is added between a title and the next column, as tabulate does."""
     widths = [max(len(column.title) + room, *map(len, column.cells)) for column in columns]
     rule = "|".join(f":{'-' * (width + 1)}" for width in widths)
     lines = zip(*(column.cells for column in columns), strict=True)
@@ -181,7 +183,7 @@ def _row(cells: Iterable[str], widths: Iterable[int]) -> str:
 
 
 def _cell(value: object) -> str:
-    """One line, and no column separator in it."""
+    """Return `value` as one line without column separators."""
     return "" if value is None else _cell_of(value if isinstance(value, str) else str(value))
 
 

@@ -1,4 +1,4 @@
-"""What records do not tell: tests that failed, with the commands that repeat them, and tests that were not run."""
+"""Failures that records do not show: failed tests, with commands that repeat them, and tests that were not run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CHARACTERS = 500
 
 
 def unrecorded(sessions: Iterable[Session], records: Iterable[Record], *, conforming: bool) -> list[str]:
-    """Cases of tests that failed, or were not run to their end, of which there is no record at all."""
+    """Return cases of tests that failed or did not finish, and that have no record."""
     known = {(record.conformance.base or record.case).id for record in records}
     bad = (Ending.FAILED, Ending.UNFINISHED)
     cases = (attempt.case for attempt, _ in standing(sessions, conforming=conforming) if attempt.ending in bad)
@@ -25,7 +25,7 @@ def failing(sessions: Iterable[Session], *, conforming: bool) -> list[Attempt]:
 
 
 def missing_failures(sessions: Sequence[Session], records: Sequence[Record], *, conforming: bool) -> str:
-    """Every test that failed, and what was not run; empty when all ended well."""
+    """Return text about every failed test and every unfinished one. Empty if all ended well."""
     stand = standing(sessions, conforming=conforming)
     failed = failing(sessions, conforming=conforming)
     parts = [_failures(failed)] if failed else []
@@ -47,7 +47,7 @@ def _failures(failed: Sequence[Attempt]) -> str:
 
 
 def failure_line(one: Attempt, *others: Attempt, told: str) -> str:
-    """A line of a list: a test, what is `told` of it, and the tests that failed with it by the same defect."""
+    """Return a list item: a test, its text `told`, and the tests that failed by the same defect."""
     also = f"; the same: {', '.join(code(other.test) for other in others)}" if others else ""
     return f"- {code(one.test)}: {inline(told, _CHARACTERS)}{also}"
 

@@ -1,4 +1,4 @@
-"""The interactive page: one file that needs no network, of records alone."""
+"""The interactive page: one file that needs no network, made from records alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ INSTALL = 'pip install "meshmark[html]"'
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """What did not pass, with the command that repeats it."""
+    """A failure, with the command that repeats it."""
 
     title: str
     told: str
@@ -64,8 +64,10 @@ class Part:
 
 
 def write_html(reading: Reading, path: Path, command: str, baseline: Reading | None = None) -> list[str]:
-    """HTML at `path`, of all records. Returns complaints about what it lacks. Raises `ResultsError` where what draws it
-    is not installed."""
+    """Write HTML with all records to `path`. Returns complaints about what is missing.
+
+    Raises `ResultsError` if the drawing libraries are not installed.
+    """
     libraries = _libraries()
     matrix = [record for record in reading.records if not record.conformance.scenario]
     before = Baseline(results(baseline.records) if baseline else ())
@@ -85,7 +87,7 @@ def write_html(reading: Reading, path: Path, command: str, baseline: Reading | N
 
 
 def _libraries() -> dict[str, Markup]:
-    """What the page carries: code of ours and of the libraries', in which nothing of a record stands."""
+    """Return the code that the page embeds: Meshmark's and the libraries', without any content of records."""
     own = importlib.resources.files("meshmark.report")
     try:
         import itables
@@ -108,7 +110,7 @@ def _libraries() -> dict[str, Markup]:
 
 
 def _template() -> jinja2.Template:
-    """Everything that is put into it is escaped; what cannot be seen stands there as its code point."""
+    """Return the template. It escapes every value, and shows invisible characters as code points."""
     source = (importlib.resources.files("meshmark.report") / "page.html").read_text(encoding="utf-8")
     environment = jinja2.Environment(
         autoescape=True,
@@ -120,7 +122,7 @@ def _template() -> jinja2.Template:
 
 
 def embedded(value: object) -> Markup:
-    """JSON that stands within a tag and cannot end it."""
+    """Return JSON that can stand within a tag without ending it."""
     text = json.dumps(value, default=dataclasses.asdict)
     return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
 
@@ -152,7 +154,7 @@ def _parts(found: Sequence[CaseResult], reading: Reading, baseline: Baseline, co
 
 
 def _failures(latest: Iterable[Record], reading: Reading) -> Iterator[Failed]:
-    """Every pass and verdict that failed, then every failed test that none of them tells of."""
+    """Yield every pass and verdict that failed, then every failed test that none of them covers."""
     left = {kind: failing(reading.sessions, conforming=kind) for kind in (False, True)}
     for record in latest:
         told = [a for a in left[False] if a.case == record.case.id and WORSE not in a.message]
@@ -188,7 +190,7 @@ def _of_record(record: Record, command: str) -> Iterator[Failed]:
 
 
 def _command(record: Record, attempts: Sequence[Attempt]) -> str:
-    """Of the test that failed; else the run's own, of this case alone (of two `-k` the last counts)."""
+    """Return the command of the failed test, or the run's command for this case only (the last `-k` counts)."""
     if attempts:
         return attempts[0].command
     return f"{record.environment.command} -k {shlex.quote(record.case.id)}"

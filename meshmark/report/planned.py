@@ -1,6 +1,6 @@
-"""What the suites measured of memory beside what the planner computed for the same cases when they were run.
+"""Compare measured memory with the plan that was computed when the cases ran.
 
-All of it stands in the record: a reader imports nothing that a record names.
+Everything is in the record, so a reader imports nothing that a record names.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from meshmark.theory.states import ExtraMemory, ModelStates
 
 
 def plans(record: Record) -> list[tuple[ModelStates | None, list[ExtraMemory]]]:
-    """By rank, the plan and what the adapter declared, as recorded; nothing where a record holds no plan."""
+    """Return the plan and the adapter's declarations by rank, as recorded. Empty if the record has no plan."""
     if not len(record.memory.readings) == len(record.memory.planned) == len(record.memory.extra_memory):
         return []
     return list(zip(record.memory.planned, record.memory.extra_memory, strict=True))
 
 
 def totals(record: Record) -> list[Held]:
-    """What the allocator counted on every rank, after a step and (where it is planned) at the peak, beside the plan."""
+    """Return the allocator's total on every rank with its plan, after a step and (if planned) at the peak."""
     on_cpu = record.environment.device == "cpu"
     return [
         held
@@ -35,14 +35,14 @@ def totals(record: Record) -> list[Held]:
 
 
 def worst(found: Sequence[Held], category: str) -> Held | None:
-    """Of the ranks, that which is farthest from its plan, whatever the reason."""
+    """Return the rank that deviates most from its plan, or None."""
     return max(
         (held for held in found if held.category == category), key=lambda held: abs(held.deviation), default=None
     )
 
 
 def planned_memory(found: Sequence[CaseResult]) -> Rows:
-    """The worst rank's error of every category, and of all that the allocator counted."""
+    """Return rows with the worst rank's error for every category and for the allocator's total."""
     rows: Rows = []
     for result in found:
         record = result.observed

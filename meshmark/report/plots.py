@@ -1,4 +1,4 @@
-"""The pictures of a report, as SVG: memory by category and over time, and throughput with its spread."""
+"""SVG plots of a report: memory by category and over time, and throughput with its spread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshmark.report.markdown import one_line  # noqa: E402
 from meshmark.report.results import CaseResult, frontier, tradeoffs  # noqa: E402
 from meshmark.run.throughput import throughput  # noqa: E402
 
-# One hue a category, in the order of the stack; the Okabe-Ito palette, which colour-blind readers can tell apart.
+# One hue per category, in the order of the stack; the Okabe-Ito palette, which colour-blind readers can tell apart.
 _CATEGORIES = {
     "parameters": "#0072B2",
     "gradients": "#56B4E9",
@@ -42,7 +42,7 @@ def _label(result: CaseResult) -> str:
 
 
 def memory_plot(found: Sequence[CaseResult], path: Path) -> bool:
-    """Stacked bytes at the peak of each case's fullest rank. False when there is nothing to draw."""
+    """Draw stacked bytes at the peak of each case's fullest rank. Returns False when there is nothing to draw."""
     rows = [
         (r, max(r.observed.memory.readings, key=lambda m: m.peak.total))
         for r in found
@@ -74,7 +74,10 @@ _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#
 
 
 def tradeoff_plot(found: Sequence[CaseResult], path: Path) -> bool:
-    """Draw speed against memory: a dot a correct case, a picture a number of ranks. False without any."""
+    """Draw speed against memory, with a dot per correct case and a plot per number of ranks.
+
+    Returns False when there is nothing to draw.
+    """
     points = tradeoffs(found)
     counts = Counter(point.result.case.world_size for point in points)
     worlds = sorted(ranks for ranks, count in counts.items() if count > 1)[-3:] or sorted(counts)[-1:]
@@ -112,8 +115,10 @@ def tradeoff_plot(found: Sequence[CaseResult], path: Path) -> bool:
 
 
 def throughput_plot(found: Sequence[CaseResult], path: Path) -> bool:
-    """Tokens or images per second of every step, and over all of them with its interval; hollow where they are no
-    result. False without any."""
+    """Draw tokens or images per second of every step, and over all steps with an interval.
+
+    Hollow points are not valid results. Returns False when there is nothing to draw.
+    """
     rows = [(r, r.timed) for r in found if r.timed and r.timed.timing.rank_step_seconds]
     if not rows:
         return False
@@ -144,7 +149,7 @@ def throughput_plot(found: Sequence[CaseResult], path: Path) -> bool:
 
 
 def curves(lines: Mapping[str, Sequence[tuple[float, int]]], path: Path) -> bool:
-    """Bytes over seconds, a line each. False without any."""
+    """Draw bytes over seconds with one line each. Returns False when there is nothing to draw."""
     if not lines:
         return False
     largest = max(num_bytes for points in lines.values() for _, num_bytes in points)

@@ -1,4 +1,4 @@
-"""Where the time of profiled steps went, and memory over that time."""
+"""Tables of where the time of profiled steps went, and plots of memory over that time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshmark.report.table import Rows, bytes_text, milliseconds, number
 from meshmark.spec.hardware import gpu_of_device
 
 _SHOWN = 3
-"""Kernels and collectives of a row."""
+"""Number of kernels and collectives per row."""
 TOLD = (
     "A pass of its own under PyTorch's profiler, slower than the untouched one; the rank with the longest step. "
     "*compute*, *exposed* communication and *idle* time add up to the step; *communication* counts what is hidden "
@@ -23,7 +23,7 @@ TOLD = (
 
 
 def profiled(records: Sequence[Record]) -> list[Record]:
-    """The last profile of every case."""
+    """Return the last profile of every case."""
     found = {(r.case.id, r.environment.device): r for r in records if r.task is Task.PROFILE and r.profiles}
     return list(found.values())
 
@@ -54,7 +54,7 @@ def _kernel(kernel: Kernel, profile: Profile) -> str:
 
 
 def _bandwidth(found: Bandwidth, record: Record) -> str:
-    """With the share of the link's, where the GPU is known."""
+    """Format a bandwidth, with its share of the link's if the GPU is known."""
     rate = found.bus_bytes_per_second
     gpu = gpu_of_device(record.environment.machine.partition(" x ")[2])
     share = f" ({rate / gpu.link_bandwidth:.0%} of the link)" if gpu else ""
@@ -62,7 +62,7 @@ def _bandwidth(found: Bandwidth, record: Record) -> str:
 
 
 def memory_curves(records: Sequence[Record], path: Path) -> bool:
-    """Bytes over time on each case's fullest rank. False when there is nothing to draw."""
+    """Draw bytes over time on each case's fullest rank. Returns False when there is nothing to draw."""
     lines = {}
     for record in profiled(records):
         fullest = max(record.profiles, key=lambda profile: max((b for _, b in profile.memory), default=0))

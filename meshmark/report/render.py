@@ -1,4 +1,4 @@
-"""The report: the answer first, then the evidence, then how it was obtained."""
+"""The Markdown report: first the answer, then the evidence, then how it was obtained."""
 
 from __future__ import annotations
 
@@ -26,12 +26,15 @@ from meshmark.run.throughput import LEAST_CLAIMED, fastest_of, throughput
 from meshmark.text import pluralize
 
 _DRAWN = 50
-"""Cases that a picture can show."""
+"""Number of cases that a plot can show."""
 
 
 def write_report(reading: Reading, path: Path, command: str, baseline: Reading | None = None) -> list[str]:
-    """Markdown at `path`, and its pictures beside it, named after it. `command` is what made the report; with
-    a `baseline`, times, peaks and verdicts are compared with its. Returns complaints about cases that it lacks."""
+    """Write Markdown to `path`, and plots next to it with names derived from it.
+
+    `command` is the command that made the report. With a `baseline`, times, peaks and verdicts are compared with its
+    own. Returns complaints about cases that are missing.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     found = results(reading.records)
     drawn, undrawn = _pictures(found, path)
@@ -47,7 +50,7 @@ def write_report(reading: Reading, path: Path, command: str, baseline: Reading |
 
 
 def _pictures(found: Sequence[CaseResult], path: Path) -> tuple[list[str], list[str]]:
-    """Drawn beside `path`: lines of the page that show them, and complaints about cases that they lack."""
+    """Draw the plots next to `path`. Returns the lines that show them, and complaints about missing cases."""
     drawn, undrawn = list[str](), list[str]()
     pictures = {
         "Speed against memory: a dot a correct case; better is up and to the left": tradeoff_plot,
@@ -69,7 +72,7 @@ def _pictures(found: Sequence[CaseResult], path: Path) -> tuple[list[str], list[
 
 
 def _profiles(records: Sequence[Record], path: Path) -> list[str]:
-    """The section of profiled passes, where there are any, with its picture beside the page."""
+    """Return the section of profiled passes, if there are any. Its plot is written next to the page."""
     if not (rows := profile_rows(records)):
         return []
     picture = path.with_name(f"{path.stem}-over-time.svg")
@@ -79,7 +82,7 @@ def _profiles(records: Sequence[Record], path: Path) -> list[str]:
 
 
 def headline(found: Sequence[CaseResult], reading: Reading) -> str:
-    """What it came to, in a paragraph of markdown."""
+    """Return the result in a paragraph of Markdown."""
     missing = unrecorded(reading.sessions, reading.records, conforming=False)
     if not reading.records:
         return f"**No case left a record**: {_listed(missing)}."
@@ -110,7 +113,7 @@ def _answer(found: Sequence[CaseResult], reading: Reading) -> list[str]:
 
 
 def _headline(found: Sequence[CaseResult], missing: Sequence[str], failed_tests: int) -> str:
-    """`missing`: cases without a record."""
+    """Return the headline. `missing` is the cases without a record."""
     right = [r for r in found if r.correct and not r.skipped]
     equal = [r for r in right if r.comparable]
     parts = [_counts(found, missing, failed_tests)]
@@ -130,7 +133,7 @@ def _headline(found: Sequence[CaseResult], missing: Sequence[str], failed_tests:
 
 
 def _fastest(timed: Sequence[Record]) -> str:
-    """One case, or all that are tied for it."""
+    """Name the fastest case, or all that are tied."""
     if not (ordered := fastest_of(timed)):
         return f"no case was launched often enough ({LEAST_CLAIMED} times) to be called the fastest"
     first, *tied = ordered
@@ -144,7 +147,7 @@ def _fastest(timed: Sequence[Record]) -> str:
 
 
 def _counts(found: Sequence[CaseResult], missing: Sequence[str], failed_tests: int) -> str:
-    """What was judged, and how; a case that was never judged is neither right nor wrong."""
+    """Return what was judged, and how. A case that was never judged is neither right nor wrong."""
     ran = [r for r in found if not r.skipped]
     judged = [r for r in ran if r.correct is not None]
     unjudged = len(ran) - len(judged)

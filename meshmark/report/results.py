@@ -1,4 +1,4 @@
-"""Records as a reader wants them: one result per case, the instrumented and the timed pass side by side."""
+"""Results by case, which combine the records of the instrumented and the timed pass."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from meshmark.spec.case import Case
 
 @dataclass(frozen=True, kw_only=True)
 class CaseResult:
-    """All that is known of a case; at least one of the passes is there."""
+    """Everything known about a case. At least one of the passes exists."""
 
     case: Case
     observed: Record | None
     timed: Record | None
     proxy: Record | None
-    """The instrumented pass of the same adapter, layout and precision on a model small enough to be judged, when this
-    one is too large."""
+    """The instrumented pass of a model small enough to be judged, if this case's model is too large.
+
+    Adapter, layout and precision are the same.
+    """
 
     @property
     def any(self) -> Record:
@@ -35,15 +37,16 @@ class CaseResult:
 
     @property
     def failed(self) -> Record | None:
-        """The pass that did not reach its end."""
+        """The pass that did not end, or None."""
         ended = (Status.OK, Status.SKIPPED)
         return next((r for r in (self.observed, self.timed) if r and r.outcome.status not in ended), None)
 
     @property
     def correct(self) -> bool | None:
-        """The equivalence verdict; None when nothing decides, as after a pass that was too slow, or that a full disk
-        ended, or never done. A small model's that is wrong is held against the large one; one that is right says of it
-        no more than what it is."""
+        """The equivalence verdict. None if nothing decides, as after a pass that was too slow or hit a full disk.
+
+        A small model's failure counts against the large model, but its success does not count for it.
+        """
         if self.observed and _is_defect(self.observed.outcome.status):
             return False
         if self.observed and (verdict := self.observed.verdict("equivalence")):
@@ -57,19 +60,21 @@ class CaseResult:
 
     @property
     def sampled(self) -> bool:
-        """Whether what is known of its correctness is of a sample of its steps and noise."""
+        """True if its correctness is known only from a sample of its steps and noise."""
         return self.observed is not None and self.observed.equivalence.sample is not None
 
     @property
     def states(self) -> str:
-        """The precisions in which states are kept, weights before moments: `float32, float32`."""
+        """Dtypes in which states are kept, weights before moments, such as `float32, float32`."""
         dtypes = self.observed.memory.state_dtypes if self.observed else {}
         return ", ".join(dtypes[name] for name in ("parameters", "optimizer_states") if dtypes.get(name))
 
     @property
     def states_as_asked(self) -> bool | None:
-        """Whether masters and moments are as wide as the precision promises; None when nothing was observed. One in
-        which they are narrower takes less memory and time for another reason than its layout."""
+        """True if masters and moments are as wide as the precision promises. None when nothing was observed.
+
+        A case with narrower states needs less memory and time for another reason than its layout.
+        """
         if not self.states or self.observed is None:
             return None
         asked = self.case.precision
@@ -80,35 +85,37 @@ class CaseResult:
 
     @property
     def slow(self) -> bool:
-        """Whether all that failed is a pass whose time limit was too short."""
+        """True if the only failure is a pass whose time limit was too short."""
         return self.failed is not None and self.failed.outcome.status is Status.SLOW
 
     @property
     def blameless(self) -> bool:
-        """Whether what failed says nothing of the adapter: a time limit that was too short, or what stands outside."""
+        """True if the failure says nothing about the adapter: a time limit that was too short, or a cause outside."""
         return self.failed is not None and not _is_defect(self.failed.outcome.status)
 
     @property
     def timed_as_judged(self) -> bool:
-        """Whether nothing speaks against it that the steps on the clock are those that were judged."""
+        """True if nothing indicates that the timed steps differ from the judged ones."""
         verdict = self.timed.verdict("throughput") if self.timed else None
         return verdict is None or verdict.passed
 
     @property
     def undisturbed(self) -> bool:
-        """Whether nothing was seen that makes its rate none of this machine."""
+        """True if nothing was observed that makes the rate unrepresentative of this machine."""
         return not (self.timed and self.timed.timing.spoilt)
 
     @property
     def comparable(self) -> bool:
-        """Whether its memory and speed may be held against others': it trains correctly, with states as precise, and
-        the same steps on the clock."""
+        """True if its memory and speed may be compared with others'.
+
+        It must train correctly, with equally precise states, and with the same steps when timed.
+        """
         wrong = (self.failed and not self.blameless) or not self.timed_as_judged
         return self.correct is not False and not wrong and self.states_as_asked is not False
 
     @property
     def correctness(self) -> Cell:
-        """The answer, in words."""
+        """The answer in words."""
         if self.skipped:
             return Cell(text="not run")
         untimed = self.blameless and self.failed is self.timed
@@ -165,12 +172,12 @@ def frontier(points: Iterable[Tradeoff]) -> list[Tradeoff]:
 
 
 def _is_defect(status: Status) -> bool:
-    """Whether a pass that ended so fell to something in its ranks."""
+    """Return whether a pass with this status failed because of something in its ranks."""
     return status not in (Status.OK, Status.SKIPPED, Status.SLOW) and not status.outside
 
 
 def results(records: Iterable[Record]) -> list[CaseResult]:
-    """One result a case, in order of first appearance; of several records of one pass the last one counts."""
+    """Return one result per case, in order of first appearance. The last of several records of one pass counts."""
     latest: dict[tuple[Key, Task], Record] = {}
     cases: dict[Key, Case] = {}
     for record in records:
@@ -195,12 +202,12 @@ def results(records: Iterable[Record]) -> list[CaseResult]:
 
 
 def newest(records: Sequence[Record]) -> Record:
-    """The one that was made last; of several of one second the last."""
+    """Return the newest record, or the last of several with the same time."""
     return max(reversed(records), key=lambda record: record.environment.date)
 
 
 Key = tuple[str, str, str | None]
-"""What tells the results of one folder apart: case, device, corpus."""
+"""Key of results within one folder: case, device, corpus."""
 
 
 def _key(record: Record) -> Key:

@@ -1,4 +1,4 @@
-"""Memory of ranks of fake worlds: a table of its own, which no real world's records are part of."""
+"""Memory of ranks of fake worlds, in a separate table without records of real worlds."""
 
 from __future__ import annotations
 

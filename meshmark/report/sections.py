@@ -111,7 +111,7 @@ _TIMED = (
 
 
 def _peaks(records: Iterable[Record]) -> str:
-    """What utilisation is of."""
+    """Return the peaks that utilisation refers to."""
     told: dict[str, set[float]] = {}
     for peak, source in (peak_flops_per_second(r) for r in records if r.timing.rank_step_seconds):
         told.setdefault(source, set()).update([peak] if peak else [])

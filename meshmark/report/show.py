@@ -1,4 +1,4 @@
-"""One case's records for a reader, in plain text."""
+"""Show one case's records in plain text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOG_LINES = 30
 
 
 def matching(records: Sequence[Record], asked: str) -> list[Record]:
-    """Those of the case that is asked for: by its id, or by any part of one that no other case's has.
+    """Return the records of the case with the id `asked`, or with an id that is the only one to contain it.
 
     Raises `InputError` when there is none, or several.
     """
@@ -35,7 +35,7 @@ def matching(records: Sequence[Record], asked: str) -> list[Record]:
 
 
 def show(records: Sequence[Record]) -> str:
-    """All passes over one case."""
+    """Return text about all passes over one case."""
     parts = [line for record in records for line in ("", *_lines(record))]
     return "\n".join(visible(line) for line in [records[0].case.id, *parts]) + "\n"
 

@@ -12,7 +12,7 @@ from meshmark.report.markdown import table as markdown_table
 
 KIB = 1024.0
 _FEW = 7
-"""Columns that any window has room for."""
+"""Number of columns that fit into any window."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Cell:
 
     @property
     def pieces(self) -> tuple[str, str, str]:
-        """The text before, at and behind what is emphasised."""
+        """The text before, at and after the emphasised part."""
         if self.text.startswith(self.bad):
             return "", self.bad, self.text.removeprefix(self.bad)
         before, bad, behind = self.text.rpartition(self.bad)
@@ -74,8 +74,10 @@ class Table:
 
     @property
     def narrow(self) -> tuple[str, Table]:
-        """What is the same in every row, in words, and the table without it; the table as it is where it has few
-        columns."""
+        """Text about columns that are the same in every row, and the table without them.
+
+        A table with few columns is returned unchanged.
+        """
         columns, cells = self.columns, self.cells
         if len(columns) <= _FEW or len(cells) < 2:
             return "", self

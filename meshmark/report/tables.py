@@ -1,4 +1,4 @@
-"""One table for the answer, then one a suite."""
+"""Tables of the report: one for the answer, then one per suite."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshmark.theory.bubble import bubble_fraction
 
 
 def answer(found: Sequence[CaseResult]) -> Rows:
-    """Which case is correct, how much memory it takes, how fast it is."""
+    """Return which cases are correct, how much memory they need, and how fast they are."""
     return [
         {
             **names(result),
@@ -60,13 +60,13 @@ def equivalence(found: Sequence[CaseResult], baseline: Baseline) -> Rows:
 
 
 def judged(record: Record) -> str:
-    """Of a run: all, or which sample."""
+    """Return what was judged of a run: all of it, or which sample."""
     sample = record.equivalence.sample
     return f"{record.steps} of {record.steps} steps" if sample is None else f"{sample.text}, of {record.steps} steps"
 
 
 def memory(found: Sequence[CaseResult], baseline: Baseline) -> Rows:
-    """The rank with the highest peak, by category at that instant."""
+    """Return rows for the rank with the highest peak, by category at that instant."""
     rows: Rows = []
     for result in found:
         if not result.observed or not result.observed.memory.readings:
@@ -100,7 +100,7 @@ def memory(found: Sequence[CaseResult], baseline: Baseline) -> Rows:
 
 
 def extra_memory(found: Sequence[CaseResult]) -> Rows:
-    """What adapters declare beyond the closed form; empty when nothing is."""
+    """Return the memory that adapters declare beyond the closed form. Empty without any."""
     return [
         {
             **names(result),
@@ -115,9 +115,11 @@ def extra_memory(found: Sequence[CaseResult]) -> Rows:
 
 
 def speed(found: Sequence[CaseResult], baseline: Baseline) -> Rows:
-    """How fast, how well that is known, and how steps scatter. With a `baseline`, each median also as a multiple of the
-    same case's there. With pipelines, how much of a step
-    equal stages would wait, each with a processor to itself."""
+    """Return the speed, its interval, and how steps scatter.
+
+    With a `baseline`, each median is also given as a multiple of the baseline's. With pipelines, rows include the
+    share of a step that equal stages would wait, each with its own processor.
+    """
     rows: Rows = []
     with_pipelines = any(result.case.layout.pp > 1 for result in found)
     for result in found:
@@ -150,7 +152,7 @@ def speed(found: Sequence[CaseResult], baseline: Baseline) -> Rows:
 
 
 def time_spent(found: Sequence[CaseResult]) -> Rows:
-    """Seconds by adapter: processes from start to end, and of these until the engines stood."""
+    """Return seconds by adapter: from process start to end, and the part until the engines were built."""
     rows: dict[str, dict[str, float]] = {}
     for result in found:
         for record in filter(None, (result.observed, result.timed)):
@@ -176,7 +178,7 @@ def time_spent(found: Sequence[CaseResult]) -> Rows:
 
 
 def names(result: CaseResult) -> dict[str, object]:
-    """The columns that say which case a row is of."""
+    """Return the columns that identify the case of a row."""
     case = result.case
     return {
         "adapter": case.adapter,
@@ -186,7 +188,7 @@ def names(result: CaseResult) -> dict[str, object]:
 
 
 def _worst_error(verdict: Verdict | None) -> Cell:
-    """Empty where the adapter could not tell what to judge by."""
+    """Return the worst error, or an empty cell if the adapter could not provide what to judge by."""
     error = verdict.evidence.get("relative_error") if verdict else None
     return EMPTY if error is None else number(float(error), ".2%")
 
@@ -232,14 +234,17 @@ def _mfu(result: CaseResult) -> Cell:
 
 
 def interval_text(measured: Throughput) -> str:
-    """`±1.8%`; of too few launches how many they are, for their steps say nothing of how far another may lie."""
+    """Format an interval, such as `±1.8%`.
+
+    With too few launches, it gives their number instead, because steps do not show how far another launch may differ.
+    """
     if not measured.is_claimed:
         return f"({pluralize(measured.num_launches, 'launch', 'launches')})"
     return f"±{measured.relative:.1%}" if measured.relative < 1 else "±?"
 
 
 def failures(records: Sequence[Record]) -> str:
-    """What did not reach its end or did not pass, each with its evidence."""
+    """Return every pass that did not end and every verdict that failed, each with its evidence."""
     parts = []
     for record in records:
         outcome, case = record.outcome, f"- **{inline(record.case.id)}**"
@@ -258,7 +263,7 @@ def failures(records: Sequence[Record]) -> str:
 
 
 def not_judged(found: Sequence[CaseResult]) -> Rows:
-    """What no verdict speaks of, and of how many cases; those with the most cases first."""
+    """Return what no verdict covers, with the number of cases, largest first."""
     cases: dict[str, list[str]] = {}
     for result in found:
         for text in result.observed.not_judged if result.observed else []:

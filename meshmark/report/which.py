@@ -1,7 +1,7 @@
-"""The page "Which framework?" and the command `meshmark which`: from what somebody needs to a framework and a layout.
+"""The page "Which framework?" and the command `meshmark which`: from a need to a framework and a layout.
 
-Memory, traffic and clauses are measured, and taken from records. What a model of real size needs on a real cluster is
-planned, and marked so.
+Memory, traffic and clauses are measured, and read from records. Needs of a model of real size on a real cluster are
+planned, and marked as such.
 """
 
 from __future__ import annotations
@@ -33,16 +33,19 @@ from meshmark.text import pluralize
 from meshmark.theory.grid import SearchSpace
 
 PLANNED = ("ddp", "deepspeed", "fsdp2", "torchtitan", "megatron-core")
-"""Frameworks that are planned for, the simplest first."""
+"""Frameworks to plan for, the simplest first."""
 _NEAR = 0.9
-"""Share of the fastest's speed from which on another is named beside it: less than the planner's own error."""
+"""Share of the fastest framework's speed from which others are named too.
+
+The difference is below the planner's error.
+"""
 _SEARCHED = 10
-"""Layouts of each framework whose bubbles are simulated."""
+"""Number of layouts per framework whose bubbles are simulated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Something that one may need of a framework, and the clauses that show it."""
+    """A need that a framework may meet, and the clauses that show it."""
 
     title: str
     clauses: tuple[str, ...]
@@ -146,12 +149,15 @@ def _peak_bytes(record: Record) -> float:
 
 
 def _sent_bytes(record: Record) -> float:
-    """Return the bytes that the rank which sends most hands to its links in a step."""
+    """Return the bytes that the busiest rank hands to its links in a step."""
     return max((sum(c.wire_bytes for c in reading.asked) for reading in record.traffic.readings), default=0.0)
 
 
 def _shares(found: Sequence[CaseResult], measure: Measure) -> dict[str, float]:
-    """Return, by the id of each case on several ranks, its share of what DDP has on as many with the same model."""
+    """Return each case's share of what DDP needs on as many ranks with the same model, by case id.
+
+    Contains only cases on several ranks.
+    """
     observed = [r.observed for r in found if r.observed and r.observed.memory.readings and r.case.world_size > 1]
     ddp = {
         (record.case.workload.name, record.case.world_size): measure(record)
@@ -200,7 +206,7 @@ def _least(found: Sequence[CaseResult], measure: Measure, need: str, what: str) 
 
 
 def _plans(cluster: Cluster) -> Iterator[tuple[str, Search | str]]:
-    """Yield the best layouts of every framework that is planned for, or why none fits."""
+    """Yield the best layouts of every planned framework, or why none fits."""
     for name in PLANNED:
         of = framework(name)
         using = of.recipe_on(cluster.gpu, cluster.model.family)
@@ -218,7 +224,7 @@ def _plans(cluster: Cluster) -> Iterator[tuple[str, Search | str]]:
 
 
 def _fastest(plans: Mapping[str, Search | str]) -> list[tuple[str, Search]]:
-    """Return the frameworks of which a layout fits, the fastest first."""
+    """Return the frameworks with a layout that fits, the fastest first."""
     fitting = [(name, plan) for name, plan in plans.items() if isinstance(plan, Search)]
     return sorted(fitting, key=lambda pair: -float(pair[1].prediction.tokens_per_second_per_gpu[pair[1].ranked[0]]))
 
@@ -281,7 +287,7 @@ _WORDS = {
 
 
 def _results(need: Need, column: AdapterColumn) -> list[ClauseResult]:
-    """Return what became of the clauses of a need that were asked of an adapter."""
+    """Return the results of those clauses of a need that were checked for an adapter."""
     return [column.findings[name].result for name in need.clauses if name in column.findings]
 
 
@@ -307,7 +313,7 @@ def _kept(need: Need, found: Sequence[AdapterColumn]) -> str:
 
 
 def _clause_rows(need: Need, found: Sequence[AdapterColumn]) -> Rows:
-    """Return a row for each adapter, those that keep most clauses first, with the reason where one does not hold."""
+    """Return a row per adapter, those with the most passing clauses first, with reasons for failures."""
     rows = []
     for column in found:
         if not (asked := _results(need, column)):

@@ -48,16 +48,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Declared:
-    """By rank."""
+    """Declarations of an adapter for a case, by rank."""
 
     states: list[ModelStates | None]
     extra_memory: list[list[ExtraMemory]]
     traffic: list[list[Flow] | None]
-    """By theory alone."""
+    """Traffic from theory alone."""
     traffic_exceptions: list[list[TrafficException]]
     one_time_traffic: list[list[OneTimeTraffic]]
     failed: dict[str, str] = field(default_factory=dict)
-    """By suite that cannot be judged by it: the method that failed, and how."""
+    """Suites that cannot be judged by the declarations, with the method that failed and how."""
 
 
 def declare(adapter: type[Adapter], case: Case, ranks: Sequence[int], device: str) -> Declared:
@@ -130,8 +130,11 @@ def with_gaps(record: Record, gaps: Sequence[tuple[str, KnownGap]]) -> Record:
 
 
 def unmatched_gaps(gaps: Sequence[tuple[str, KnownGap]], chosen: Collection[str]) -> list[str]:
-    """What a user who mistyped an adapter's name should know; `chosen` may be adapters that no registry has. Of one
-    that is there and is not run, nothing is told: several runs share a file."""
+    """Return remarks on patterns that match no adapter, for a user who mistyped a name.
+
+    `chosen` may include adapters that no registry has. Nothing is said of adapters that exist and are not run, because
+    several runs share a file.
+    """
     patterns = dict.fromkeys(pattern for pattern, _ in gaps)
     none = [pattern for pattern in patterns if not fnmatch.filter({*known_adapters(), *chosen}, pattern)]
     return [f"--known-gaps: {pattern!r} matches no adapter that is known here" for pattern in none]
@@ -256,7 +259,7 @@ def _training(reports: list[RankReport], whole: bool) -> TrainingCurves:
 
 
 def _left_out(count: int, path: ObservedPath | None) -> list[str]:
-    """What a reader of the verdict, or of the rate, should know."""
+    """Return remarks on overflowed steps, for readers of the verdict or the rate."""
     told = "attempts at steps that overflowed were left out, as loss scaling does, and tried again"
     timed = "steps, warm-up included, overflowed and were left out, as loss scaling does: they moved nothing"
     found = [f"{count} {told}"] if count else []
@@ -274,14 +277,14 @@ def _disagreeing(reports: list[RankReport]) -> list[str]:
 
 
 def _state_dtypes(reports: list[RankReport]) -> dict[str, str]:
-    """Of all ranks: a stage or a shard may keep what the first does not."""
+    """Return the dtypes of states on all ranks. A stage or shard may keep states that the first one does not."""
     kinds = {kind for report in reports for kind in report.state_dtypes}
     told = {kind: {part for r in reports for part in r.state_dtypes.get(kind, "").split("+")} for kind in sorted(kinds)}
     return {kind: "+".join(sorted(parts - {""})) for kind, parts in told.items()}
 
 
 def _equivalence(launches: Sequence[LaunchResult], request: Request) -> EquivalenceEvidence:
-    """What rank 0, which gathers, has found; of replicas that drift apart, in any launch."""
+    """Return the evidence that rank 0, which gathers, has found; drifts of replicas are taken from every launch."""
     tolerance_model, first = request.tolerance_model, launches[0].reports[0]
     return EquivalenceEvidence(
         deviations=first.deviations,

@@ -28,8 +28,11 @@ which are no part of the module. Frameworks here hold 32 to 52 bytes of these.""
 COUNT_BYTES = 4
 """PyTorch's optimizers count the steps of every tensor."""
 TOTALS = ("steady", "peak", "unnamed", "growth")
-"""Of the allocator's count: after a step, at the most, what was there before the step without a name, and how much
-more there is after a step than after the one before."""
+"""Totals of the allocator's count.
+
+They are the bytes after a step, the maximum, the bytes before the step without a name, and the growth from one step to
+the next.
+"""
 
 _MEND_STATES = (
     "`Engine.holdings` leaves storages out or names too many, or the framework holds other bytes than its layout "
@@ -55,7 +58,7 @@ _UNKNOWN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """One number of one rank's, beside its plan."""
+    """A measured number of one rank, with its plan."""
 
     category: str
     rank: int
@@ -66,7 +69,7 @@ class Held:
     step: int | None = None
     """After which it was measured; None: at the metered step."""
     interval: Interval | None = None
-    """Of growth a step, where several steps tell it."""
+    """Interval of the growth per step, if several steps give it."""
     spare: int = 0
     """Bytes beyond the plan that may be scalars."""
 
@@ -168,7 +171,9 @@ def _growth_text(interval: Interval) -> str:
 
 
 def _later(totals: Sequence[Held], live: Mapping[int, int]) -> Iterator[Held]:
-    """What was there after other steps than the metered one. Less is no fault: it is planned of a step that has all."""
+    """Yield what was held after other steps than the metered one. Less is no fault, because the plan is for a step
+    that has all.
+    """
     steady = next((held for held in totals if held.category == "steady"), None)
     if steady is None or METERED_STEP not in live:
         return
@@ -190,7 +195,7 @@ def _scalars(record: Record) -> dict[str, int]:
 
 
 def _mend(worst: Held) -> str:
-    """What to do about a number that is off, in the direction in which it is off."""
+    """Return advice on a number that is off, depending on the direction."""
     if worst.category in TOTALS:
         return _MEND_LESS if worst.is_below else _MEND_MORE
     return _MEND_ACTIVATIONS if worst.category == "activations" else _MEND_STATES
@@ -243,9 +248,12 @@ def memory_categories(
 def memory_totals(
     rank: int, reading: MemoryReading, plan: ModelStates, declared: Sequence[ExtraMemory], *, on_cpu: bool
 ) -> Iterator[Held]:
-    """What the allocator counted. The batch that the engine is handed is not the engine's, and is left out as it was
-    measured, as are workspaces of kernels, which no storage outlives; peaks are planned of a CPU's kernels alone.
-    Without the ends of storages, nobody can tell which buffers at the peak were late, nor which bytes had a name."""
+    """Yield the allocator's totals with their plan.
+
+    The batch passed to the engine is not the engine's, and its measured size is left out. Workspaces of kernels are
+    left out too, because no storage outlives them. Peaks are planned for a CPU's kernels only. Without the ends of
+    storages it is unknown which buffers at the peak were late, and which bytes had a name.
+    """
     steady, peak = reading.steady, reading.peak
     passing = declared_bytes(declared, "unnamed")  # which may be there after a step as well, and not after another
     plan = plan.with_host() if on_cpu else plan

@@ -59,7 +59,7 @@ def outcome_of_launch(launched: LaunchResult, world_size: int) -> Outcome:
 
 
 def _peer(launched: LaunchResult, rank: int) -> PeerEnd:
-    """What became of `rank` after another has failed."""
+    """Return how `rank` ended after another rank failed."""
     failed = next((f for f in launched.failures if f.rank == rank), None)
     if failed:
         return PeerEnd(rank=rank, kind=failed.kind, seconds=failed.time - launched.failures[0].time)

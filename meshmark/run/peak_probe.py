@@ -20,11 +20,14 @@ class PeakProbe:
     def __init__(self, launcher: Launcher, num_gpus: int) -> None:
         self.launcher, self.num_gpus = launcher, num_gpus
         self._measured: dict[tuple[str, int, str, str], float | None] = {}
-        """By device, cores, precision and tuning of products."""
+        """Measured peaks by device, cores, precision and tuning of matrix products."""
 
     def of(self, request: Request) -> float | None:
-        """Of all cores or GPUs that the ranks of `request` can use, each counted once however many ranks share it; of
-        several nodes, the sum of what each measured. None where the probe failed."""
+        """Return the peak of all cores or GPUs that the ranks of `request` can use, or None if the probe failed.
+
+        Each core or GPU is counted once, however many ranks share it. For several nodes it is the sum of what each
+        measured.
+        """
         nnodes = self.launcher.cluster.spec.nnodes
         on_cpu, local_ranks = request.device == "cpu", request.case.world_size // nnodes
         num_threads = num_cores(local_ranks) if on_cpu else 1
@@ -63,6 +66,6 @@ class PeakProbe:
 
 
 def num_cores(local_ranks: int) -> int:
-    """Of this node, that so many ranks can use with their threads."""
+    """Return the number of cores of this node that `local_ranks` ranks can use with their threads."""
     threads = int(os.environ.get("OMP_NUM_THREADS") or DEFAULT_THREADS)
     return min(local_ranks * threads, len(os.sched_getaffinity(0)))

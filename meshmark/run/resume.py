@@ -1,4 +1,4 @@
-"""What a results folder holds already of what is asked for again: for the same case, code and machine."""
+"""Find records in a results folder that already answer a request: for the same case, code and machine."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ class Held:
         return found
 
     def of(self, request: Request, here: Environment) -> Record | None:
-        """What stands for `request` in `here`; None where it is to be run, as scenarios are that leave a checkpoint
-        or take one: those of an earlier run are gone."""
+        """Return the record that answers `request` in the environment `here`, or None if it must be run.
+
+        Scenarios that leave or take a checkpoint are always run, because the checkpoints of an earlier run are gone.
+        """
         record = self._records.get((request.task, request.case, request.scenario))
         if record is None or request.checkpoint or record.outcome.status in _AGAIN or record.outcome.status.outside:
             return None
@@ -53,19 +55,19 @@ def _lengths(of: Request | Record) -> tuple[float, ...]:
 
 
 def is_committed(here: Environment) -> bool:
-    """Whether a checkout has no changes that no commit holds."""
+    """Return whether a checkout has no uncommitted changes."""
     return not here.commit.endswith("-dirty")
 
 
 def _lacks_judgement(record: Record, request: Request) -> bool:
-    """Whether it was run under `--assess off`, and is asked for judged now."""
+    """Return whether the record was made under `--assess off`, and a judged one is asked for now."""
     suite = {Task.OBSERVE: "equivalence", Task.TIME: "throughput"}.get(request.task)
     ended = record.outcome.status is Status.OK
     return request.assess and ended and suite is not None and not request.scenario and record.verdict(suite) is None
 
 
 def _about(environment: Environment) -> tuple[object, ...]:
-    """What a record's numbers depend on."""
+    """Return the facts about an environment that a record's numbers depend on."""
     e = environment
     where = (e.machine, e.num_cpus, e.memory_bytes, e.device, e.backend, e.nnodes, e.omp_num_threads)
     return (*where, e.commit, e.versions)

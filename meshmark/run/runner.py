@@ -51,13 +51,13 @@ from meshmark.spec.layout import Layout
 def find_path(
     observed: Record | None, timed: Sequence[LaunchResult], retrace: Callable[[], LaunchResult]
 ) -> ObservedPath | None:
-    """What `retrace` makes, which runs the instrumented pass's steps once more and goes on to the last that was timed;
-    its first steps are those of the session's instrumented pass, where there is one. Where any of the `timed` launches
-    computed other bits it is run again, to see whether this engine's bits tell anything. None where no such pass came
-    to its end.
+    """Return the verified path to compare timed launches with, or None if no such pass came to its end.
 
-    A pass that tried a step again, which loss scaling had left out, has trained on other batches since: it tells
-    nothing of bits.
+    `retrace` runs the instrumented pass's steps again and continues to the last step that was timed. The path's first
+    steps are those of the session's instrumented pass, if there is one. If any of the `timed` launches computed other
+    bits, `retrace` is run again, to see whether this engine's bits are reproducible.
+
+    A pass that tried a skipped step again has trained on other batches since, so its bits are not used.
     """
     if observed and observed.outcome.status is not Status.OK:
         return None
@@ -102,7 +102,7 @@ class RunOptions:
     timed_steps: int = 10
     """At least."""
     timing_budget_seconds: float = 0.0
-    """Of steps that are added to these, launch by launch, until the rate is known well."""
+    """Seconds of steps that are added to these, launch by launch, until the rate is known well."""
     warmup: int = 3
     time_limit_seconds: float = 120.0
     assess: Assess | None = None
@@ -115,7 +115,7 @@ class RunOptions:
 
 
 FAKE_NEEDS = frozenset({Feature.FAKE_WORLD})
-"""What a pass over ranks of a fake world takes of an adapter."""
+"""Features that a pass over ranks of a fake world needs of an adapter."""
 
 
 def fake_ranks(layout: Layout) -> list[int]:
@@ -192,7 +192,7 @@ class Runner:
         return self.once(self.request(Task.OBSERVE, case))
 
     def observe_alone(self, case: Case) -> Record:
-        """One rank after the other of a fake world of the case's size, each alone: memory and traffic."""
+        """Measure memory and traffic of single ranks in a fake world of the case's size, one rank after the other."""
         request = dataclasses.replace(
             self.request(Task.FAKE_WORLD, case, Assess.OFF),
             backend=self._fake_backend(),
@@ -210,7 +210,7 @@ class Runner:
 
     @functools.cached_property
     def scratch(self) -> Scratch:
-        """Of this run; a call of all nodes."""
+        """Scratch folder of this run. All nodes must call this."""
         while True:
             try:
                 return Scratch(self.results, self.launcher.cluster)
@@ -303,7 +303,10 @@ class Runner:
             raise ResultsError(told) from error
 
     def _unfinished(self, asked: Request | Record, error: BaseException) -> Record:
-        """Of a pass that something outside its ranks ended; asks the adapter for nothing, for it may be the cause."""
+        """Return the record of a pass that was ended by something outside its ranks.
+
+        It calls no code of the adapter, which may be the cause.
+        """
         remarks = self._told()
         backend = asked.backend if isinstance(asked, Request) else asked.environment.backend
         told = asked if isinstance(asked, Request) else asked.conformance
@@ -331,7 +334,7 @@ class Runner:
         return describe(self.options.device, backend, self.launcher.cluster.spec.num_hosts)
 
     def request(self, task: Task, case: Case, assess: Assess | None = None) -> Request:
-        """What ranks are asked to do with `case` under this run's options; `assess` goes before theirs."""
+        """Return the request for `case` under this run's options. `assess` overrides theirs."""
         options, assess = self.options, assess_of(case, assess or self.options.assess)
         sample = sample_of(case) if assess is Assess.SAMPLED and task is Task.OBSERVE else None
         observed = options.observed_steps or (WATCHED_STEP + 1 if sample else OBSERVED_STEPS)
@@ -361,7 +364,7 @@ class Runner:
         return self.options.backend or ("nccl" if self.options.device == "cuda" else "gloo")
 
     def _local_ranks(self, case: Case) -> int:
-        """That share what a node, or a task with GPUs of its own, has."""
+        """Return the number of ranks that share the resources of a node, or of a task with GPUs of its own."""
         spec = self.launcher.cluster.spec
         return case.world_size // (spec.nnodes if spec.gpus_by_task else spec.num_hosts)
 
@@ -416,8 +419,11 @@ class Runner:
         return self._record(request, Outcome(status=Status.OK), [together])
 
     def _with_path(self, timed: Request, launches: Sequence[LaunchResult]) -> Request:
-        """What became of `timed` is held against the verified path; where their bits differ and bits tell nothing of
-        this engine, by the tolerance model."""
+        """Add the verified path to `timed`, against which its launches are compared.
+
+        If their bits differ although this engine's bits are not reproducible, they are compared by the tolerance
+        model.
+        """
         observing = dataclasses.replace(self.request(Task.OBSERVE, timed.case), adapter=timed.adapter)
         retracing = dataclasses.replace(
             observing,
@@ -441,7 +447,7 @@ class Runner:
 
 STEPS = 3
 _LONGEST_STEM = 150
-"""Of a file's name."""
+"""Longest stem of a file's name, in characters."""
 
 
 def profile(runner: Runner, case: Case) -> Record:

@@ -20,8 +20,11 @@ show it hardly."""
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """What a timed pass amounts to. The interval is of these launches, made within seconds of one another; of fewer
-    than LEAST_CLAIMED it is of their steps alone, and nothing is claimed by it."""
+    """Rate of a timed pass.
+
+    The interval is over launches made within seconds of one another. With fewer than `LEAST_CLAIMED` launches it is
+    over their steps alone, and no claim is based on it.
+    """
 
     per_second: float
     """All tokens or images over the time from the ranks' common start to the last one's end."""
@@ -32,7 +35,7 @@ class Throughput:
     relative: float
     """Half of the interval of the time that a step takes, of that time; infinite of a single step."""
     settled: bool
-    """Whether the interval is as narrow as it was to be; else the budget ended first."""
+    """Whether the interval is as narrow as requested. If not, the budget ended first."""
     num_launches: int
     unit: str
     """tokens or images."""
@@ -43,17 +46,17 @@ class Throughput:
 
     @property
     def is_claimed(self) -> bool:
-        """Whether it can be said to be faster than another, or as fast."""
+        """Whether a claim to be faster than another, or as fast, may be based on it."""
         return self.num_launches >= LEAST_CLAIMED
 
     def ties(self, other: Throughput) -> bool:
-        """Whether the intervals meet: then neither is faster. What nothing is claimed of ties with nothing."""
+        """Return whether the intervals overlap, so that neither is faster. A rate without a claim ties with none."""
         claimed = self.is_claimed and other.is_claimed
         return claimed and self.lowest <= other.highest and other.lowest <= self.highest
 
 
 def throughput(record: Record) -> Throughput:
-    """Of a record of the timed pass."""
+    """Return the rate of a record of the timed pass."""
     workload, interval = record.case.workload, record.timing.interval
     rate = workload.units_per_step / interval.mean
     num_launches = record.timing.num_launches
@@ -81,8 +84,11 @@ def fastest_of(records: Sequence[Record]) -> list[Record]:
 
 
 def peak_flops_per_second(record: Record) -> tuple[float | None, str]:
-    """Of all cores or GPUs that the ranks can use: published where the GPU is known, else measured. Ranks that share
-    cores or a GPU share its peak."""
+    """Return the peak of all cores or GPUs that the ranks can use, and its source.
+
+    It is the published peak if the GPU is known, and else the measured one. Ranks that share cores or a GPU share its
+    peak.
+    """
     machine = record.environment.machine
     if record.environment.device == "cuda":
         count, _, name = machine.partition(" x ")
@@ -96,7 +102,7 @@ def peak_flops_per_second(record: Record) -> tuple[float | None, str]:
 
 
 def drift(timing: TimingEvidence) -> float:
-    """By how much the second halves of launches take longer than the first, in the mean."""
+    """Return how much longer the second halves of launches take than the first halves, on average, as a fraction."""
     seconds = timing.step_seconds
     steps = len(seconds) // timing.num_launches
     if not (half := steps // 2):
@@ -107,7 +113,7 @@ def drift(timing: TimingEvidence) -> float:
 
 
 def values_of(record: Record) -> dict[str, object]:
-    """What a record came to, in numbers: what was measured alone."""
+    """Return the measured numbers of a record, by name."""
     found: dict[str, object] = {"status": str(record.outcome.status), "launch_seconds": round(record.launch.seconds, 3)}
     if record.memory.readings:
         found["peak_bytes"] = max(reading.peak.total for reading in record.memory.readings)

@@ -44,7 +44,7 @@ def time_again(
 
 
 def is_wanted(launches: Sequence[LaunchResult], budget_seconds: float, *, on_gpu: bool = False) -> bool:
-    """Whether another launch is. On GPUs there are as many as a claim takes, whatever the budget."""
+    """Return whether another launch is wanted. On GPUs there are as many as a claim needs, whatever the budget."""
     if launches[-1].failures or launches[-1].lost or len(launches) >= MOST_LAUNCHES:
         return False
     if len(launches) < LEAST_CLAIMED and on_gpu:  # where a few steps of a large model are all of the budget
@@ -62,7 +62,7 @@ def _step_seconds(reports: Sequence[RankReport]) -> list[float]:
 
 
 def relaunch_of(launched: LaunchResult) -> Relaunch:
-    """What its record keeps of it."""
+    """Return the part of a launch that its record keeps."""
     return Relaunch(
         rank_step_seconds=[r.step_seconds for r in launched.reports],
         rank_starts=[r.lap_starts for r in launched.reports],

@@ -71,8 +71,11 @@ class Unlike:
         return (self.found.count if self.found else 0) - (self.metered.count if self.metered else 0)
 
     def is_declared(self, declared: Iterable[OneTimeTraffic]) -> bool:
-        """Whether nothing is missing, and no more is sent than `declared`. In the first step, calls are not counted:
-        tensors may be put into other buckets when their order is known."""
+        """Return whether nothing is missing and no more is sent than `declared`.
+
+        Calls are not counted in the first step, because tensors may be put into other buckets once their order is
+        known.
+        """
         own = [each for each in declared if each.kind == self.route[0] and self.step in each.steps]
         num_bytes = range(sum(each.least_bytes for each in own), sum(each.most_bytes for each in own) + 1)
         calls = range(sum(each.least_calls for each in own), sum(each.most_calls for each in own) + 1)
@@ -91,7 +94,7 @@ class Unlike:
 
 
 def unlike_steps(record: Record) -> Iterator[Unlike]:
-    """What ranks sent in other steps than the metered one, where that is neither the same nor declared."""
+    """Yield traffic of other steps that is neither the same as in the metered step nor declared."""
     evidence = record.traffic
     for i, groups in enumerate(evidence.alike_steps):
         rank = record.ranks[i]
@@ -111,7 +114,7 @@ def unlike_steps(record: Record) -> Iterator[Unlike]:
 
 
 def _repeats(record: Record, rank: int, step: int) -> bool:
-    """Whether the algorithm sends in `step` what it sends in the metered step."""
+    """Return whether the algorithm sends in `step` the same as in the metered step."""
     return record.case.workload.algorithm.traffic_repeats(record.case, rank, step)
 
 

@@ -31,7 +31,9 @@ BLIND = 0.3
 """Detection limit above which a run that looks right has shown nothing: a rank of two whose part is missing, the
 smallest defect of all in a reduction, scales a gradient by a half."""
 HIDDEN = 3.0
-"""Of its noise: by so much a number may happen to be off the other way, and hide as much of an error."""
+"""Multiple of its noise by which a number may be off in the other direction by chance, and hide an error of that
+size.
+"""
 
 
 def judge_equivalence(record: Record) -> Verdict:
@@ -118,14 +120,17 @@ class Limit:
     """The smallest relative errors of one parameter's gradient that would have been caught at every step."""
 
     scaling: float
-    """Of a factor on it."""
+    """Smallest detectable relative error that scales the gradient."""
     any_direction: float
-    """Of an error that leaves its size alone."""
+    """Smallest detectable relative error that leaves the gradient's size unchanged."""
 
 
 def detection_limits(record: Record) -> dict[str, Limit]:
-    """By parameter, over the steps at which it has a gradient; those whose gradient is zero by mathematics, which have
-    no relative error, are left out. Against the truth or the twin, whichever sees more."""
+    """Return the detection limits by parameter, over the steps at which it has a gradient.
+
+    Parameters whose gradient is zero by mathematics have no relative error and are left out. The limit is against the
+    truth or the twin, whichever detects more.
+    """
     deviations = record.equivalence.deviations
     tolerance_model = record.equivalence.tolerance_model.fitted_to(deviations)
     limits = _limits(tolerance_model, deviations, QuantityKind.GRADIENTS)

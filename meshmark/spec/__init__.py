@@ -1,7 +1,8 @@
-"""What is asked: case, layout, workload, optimizer, precision, model, hardware. No torch.
-Frozen dataclasses that say a case in words of the field, validated when they are made, and their identities: a
-case's id, a workload's fingerprint. Whatever another folder needs to know of a case, it asks here; nothing here
-knows how it is trained, measured or judged.
+"""The description of a case: layout, workload, optimizer, precision, model and hardware.
+
+Frozen dataclasses describe a case in the field's own terms. They are validated when they are made. They also define
+identities: a case's id and a workload's fingerprint. Other folders look up here what they need to know about a case.
+Nothing here knows how a case is trained, measured or judged, and nothing here imports torch.
 
 May import: nothing.
 """

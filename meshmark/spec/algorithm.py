@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # names for annotations: the folders below import this module
     from meshmark.theory.flow import Flow
 
 GROUP = "meshmark.algorithms"
-"""Entry points of a distribution that brings algorithms: `name = "package.module:Class"`."""
+"""Entry point group for distributions that provide algorithms: `name = "package.module:Class"`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,19 +45,19 @@ class Algorithm:
     """
 
     TAG: ClassVar = "kind"
-    """Written with the fields, so that a reader knows the class again; see `meshmark.serial.Tagged`."""
+    """Field written with the others, so that a reader can restore the class; see `meshmark.serial.Tagged`."""
     kind: ClassVar[str] = "synchronous"
     """Name of the algorithm, the same for all values of its options."""
     replicas_differ: ClassVar[bool] = False
-    """Whether data-parallel replicas may hold different gradients or parameters, by design."""
+    """True if data-parallel replicas may hold different gradients or parameters by design."""
     stale_weights: ClassVar[bool] = False
-    """Whether gradients are of older weights than those that they change; then `gradient_rule` returns one."""
+    """True if gradients are computed at older weights than those they update; `gradient_rule` then returns a rule."""
     updates_by_micro_batch: ClassVar[bool] = False
-    """Whether every micro-batch makes an update of its own."""
+    """True if every micro-batch makes its own update."""
     steps_on_own_gradients: ClassVar[bool] = True
-    """Whether each replica's optimizer steps on the gradients that the replica reports, and so clips by their norm."""
+    """True if each replica's optimizer steps on the gradients that the replica reports, and clips by their norm."""
     warms_up: ClassVar[bool] = False
-    """Whether its first steps may be synchronous training."""
+    """True if the first steps may be synchronous training."""
 
     @classmethod
     def class_of(cls, tag: str) -> type[Algorithm]:
@@ -81,17 +81,17 @@ class Algorithm:
 
     @property
     def compressor_kind(self) -> str | None:
-        """Which kind of compressor makes gradients smaller before they are sent; None where none does."""
+        """The kind of compressor that shrinks gradients before they are sent, or None."""
         return None
 
     @property
     def replicas_agree(self) -> bool:
-        """Whether all replicas hold the same parameters after every step, bit for bit."""
+        """True if all replicas hold the same parameters after every step, bit for bit."""
         return not self.replicas_differ
 
     @property
     def steps_until_chance(self) -> int | None:
-        """Steps after which two right runs may differ by chance, such as in the order of messages; None: never."""
+        """Steps after which two correct runs may differ by chance, such as by message order. None means never."""
         return None
 
     @property
@@ -108,15 +108,15 @@ class Algorithm:
         return optimizer
 
     def reduces_gradients(self, step: int) -> bool:
-        """Whether `step`, counted from 0, is made of the gradient of the whole global batch."""
+        """Return whether `step`, counted from 0, uses the gradient of the whole global batch."""
         return not self.replicas_differ
 
     def averages_after(self, step: int) -> bool:
-        """Whether all replicas' parameters are averaged after the update of `step`."""
+        """Return whether the parameters of all replicas are averaged after the update of `step`."""
         return False
 
     def steps_alone(self, step: int) -> bool:
-        """Whether each replica's update of `step` is made by its own optimizer alone, as that of one process."""
+        """Return whether each replica updates in `step` with its local optimizer alone, as a single process would."""
         return False
 
     def transition(
@@ -132,34 +132,39 @@ class Algorithm:
         return synchronous
 
     def gradient_rule(self, workload: Workload, layout: Layout) -> GradientRule | None:
-        """Return which weights a step's gradients are of, before the first step; None: of those where the run is."""
+        """Return the rule for which weights a step's gradients are taken at, before the first step.
+
+        None means the current weights of the run.
+        """
         return None
 
     def traffic(self, case: Case, rank: int) -> list[Flow] | None:
-        """Return what `rank` sends its replicas in the metered step; None: as synchronous training under ZeRO does."""
+        """Return what `rank` sends to other replicas in the metered step, or None for the traffic of synchronous
+        ZeRO.
+        """
         return None
 
     def traffic_repeats(self, case: Case, rank: int, step: int) -> bool:
-        """Return whether `rank` sends its replicas in `step` what it sends in the metered step.
+        """Return whether `rank` sends other replicas the same in `step` as in the metered step.
 
-        Where it does not, or nobody can know, what it sends in `step` is not judged.
+        If it does not, or if that is unknown, the traffic of `step` is not judged.
         """
         return not self.replicas_differ
 
     def vectors_kept(self, case: Case, rank: int) -> int:
-        """Return how many vectors as long as the parameters `rank` keeps besides its optimizer's states."""
+        """Return how many parameter-sized vectors `rank` keeps besides its optimizer states."""
         return 0
 
     def update_memory_is_planned(self, num_replicas: int) -> bool:
-        """Whether the peak of memory in the update is known."""
+        """Return whether the peak memory of the update can be predicted."""
         return True
 
     def fault_hypotheses(self, workload: Workload, run: ObservedRun) -> Iterator[FaultHypothesis]:
-        """Yield the ways in which the transition is got wrong; the first that explains the most steps is reported."""
+        """Yield hypotheses of how the transition is wrong. The one that explains the most steps is reported."""
         yield from ()
 
     def gradient_hypotheses(self, workload: Workload, layout: Layout) -> Iterator[GradientHypothesis]:
-        """Yield the ways in which `gradient_rule` is got wrong; the first that fits is reported."""
+        """Yield hypotheses of how `gradient_rule` is wrong. The first one that fits is reported."""
         yield from ()
 
     def estimate_fault(
@@ -170,20 +175,21 @@ class Algorithm:
         wrong: Mapping[int, Sequence[str]],
         exact: Sequence[list[Tensors]],
     ) -> tuple[int, str] | None:
-        """Return a wrong transition that is fitted to the run, as the number of steps that it explains and a sentence.
+        """Fit a wrong transition to the run.
 
-        `transition` is the right one, before its first step. `wrong` has the names of wrong parameters by replica, the
-        worst first; `exact` has the right parameters by step and replica. None where nothing can be fitted.
+        `transition` is the correct one, before its first step. `wrong` maps a replica to the names of its wrong
+        parameters, worst first. `exact` holds the correct parameters by step and replica. Returns the number of steps
+        that the fit explains and a sentence about it, or None if nothing can be fitted.
         """
         return None
 
     def contradiction(self, run: ObservedRun, step: int) -> str | None:
-        """Return why what the run reports of `step` cannot be; None where it can."""
+        """Return why the values reported for `step` are impossible, or None if they are possible."""
         return None
 
 
 SYNCHRONOUS = Algorithm()
-"""Every step is made of the gradient of the whole global batch; replicas are the same, bit for bit."""
+"""Synchronous training: every step uses the gradient of the whole global batch, and replicas are bitwise equal."""
 
 
 @functools.cache
@@ -215,7 +221,7 @@ def algorithm_classes() -> Mapping[str, type[Algorithm]]:
 
 @functools.cache
 def algorithm_presets() -> Mapping[str, Algorithm]:
-    """Return what may follow the name of a workload, after a hyphen: presets of all algorithms by id."""
+    """Return the presets of all algorithms by id. A preset's id may follow the name of a workload, after a hyphen."""
     return MappingProxyType({preset.id: preset for cls in algorithm_classes().values() for preset in cls.presets()})
 
 
@@ -225,7 +231,9 @@ def algorithm_named(name: str) -> Algorithm:
 
 
 def without_foreign_options(value: dict[str, Any]) -> dict[str, Any]:
-    """Return an algorithm's JSON value of record schema 2, where every algorithm had the options of all, without those
-    that its class does not have."""
+    """Return an algorithm's JSON value of record schema 2 without the options that its class does not have.
+
+    In schema 2 every algorithm had the options of all algorithms.
+    """
     names = {field.name for field in fields(Algorithm.class_of(value[Algorithm.TAG]))}
     return {name: each for name, each in value.items() if name in names or name == Algorithm.TAG}

@@ -1,4 +1,4 @@
-"""What an AmoebaNet is: its dimensions and what follows from them. No torch, as in `model_spec`."""
+"""AmoebaNet models: their dimensions and the sizes derived from them. Does not import torch, like `model_spec`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from meshmark.spec.model_spec import Family
 
 @dataclass(frozen=True, kw_only=True)
 class AmoebaNetSpec(Convolutional):
-    """Dimensions of a net of AmoebaNet-D's cells (arXiv:1802.01548; the net that GPipe, arXiv:1811.06965, cuts): a
-    convolution, cells that each read the states of the two before, the mean over pixels and a classifier; a batch norm
-    behind every convolution. A cell that is wider than the one before it is a reduction cell: its images are half as
-    high and wide.
+    """Dimensions of a network of AmoebaNet-D cells (arXiv:1802.01548), which GPipe cuts (arXiv:1811.06965).
+
+    The network is a convolution, the cells, a mean over pixels and a classifier. Each cell reads the states of the two
+    cells before it. A batch norm follows every convolution. A cell that is wider than the previous one is a reduction
+    cell, which halves the height and width of its images.
 
     Raises `InputError` when the dimensions contradict each other.
     """
@@ -26,7 +27,7 @@ class AmoebaNetSpec(Convolutional):
     kind: ClassVar[str] = "amoebanet"
     module: ClassVar[str] = "meshmark.reference.amoebanet:AmoebaNet"
     cells: tuple[int, ...]
-    """Channels of one operation, cell by cell; the first convolution has those of the first."""
+    """Channels of one operation in each cell. The first convolution has as many as the first cell."""
     init_std: float = 0.1
 
     def __post_init__(self) -> None:
@@ -51,7 +52,9 @@ class AmoebaNetSpec(Convolutional):
 
     @cached_property
     def layers(self) -> tuple[LayerSizes, ...]:
-        """The first convolution and its norm, of which both states are; the classifier has no bias."""
+        """The stem (the first convolution and its norm, which gives both states), the cells and a classifier without
+        bias.
+        """
         first, pixels = self.cells[0], self.image_size**2
         stem = Convolution(inner=self.num_channels, outer=first, kernel=9, pixels=pixels)
         head = Convolution(inner=self.last_width, outer=self.num_classes, kernel=1, pixels=1, normed=False)
@@ -69,28 +72,30 @@ class AmoebaNetSpec(Convolutional):
 
     @property
     def batch_norm(self) -> bool:
-        """Over all pixels of the images of *one micro-batch of one replica*; see `VisionSpec.batch_norm`."""
+        """True: norms run over all pixels of the images of *one micro-batch of one replica*; see
+        `VisionSpec.batch_norm`.
+        """
         return True
 
     @property
     def widest(self) -> int:
-        """Numbers at a position that a layer works on: the patches of a convolution laid out, or both states."""
+        """Largest number of values a layer handles per position: unfolded convolution patches, or both states."""
         return max(9 * max(self.cells), *(cell.skip + cell.last for cell in self.blocks))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CellSizes:
-    """One cell."""
+    """Sizes of one cell."""
 
     skip: int
-    """Channels of the state of the cell before the previous one."""
+    """Channels of the state from two cells before."""
     last: int
-    """Of the previous cell's."""
+    """Channels of the previous cell's state."""
     width: int
-    """Of one operation."""
+    """Channels of one operation."""
     reduces: bool
     side: int
-    """Pixels a side as images come in."""
+    """Height and width of the incoming images, in pixels."""
 
     @property
     def next_side(self) -> int:
@@ -98,17 +103,17 @@ class CellSizes:
 
     @property
     def next_skip(self) -> int:
-        """What the next cell finds as the one before: the previous state as it is, or halved to the new size."""
+        """Channels of `skip` for the next cell: the previous state, unchanged or halved in height and width."""
         return self.width if self.reduces else self.last
 
     @property
     def next_last(self) -> int:
-        """Of the states inside, those that go out side by side."""
+        """Channels of the cell's output state, which concatenates some of its inner states."""
         return (3 if self.reduces else 4) * self.width
 
     @property
     def convolutions(self) -> list[Convolution]:
-        """In the order of `meshmark.reference.amoebanet.Cell`."""
+        """The convolutions, in the order of `meshmark.reference.amoebanet.Cell`."""
         before, after, w = self.side**2, self.next_side**2, self.width
         entries = [Convolution(inner=inner, outer=w, kernel=1, pixels=before) for inner in (self.skip, self.last)]
 
@@ -124,4 +129,4 @@ class CellSizes:
 
 
 AMOEBANET_MINI = AmoebaNetSpec(name="amoebanet-mini", image_size=8, num_classes=10, cells=(12, 12, 24, 24))
-"""Cells of either kind; small enough for milliseconds."""
+"""A model with both kinds of cells, small enough to train in milliseconds."""

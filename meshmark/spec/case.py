@@ -1,4 +1,4 @@
-"""What is measured: one adapter, workload, layout and precision, and how they are tuned."""
+"""The unit of measurement: one adapter, workload, layout and precision, and its tuning."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshmark.spec.tuning import Tuning
 from meshmark.spec.workload import Workload
 
 CHOOSE = "choose another --world, --layouts, --global-batch, --workload, --model or --adapters"
-"""What to do about a layout that does not fit."""
+"""Advice appended to errors about layouts that do not fit."""
 _PLAIN = Tuning()
 
 
@@ -32,7 +32,7 @@ class Cell:
 
     @property
     def computed(self) -> list[str]:
-        """The names of its arithmetic and, where there is one, of its tuning."""
+        """The names of the precision and, if there is one, of the tuning."""
         return [str(self.precision), *([str(self.tuning)] if self.tuning else [])]
 
 
@@ -53,7 +53,7 @@ class Case(Cell):
 
 @dataclass(frozen=True, kw_only=True)
 class InvalidLayout(Cell):
-    """A cell that no launch can fill: a skip, with its reason."""
+    """A cell whose layout does not fit its workload. It is skipped, with a reason."""
 
     reason: str
 
@@ -66,7 +66,7 @@ def cell(
     precision: Precision = Precision.FP32,
     tuning: Tuning = _PLAIN,
 ) -> Case | InvalidLayout:
-    """The case of these, or why there is none."""
+    """Return the case of these arguments, or an `InvalidLayout` that says why there is none."""
     try:
         return Case(adapter=adapter, workload=workload, layout=layout, precision=precision, tuning=tuning)
     except LayoutError as error:
@@ -81,7 +81,7 @@ def cell(
 
 
 def expect_fit(cells: Sequence[Cell]) -> None:
-    """Raise `LayoutError` with every reason when there are cells and none of them is a case."""
+    """Raise `LayoutError` with every reason if there are cells but none of them is a case."""
     misfits = {cell.id: f"{cell.adapter}: {cell.reason}" for cell in cells if isinstance(cell, InvalidLayout)}
     if misfits and not any(isinstance(cell, Case) for cell in cells):
         raise LayoutError(f"{'; '.join(misfits.values())}; {CHOOSE}")

@@ -1,4 +1,4 @@
-"""What a net of convolutions and attention is: its dimensions and what follows from them. No torch."""
+"""CoAtNet models, which combine convolutions and attention: dimensions and derived sizes. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from meshmark.spec.model_spec import Family
 
 @dataclass(frozen=True, kw_only=True)
 class CoAtNetSpec(Convolutional):
-    """Dimensions of a CoAtNet (arXiv:2106.04803 section 2): a convolution, inverted bottlenecks around depthwise
-    convolutions (MBConv, arXiv:1801.04381), then transformer blocks whose attention adds a bias by relative position;
-    the mean over normalised pixels and a classifier. Where blocks become wider, their images become half as high and
-    wide: by a stride of the depthwise convolution, or pooled before attention.
+    """Dimensions of a CoAtNet (arXiv:2106.04803 section 2).
+
+    The model is a convolution, inverted bottlenecks around depthwise convolutions (MBConv, arXiv:1801.04381),
+    transformer blocks, a mean over normalised pixels and a classifier. Attention adds a bias by relative position.
+    Where blocks become wider, the height and width of images are halved, by a stride of the depthwise convolution or
+    by pooling before attention.
 
     Raises `InputError` when the dimensions contradict each other.
     """
@@ -26,14 +28,14 @@ class CoAtNetSpec(Convolutional):
     kind: ClassVar[str] = "coatnet"
     module: ClassVar[str] = "meshmark.reference.coatnet:CoAtNet"
     convolutions: tuple[int, ...]
-    """Channels of the blocks of convolutions; the first convolution has those of the first."""
+    """Channels of each convolutional block. The first convolution has as many as the first block."""
     attentions: tuple[int, ...]
-    """Of the transformer blocks, which follow."""
+    """Channels of each transformer block. These follow the convolutional blocks."""
     expansion: int = 4
-    """By how much the inside of a block is wider than what goes out."""
+    """Ratio of a block's inner width to its output width."""
     head_dim: int = 8
     batch_norm: bool = False
-    """Normalise behind convolutions by batch (see `VisionSpec.batch_norm`), not all of an image by itself."""
+    """Normalise behind convolutions over the batch (see `VisionSpec.batch_norm`) instead of over each image."""
     init_std: float = 0.1
 
     def __post_init__(self) -> None:
@@ -75,7 +77,9 @@ class CoAtNetSpec(Convolutional):
 
     @cached_property
     def layers(self) -> tuple[LayerSizes, ...]:
-        """The first convolution and its norm; the head's norm and its classifier, which has no bias."""
+        """The stem (first convolution and its norm), the blocks, and the head (a norm and a classifier without
+        bias).
+        """
         first, last, pixels = self.convolutions[0], self.attentions[-1], self.image_size**2
         stem = Convolution(inner=self.num_channels, outer=first, kernel=9, pixels=pixels)
         classifier = last * self.num_classes
@@ -90,8 +94,10 @@ class CoAtNetSpec(Convolutional):
 
     @property
     def widest(self) -> int:
-        """Numbers at a position that a layer works on: the patches of a convolution laid out, the inside of a block, or
-        a row of scores a head."""
+        """Largest number of values a layer handles per position.
+
+        That is the unfolded patches of a convolution, the inside of a block, or one row of attention scores per head.
+        """
         inside = [block.ffn_hidden for block in self.blocks]
         scores = [block.num_heads * block.side**2 for block in self.blocks if block.attends]
         return max(9 * max(inside), *scores)
@@ -99,26 +105,26 @@ class CoAtNetSpec(Convolutional):
 
 @dataclass(frozen=True, kw_only=True)
 class HybridSizes:
-    """One block."""
+    """Sizes of one block."""
 
     inner: int
-    """Channels that come in."""
+    """Input channels."""
     outer: int
-    """That go out."""
+    """Output channels."""
     stride: int
     side: int
-    """Pixels a side of an image as it goes out."""
+    """Height and width of the output images, in pixels."""
     ffn_hidden: int
-    """Channels inside."""
+    """Inner channels."""
     head_dim: int
     attends: bool
-    """Whether it is a transformer block, not an inverted bottleneck."""
+    """True for a transformer block, False for an inverted bottleneck."""
     batch_norm: bool
-    """Behind its convolutions."""
+    """True if batch norms follow its convolutions."""
 
     @property
     def projects(self) -> bool:
-        """Whether the shortcut pools and is a convolution of single pixels."""
+        """True if the shortcut pools and applies a 1x1 convolution."""
         return self.inner != self.outer
 
     @property
@@ -127,7 +133,7 @@ class HybridSizes:
 
     @property
     def num_positions(self) -> int:
-        """By which one pixel may lie from another."""
+        """Number of relative positions between two pixels."""
         return (2 * self.side - 1) ** 2
 
     @property
@@ -146,7 +152,9 @@ class HybridSizes:
 
     @property
     def _bottleneck(self) -> LayerSizes:
-        """To more channels, each by itself over its neighbours, and back."""
+        """Sizes of an inverted bottleneck: expand to more channels, convolve each over its neighbours, project
+        back.
+        """
         pixels, before, f = self.side**2, (self.side * self.stride) ** 2, self.ffn_hidden
         expand = Convolution(inner=self.inner, outer=f, kernel=1, pixels=before)
         depthwise = Convolution(inner=f, outer=f, kernel=9, pixels=pixels, groups=f)
@@ -155,7 +163,10 @@ class HybridSizes:
 
     @property
     def _transformer(self) -> LayerSizes:
-        """Norms, attention with a bias a head by relative position, feed-forward; biases but of the keys."""
+        """Sizes of a transformer block: norms, attention with a relative position bias per head, and feed-forward.
+
+        All linear layers but that of the keys have biases.
+        """
         i, h, f, pixels = self.inner, self.outer, self.ffn_hidden, self.side**2
         matrices = 3 * i * h + h * h + 2 * h * f
         biases = 3 * h + f + h
@@ -168,4 +179,4 @@ class HybridSizes:
 
 
 COATNET_MINI = CoAtNetSpec(name="coatnet-mini", image_size=8, num_classes=10, convolutions=(8, 16), attentions=(16, 32))
-"""A block of every kind; small enough for milliseconds."""
+"""A model with every kind of block, small enough to train in milliseconds."""

@@ -1,4 +1,4 @@
-"""What models of images that are made of convolutions have in common: layers of unequal size, no tokens. No torch."""
+"""Shared parts of convolutional image models: layers of unequal size and no tokens. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from meshmark.spec.model_config import ImageModelConfig, LayerSizes
 
 @dataclass(frozen=True, kw_only=True)
 class Convolution:
-    """One of them, without a bias."""
+    """One convolution without a bias."""
 
     inner: int
-    """Channels that come in."""
+    """Input channels."""
     outer: int
-    """That go out."""
+    """Output channels."""
     kernel: int
-    """Weights of one channel that comes in for one that goes out."""
+    """Weights per pair of input and output channel."""
     pixels: int
-    """Of an image as it goes out."""
+    """Pixels of an output image."""
     groups: int = 1
-    """Parts that channels are in, each of which sees itself alone; as many as channels in a depthwise one."""
+    """Number of channel groups, each convolved separately. A depthwise convolution has one group per channel."""
     normed: bool = True
-    """Whether a norm follows, with a scale and a shift a channel."""
+    """True if a norm follows, with a scale and a shift per channel."""
 
     @property
     def weights(self) -> int:
@@ -42,12 +42,12 @@ class Convolution:
 
     @property
     def products(self) -> int:
-        """Every weight with every pixel that goes out once."""
+        """Multiply-adds of one image: every weight times every output pixel."""
         return self.weights * self.pixels
 
 
 def layer_of(convolutions: Sequence[Convolution], outputs: int) -> LayerSizes:
-    """A layer of nothing but these."""
+    """Return the sizes of a layer that consists of `convolutions` and has `outputs` output values."""
     return LayerSizes(
         num_parameters=sum(c.num_parameters for c in convolutions),
         num_tensors=sum(c.num_tensors for c in convolutions),
@@ -58,7 +58,7 @@ def layer_of(convolutions: Sequence[Convolution], outputs: int) -> LayerSizes:
 
 
 class Convolutional(ImageModelConfig):
-    """Everything that follows from the `layers` that a spec has."""
+    """Base class that derives a model's sizes from the `layers` of its spec."""
 
     theory: ClassVar[str] = "meshmark.theory.model_theory:LayeredTheory"
 
@@ -73,7 +73,7 @@ class Convolutional(ImageModelConfig):
         """The embedding, the blocks and the head."""
 
     def check_sizes(self, widths: Sequence[int], num_halved: int) -> None:
-        """Raises `InputError` when they contradict each other: `num_halved` is how often an image's side is halved."""
+        """Raise `InputError` if sizes contradict each other. `num_halved` is how often the image side is halved."""
         for field in ("image_size", "num_channels", "num_classes"):
             if (got := getattr(self, field)) < 1:
                 raise InputError(f"model {self.name!r}: {field} is {got}, expected at least 1")
@@ -87,22 +87,22 @@ class Convolutional(ImageModelConfig):
 
     @property
     def couples_rows(self) -> bool:
-        """Whether it normalises over the images of one micro-batch of one replica."""
+        """True if it normalises over the images of one micro-batch of one replica."""
         return self.batch_norm
 
     @property
     def causal(self) -> bool:
-        """It has no tokens."""
+        """False: the model has no tokens."""
         return False
 
     @property
     def tied_embeddings(self) -> bool:
-        """Pixels and classes share nothing."""
+        """False: pixels and classes share no weights."""
         return False
 
     @property
     def dropout(self) -> float:
-        """None: norms stand in its place (arXiv:1512.03385 section 3.4)."""
+        """Always 0: norms take the place of dropout (arXiv:1512.03385 section 3.4)."""
         return 0.0
 
     @property
@@ -111,17 +111,17 @@ class Convolutional(ImageModelConfig):
 
     @property
     def seq_len(self) -> int:
-        """Pixels of an image, the positions that the model computes."""
+        """Pixels of an image, which are the positions that the model computes."""
         return self.image_size**2
 
     @property
     def embedding_parameters(self) -> int:
-        """The first convolution, and its norm."""
+        """Parameters of the first convolution and its norm."""
         return self.layers[0].num_parameters
 
     @property
     def block_parameters(self) -> int:
-        """Of the largest block."""
+        """Parameters of the largest block."""
         return max(layer.num_parameters for layer in self.layers[1:-1])
 
     @property
@@ -138,11 +138,11 @@ class Convolutional(ImageModelConfig):
 
     @property
     def forward_flops(self) -> float:
-        """Of one image: convolutions and matrix products, a multiply-add counted as two."""
+        """FLOPs of one image: convolutions and matrix products, a multiply-add counted as two."""
         return 2.0 * sum(layer.products for layer in self.layers)
 
     def misfits(self, *, tp: int, num_stages: int, cp: int) -> list[str]:
-        """Why the model cannot be split so, one reason each."""
+        """Return why the model cannot be split this way, one reason each."""
         asked = {
             f"tp {tp} splits no convolution": tp > 1,
             f"pp {num_stages} stages are more than {self.num_layers} blocks": num_stages > self.num_layers,

@@ -1,4 +1,4 @@
-"""What a machine is made of, from datasheets, in SI units: FLOP/s, bytes, bytes per second."""
+"""Hardware data from datasheets, in SI units: FLOP/s, bytes, bytes per second."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from meshmark.errors import InputError, UnknownNameError
 
 MOST_GPUS = 2**20
-"""That are planned for: more than any cluster has, and few enough for a search of seconds."""
+"""Largest number of GPUs to plan for. No cluster has more, and a search still takes seconds."""
 _LARGEST = 1e30
-"""Bytes, or bytes per second: beyond it sums and products leave the range of numbers."""
+"""Upper bound for bytes, or bytes per second. Beyond it, sums and products overflow."""
 TERA = 10**12
 GIGA = 10**9
 GIB = 2**30
@@ -17,16 +17,16 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """What a node has beside its GPUs, for offloaded states. Raises `InputError` when a size is not positive."""
+    """Host resources of a node, for offloaded states. Raises `InputError` when a size is not positive."""
 
     memory_bytes: float
-    """Of one node."""
+    """Host memory of one node, in bytes."""
     bandwidth: float
-    """One direction, host memory to one GPU while all of the node's are served, bytes per second."""
+    """Bandwidth in one direction between host memory and one GPU while all GPUs are served, in bytes per second."""
     nvme_bytes: float
-    """Of one node's drives."""
+    """Total capacity of one node's NVMe drives, in bytes."""
     nvme_bandwidth: float
-    """One node's drives together, reading and writing by turns, bytes per second."""
+    """Bandwidth of one node's drives together, alternating reads and writes, in bytes per second."""
     source: str
 
     def __post_init__(self) -> None:
@@ -43,19 +43,19 @@ class Gpu:
     peak_flops: dict[str, float]
     """Dense FLOP/s by arithmetic ("bf16", "fp32", ...)."""
     memory_bytes: float
-    """What a program can allocate: the marketed size less what the driver keeps."""
+    """Memory that a program can allocate, in bytes: the marketed size minus what the driver keeps."""
     memory_bandwidth: float
-    """Bytes per second."""
+    """Memory bandwidth in bytes per second."""
     link_bandwidth: float
-    """One direction, GPU to the other GPUs of its node, bytes per second."""
+    """Bandwidth in one direction from a GPU to the other GPUs of its node, in bytes per second."""
     network_bandwidth: float
-    """One direction, GPU to other nodes: its share of the node's adapters, bytes per second."""
+    """Bandwidth in one direction from a GPU to other nodes (its share of the node's adapters), in bytes per second."""
     gpus_per_node: int
     source: str
     host: Host | None = None
-    """None where it is not known: nothing can be offloaded then."""
+    """Host resources, or None if unknown; nothing can be offloaded then."""
     matmul_share: float | None = None
-    """Of its 16-bit peak, what the best of many shapes of matrix products reaches; None where that is not known."""
+    """Best share of the 16-bit peak that matrix products of many shapes reach. None if unknown."""
 
     def __post_init__(self) -> None:
         for field in ("memory_bytes", "memory_bandwidth", "link_bandwidth", "network_bandwidth", "gpus_per_node"):
@@ -78,7 +78,7 @@ class Gpu:
             raise InputError(f"gpu {self.name!r}: {self.memory_bytes:g} bytes of memory; give it in bytes, not GB")
 
     def peak(self, dtype: str) -> float:
-        """Dense FLOP/s in `dtype`, or in the other 16-bit format where it has only that one.
+        """Return the dense FLOP/s in `dtype`, or in the other 16-bit format if the GPU has only that one.
 
         Raises `UnknownNameError` when the GPU has no such arithmetic.
         """
@@ -90,7 +90,7 @@ class Gpu:
 
 
 def _short(number: float) -> str:
-    """Not all of the 400 digits that somebody may have given."""
+    """Return `number` as text of bounded length. Users may pass numbers with hundreds of digits."""
     text = str(number)
     return text if len(text) <= 40 else f"{text[:20]}... ({len(text)} characters)"
 
@@ -99,7 +99,7 @@ def _gpu(
     name: str, tflops: dict[str, float], gigabytes: float, hbm: float, link: float, network: float, per_node: int,
     source: str, host: Host | None = None,
 ) -> Gpu:  # fmt: skip
-    """A GPU from datasheet figures in TFLOP/s, GB (of 2^30, as HBM is sold) and GB/s."""
+    """Return a GPU from datasheet figures in TFLOP/s, GB (of 2^30, as HBM is sold) and GB/s."""
     return Gpu(
         name=name, peak_flops={k: v * TERA for k, v in tflops.items()}, memory_bytes=gigabytes * GIB,
         memory_bandwidth=hbm * GIGA, link_bandwidth=link * GIGA, network_bandwidth=network * GIGA,
@@ -109,11 +109,11 @@ def _gpu(
 
 _AMPERE = {"fp32": 19.5, "tf32": 156.0, "fp16": 312.0, "bf16": 312.0}
 _HOPPER = {"fp32": 67.0, "tf32": 494.5, "fp16": 989.4, "bf16": 989.4, "fp8": 1978.9}
-# Dense, half of what their datasheets give with sparsity.
+# Dense peaks: half of the datasheets' figures, which assume sparsity.
 _BLACKWELL = {"fp32": 75.0, "tf32": 1125.0, "fp16": 2250.0, "bf16": 2250.0, "fp8": 4500.0}
 _GRACE_BLACKWELL = {"fp32": 80.0, "tf32": 1250.0, "fp16": 2500.0, "bf16": 2500.0, "fp8": 5000.0}
 
-# A drive of theirs, a Samsung PM1733 of 3.84 TB, reads 7.0 and writes 3.8 GB/s (its datasheet): 4.93 by turns.
+# One of its drives, a Samsung PM1733 of 3.84 TB, reads 7.0 and writes 3.8 GB/s (datasheet): 4.93 when alternating.
 _DGX_H100 = Host(memory_bytes=2048 * GIB, bandwidth=64 * GIGA, nvme_bytes=30.7 * TERA, nvme_bandwidth=39.4 * GIGA,
                  source="NVIDIA DGX H100 datasheet: 2 TB, PCIe 5 x16, 8 x 3.84 TB NVMe")  # fmt: skip
 _DGX_A100 = Host(memory_bytes=2048 * GIB, bandwidth=32 * GIGA, nvme_bytes=30.7 * TERA, nvme_bandwidth=39.4 * GIGA,
@@ -123,7 +123,7 @@ _DGX_A100_40 = Host(memory_bytes=1024 * GIB, bandwidth=32 * GIGA, nvme_bytes=15.
 _DGX_2 = Host(memory_bytes=1536 * GIB, bandwidth=3 * GIGA, nvme_bytes=28 * TERA, nvme_bandwidth=16 * 1.6 * GIGA,
               source="arXiv:2104.07857 fig. 2b: 1.5 and 28 TB; 3.0 and 1.6 GB/s a GPU with all 16 reading")  # fmt: skip
 
-# The same program on each (github:stas00/ml-engineering compute/accelerator/README.md, table MAMF, of August 2026).
+# One program measured all of them (github:stas00/ml-engineering compute/accelerator/README.md, MAMF table, Aug. 2026).
 _MATMUL_SHARES = {
     "h100": 0.803, "h800": 0.803, "h200": 0.803, "b200": 0.776, "b300": 0.786, "gb200-nvl72": 0.729, "a100-80": 0.869,
     "a100-40": 0.869, "a800-80": 0.869, "mi300x": 0.514, "mi325x": 0.604, "mi355x": 0.680,
@@ -182,7 +182,7 @@ _ALIASES = {
 
 
 def gpu(name: str) -> Gpu:
-    """The GPU called `name`, in any case, or by a common alias.
+    """Return the GPU called `name`, ignoring case, or by a common alias.
 
     Raises `UnknownNameError` with near matches when there is none.
     """
@@ -205,10 +205,10 @@ _DEVICE_NAMES = {
     "Tesla V100-SXM2-32GB": "v100-32",
     "Tesla P100-PCIE-16GB": "p100",
 }
-"""What the driver calls them. Other forms of these chips (PCIe, NVL, MIG slices) have other names and peaks."""
+"""GPU names by the driver's device name. Other variants (PCIe, NVL, MIG slices) have other names and peaks."""
 
 
 def gpu_of_device(device_name: str) -> Gpu | None:
-    """The GPU of ours that has exactly this name at the driver; None for any other."""
+    """Return the known GPU with exactly this driver name, or None."""
     key = _DEVICE_NAMES.get(device_name.strip())
     return GPUS[key] if key else None

@@ -1,7 +1,8 @@
-"""The `config.json` of a Hugging Face checkpoint: which of its keys a model of this project can honour.
+"""Read the `config.json` of a Hugging Face checkpoint.
 
-A key is honoured, or has a value that changes nothing here, or has no part in the function that is trained; whatever
-else a file says is refused where the model is to be trained. A planner, which takes sizes alone, names it and goes on.
+A key is accepted if a model of this project honours it, if its value changes nothing here, or if it does not affect
+the trained function. Any other key is an error if the model is to be trained. A planner, which only needs sizes, warns
+about it and continues.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from meshmark.errors import InputError
 from meshmark.spec.model_spec import Family
 
 Fields = dict[str, Family | float]
-"""Of a `ModelSpec`, by name."""
+"""Fields of a `ModelSpec` by name."""
 LARGEST = 10**7
-"""Of any dimension: beyond, a unit is wrong."""
+"""Upper bound for any dimension. A larger value means that the unit is wrong."""
 _LARGEST_FILE = 2**20
 _REQUIRED = None
-"""In the place of a usual value: the key may not be left out."""
+"""Marker in place of a default value: the key is required."""
 
-# By `model_type`: the key of each field in config.json, and its value in Transformers where that is left out.
+# By `model_type`: the config.json key of each field, and the default that Transformers uses.
 _DECODER: dict[str, tuple[str, object]] = {
     "num_layers": ("num_hidden_layers", _REQUIRED),
     "hidden": ("hidden_size", _REQUIRED),
@@ -51,15 +52,15 @@ _HONOURED: dict[str, dict[str, tuple[str, object]]] = {
     "qwen3": _DECODER | {"seq_len": ("max_position_embeddings", 32768), "num_kv_heads": ("num_key_value_heads", 32)},
 }
 _OPTIONAL = {"num_kv_heads": "num_key_value_heads", "ffn_hidden": "n_inner"}
-"""Fields that follow from others where the file says null or nothing."""
+"""Fields that are derived from others if the file has null or no value."""
 _GPT2_DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
 _LEFT_OUT = {
     "qwen2": "queries, keys and values have biases",
     "qwen3": "queries and keys are normed",
 }
-"""By `model_type`: what this project's model of that family does not have."""
+"""Parts of a family, by `model_type`, that this project's model of it does not have."""
 
-# Keys that change the trained function, and the values under which they do not.
+# Keys that change the trained function, with the values under which they have no effect.
 _OFF: tuple[object, ...] = (None, False, 0)
 _UNCHANGING: dict[str, tuple[object, ...]] = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -85,8 +86,8 @@ _UNCHANGING: dict[str, tuple[object, ...]] = {
 }
 
 _SILENT = frozenset(
-    # What a file says of itself, of its tokenizer, of storage, of how a function is computed, and of what is done with
-    # outputs: the loss of a next token and its gradients are the same whatever stands there.
+    # Keys about the file itself, the tokenizer, storage, implementation details and the use of outputs. None of them
+    # changes the loss of the next token or its gradients.
     """
     _attn_implementation _attn_implementation_autoset _name_or_path architectures attn_implementation auto_map
     chunk_size_feed_forward dtype finetuning_task gradient_checkpointing id2label is_decoder label2id model_type
@@ -104,10 +105,10 @@ _SILENT = frozenset(
 
 
 def read_config(path: Path, given: Mapping[str, object], *, planned: bool) -> Fields:
-    """The fields that a file says, but for those `given` beside it, which take their place.
+    """Return the fields that a config file sets, except those in `given`, which override the file.
 
-    Raises `InputError` for a file that cannot be read, and for what it says that no model here does; where the model is
-    only `planned`, warns of the latter.
+    Raises `InputError` for a file that cannot be read, and for settings that no model here implements. If the model is
+    only `planned`, such settings produce a warning instead.
     """
     config = _read(path)
     kind = config.get("model_type")
@@ -167,7 +168,7 @@ def _expect_width(path: Path, config: Mapping[str, object], fields: Fields) -> N
 
 
 def _changes(config: Mapping[str, object], kind: str, fields: Mapping[str, object], own: set[str]) -> Iterator[str]:
-    """What of a file is neither honoured nor without effect, in words."""
+    """Yield descriptions of the settings that are not honoured and would change the model."""
     if kind in _LEFT_OUT:
         yield f"model_type {kind}, whose {_LEFT_OUT[kind]}"
     # Mistral's window is on unless the file says null; Qwen's is off unless `use_sliding_window` says true.
@@ -187,12 +188,12 @@ def _changes(config: Mapping[str, object], kind: str, fields: Mapping[str, objec
 
 
 def _among(value: object, same: tuple[object, ...]) -> bool:
-    """By value and, between truth values and numbers, by kind as JSON has it; 0 and 0.0 are one number."""
+    """Return whether `value` equals one of `same`. Booleans and numbers differ, as in JSON; 0 and 0.0 are equal."""
     return any(value == one and isinstance(value, bool) is isinstance(one, bool) for one in same)
 
 
 def _dropout(config: Mapping[str, object], kind: str) -> Fields:
-    """None. A GPT-2 that does not say so has it: Transformers' default is 0.1."""
+    """Return no fields, or raise `InputError` if dropout is on. GPT-2's default in Transformers is 0.1."""
     rates = {key: config.get(key, 0.1) for key in (_GPT2_DROPOUTS if kind == "gpt2" else ())}
     if any(not _among(rate, _OFF) for rate in rates.values()):
         told = ", ".join(f"{key} {json.dumps(rate)[:60]}" for key, rate in rates.items())
@@ -201,7 +202,11 @@ def _dropout(config: Mapping[str, object], kind: str) -> Fields:
 
 
 def _rope_theta(config: Mapping[str, object], kind: str) -> Fields:
-    """Of plain rotary positions: Transformers before 5 has `rope_theta` and `rope_scaling`, later `rope_parameters`."""
+    """Return the base of plain rotary positions.
+
+    Transformers before version 5 has `rope_theta` and `rope_scaling`; later versions have `rope_parameters`. Raises
+    `InputError` for scaled positions.
+    """
     if kind == "gpt2":
         return {}
     said = config.get("rope_parameters") or config.get("rope_scaling") or {}

@@ -7,21 +7,24 @@ from dataclasses import dataclass
 from meshmark.spec.case import Case
 
 SUITES = ("equivalence", "memory", "communication", "throughput")
-"""Suites, which a user's known gap may name instead of a clause."""
+"""Suites. A user's known gap may name one of them instead of a clause."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnownGap:
-    """A clause of the conformance table that a framework, in a documented configuration, fails."""
+    """A conformance clause that a framework fails in a documented configuration."""
 
     clause: str
     reason: str
     symptom: str
-    """Text that the failure's evidence contains. A failure without it is another one, and counts as such."""
+    """Text that the failure's evidence contains.
+
+    A failure without this text is a different one, and counts as such.
+    """
     link: str = ""
-    """Address of an upstream issue."""
+    """URL of an upstream issue."""
     reproducer: str = ""
-    """Name of the script in adapters/gaps that shows it without Meshmark."""
+    """Name of the script in adapters/gaps that reproduces it without Meshmark."""
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     """ZeRO stages at which the clause fails."""
 

@@ -1,4 +1,4 @@
-"""How a workload is laid over ranks."""
+"""Layouts: how a workload is distributed over ranks."""
 
 from __future__ import annotations
 
@@ -11,31 +11,38 @@ from meshmark.spec.model_config import ModelConfig
 
 
 class Schedule(StrEnum):
-    """The order in which a pipeline works its micro-batches off."""
+    """The order in which a pipeline processes its micro-batches."""
 
     GPIPE = "gpipe"
-    """All forwards, then all backwards: every micro-batch's activations are held (arXiv:1811.06965)."""
+    """All forwards, then all backwards. Activations of every micro-batch are held (arXiv:1811.06965)."""
     ONE_F_ONE_B = "1f1b"
-    """One forward, one backward: stage i of p holds at most p - i micro-batches (arXiv:2104.04473 sec. 2.2.1)."""
+    """Alternate one forward and one backward. Stage i of p holds at most p - i micro-batches (arXiv:2104.04473 sec.
+    2.2.1).
+    """
     INTERLEAVED = "interleaved"
-    """1F1B over several chunks of layers a rank: the bubble falls by their number (arXiv:2104.04473 sec. 2.2.2)."""
+    """1F1B over several chunks of layers per rank, which divides the bubble by their number (arXiv:2104.04473 sec.
+    2.2.2).
+    """
     ZERO_BUBBLE = "zero_bubble"
-    """ZB-H1: weight gradients are computed late, where the bubble was (arXiv:2401.10241)."""
+    """ZB-H1: weight gradients are computed late, in place of the bubble (arXiv:2401.10241)."""
 
 
 class Recompute(StrEnum):
-    """Which activations the backward pass computes again instead of keeping (arXiv:2205.05198)."""
+    """Which activations the backward pass recomputes instead of keeping them (arXiv:2205.05198)."""
 
     NONE = "none"
     SELECTIVE = "selective"
-    """The attention core only: scores, softmax and dropout. With flash attention, which keeps none of them, every
-    second matrix product and what lies between, as torchtitan's selective (op) policy does."""
+    """Only the attention core: scores, softmax and dropout.
+
+    Flash attention keeps none of these. With it, every second matrix product and the operations in between are
+    recomputed, as torchtitan's selective (op) policy does.
+    """
     FULL = "full"
-    """Every block from its input."""
+    """Every block is recomputed from its input."""
 
 
 class Offload(StrEnum):
-    """Where optimizer states and master weights live between steps."""
+    """Where optimizer states and master weights are stored between steps."""
 
     NONE = "none"
     CPU = "cpu"
@@ -43,34 +50,34 @@ class Offload(StrEnum):
 
 
 Axis = Literal["dp", "tp", "pp", "cp"]
-"""An axis of the mesh of ranks: data, tensor, pipeline, context."""
+"""An axis of the mesh of ranks: data, tensor, pipeline or context."""
 AXES: tuple[Axis, ...] = ("dp", "tp", "pp", "cp")
 INNERMOST_FIRST: tuple[Axis, ...] = ("tp", "cp", "dp", "pp")
-"""How ranks are numbered: neighbours along the first differ by one."""
+"""Order of axes in the numbering of ranks: neighbours along the first axis differ by one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Coordinates:
-    """Where a rank stands: its index along every axis."""
+    """Position of a rank in the mesh: its index along every axis."""
 
     dp: int = 0
-    """Which shard of the batch it trains on."""
+    """The shard of the batch that the rank trains on."""
     tp: int = 0
     pp: int = 0
-    """Its place in the pipeline: its stage, or the first of its virtual ones."""
+    """The rank's pipeline stage, or the first of its virtual stages."""
     cp: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Degrees of every parallelism; their product is the world size.
+    """Degrees of every parallelism. Their product is the world size.
 
-    Ranks are numbered with tensor parallelism innermost, then context, then data, then pipeline parallelism outermost:
-    `coordinates` alone knows it.
+    Ranks are numbered with tensor parallelism innermost, then context, data and, outermost, pipeline parallelism. Only
+    `coordinates` and `rank_of` depend on this order.
     """
 
     dp: int = 1
-    """Data-parallel degree: replicas, or shards under ZeRO."""
+    """Data-parallel degree: number of replicas, or of shards under ZeRO."""
     tp: int = 1
     """Tensor-parallel degree."""
     pp: int = 1
@@ -79,22 +86,24 @@ class Layout:
     """ZeRO stage over the data-parallel ranks (arXiv:1910.02054): 1 shards optimizer states, 2 also gradients,
     3 also parameters (FSDP)."""
     num_micro_batches: int = 1
-    """Micro-batches of one step: gradient accumulation, or what a pipeline is filled with."""
+    """Micro-batches per step: gradient accumulation, or what fills a pipeline."""
     schedule: Schedule = Schedule.GPIPE
-    """Pipeline schedule; means nothing when pp is 1."""
+    """Pipeline schedule. It has no effect when pp is 1."""
     cp: int = 1
-    """Context-parallel degree: ranks that share one sequence."""
+    """Context-parallel degree: number of ranks that share one sequence."""
     virtual_stages: int = 1
-    """Chunks of layers a pipeline rank holds; more than one only in the interleaved schedule."""
+    """Chunks of layers per pipeline rank. More than one is allowed only in the interleaved schedule."""
     folded: bool = False
-    """A pipeline rank's two chunks lie as a V: stage i beside stage 2p - 1 - i, so that the first rank holds both ends
-    (arXiv:2401.10241 sec. 6)."""
+    """Arrange the two chunks of each pipeline rank as a V (arXiv:2401.10241 sec. 6).
+
+    A rank holds stages i and 2p - 1 - i, so the first rank holds both ends of the model.
+    """
     sequence_parallel: bool = False
-    """Between tensor-parallel regions, activations are split by sequence over the tp ranks (arXiv:2205.05198)."""
+    """Split activations by sequence over the tp ranks between tensor-parallel regions (arXiv:2205.05198)."""
     recompute: Recompute = Recompute.NONE
-    """Activations computed again in the backward pass."""
+    """Activations that are recomputed in the backward pass."""
     offload: Offload = Offload.NONE
-    """Where optimizer states live between steps."""
+    """Where optimizer states are stored between steps."""
 
     def __post_init__(self) -> None:
         for degree in (*AXES, "num_micro_batches", "virtual_stages"):
@@ -118,17 +127,17 @@ class Layout:
         return self.dp * self.tp * self.pp * self.cp
 
     def pipeline_rank(self, stage: int) -> int:
-        """The index along pp of what holds one of the pipeline's stages."""
+        """Return the index along pp of the rank that holds `stage`."""
         turned = self.folded and stage >= self.pp
         return 2 * self.pp - 1 - stage if turned else stage % self.pp
 
     def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
-        """Those that it holds, in order."""
+        """Return the stages that a pipeline rank holds, in order."""
         stages = range(self.pp * self.virtual_stages)
         return tuple(stage for stage in stages if self.pipeline_rank(stage) == pipeline_rank)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where `rank` stands. Raises `LayoutError` when there is no such rank."""
+        """Return the coordinates of `rank`. Raises `LayoutError` when there is no such rank."""
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"layout {self.id}: there is no rank {rank}, expected 0 to {self.world_size - 1}")
         indices: dict[str, int] = {}
@@ -137,7 +146,7 @@ class Layout:
         return Coordinates(**indices)
 
     def rank_of(self, coordinates: Coordinates) -> int:
-        """The rank that stands there. Raises `LayoutError` when none does."""
+        """Return the rank at `coordinates`. Raises `LayoutError` when there is none."""
         rank = 0
         for axis in reversed(INNERMOST_FIRST):
             index, degree = getattr(coordinates, axis), self._degree(axis)
@@ -147,14 +156,18 @@ class Layout:
         return rank
 
     def group(self, axis: Axis, rank: int) -> tuple[int, ...]:
-        """The ranks that differ from `rank` along `axis` alone, in the order of their indices; `rank` is one of them.
+        """Return the ranks that differ from `rank` only along `axis`, ordered by index and including `rank`.
 
-        Raises `LayoutError` when there is no such rank."""
+        Raises `LayoutError` when there is no such rank.
+        """
         return self.spanned((axis,), rank)
 
     def spanned(self, axes: tuple[Axis, ...], rank: int) -> tuple[int, ...]:
-        """The ranks that differ from `rank` along `axes` alone, in order; in as many steps as there are such ranks, for
-        a world may have tens of thousands. Raises `LayoutError` when there is no such rank."""
+        """Return the ranks that differ from `rank` only along `axes`, in order.
+
+        Takes time linear in the size of the result, because a world may have tens of thousands of ranks. Raises
+        `LayoutError` when there is no such rank.
+        """
         stands, found, stride = self.coordinates(rank), [0], 1
         for axis in INNERMOST_FIRST:
             degree = self._degree(axis)
@@ -164,7 +177,7 @@ class Layout:
         return tuple(found)
 
     def all_spanned(self, axes: tuple[Axis, ...]) -> list[tuple[int, ...]]:
-        """Every such group of ranks once, in the order of their first."""
+        """Return each group of ranks along `axes` once, ordered by first rank."""
         others = tuple(axis for axis in AXES if axis not in axes)
         return [self.spanned(axes, first) for first in self.spanned(others, 0)]
 
@@ -174,7 +187,7 @@ class Layout:
 
     @property
     def id(self) -> str:
-        """Degrees above one, joined by dots: `dp2.zero3.mb2`; `one` when nothing is parallel."""
+        """Degrees above one, joined by dots, such as `dp2.zero3.mb2`; `one` when nothing is parallel."""
         parts = [f"{name}{degree}" for name in AXES if (degree := self._degree(name)) > 1]
         parts = parts or ["one"]
         if self.pp > 1 and self.schedule is not Schedule.GPIPE:
@@ -196,7 +209,7 @@ class Layout:
         return ".".join(parts)
 
     def check(self, model: ModelConfig, global_batch: int) -> None:
-        """Raise `LayoutError` when this layout cannot be laid over `model` with `global_batch` sequences a step."""
+        """Raise `LayoutError` when the layout does not fit `model` with `global_batch` sequences per step."""
         problems = model.misfits(tp=self.tp, num_stages=self.pp * self.virtual_stages, cp=self.cp)
         if global_batch % (self.dp * self.num_micro_batches):
             problems.append(

@@ -1,4 +1,4 @@
-"""Layouts by their ids, such as `dp2.tp2.mb4`: what reports print, read back."""
+"""Parse layouts from the ids that reports print, such as `dp2.tp2.mb4`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ GLOSSARY = {
     **{f"recompute_{what}": "activations computed again" for what in Recompute if what is not Recompute.NONE},
     **{f"offload_{where}": "where optimizer states live" for where in Offload if where is not Offload.NONE},
 }
-"""Every part of an id, and what it says."""
+"""Every part of a layout id and its meaning."""
 
 
 def glossary() -> str:
-    """The same in a sentence, for `--help`."""
+    """Return the glossary as one sentence, for `--help`."""
     meanings: dict[str, list[str]] = {}
     for part, meaning in GLOSSARY.items():
         meanings.setdefault(meaning, []).append(part)
@@ -55,9 +55,9 @@ _COUNTED = {"zero": "zero_stage", "mb": "num_micro_batches", "v": "virtual_stage
 
 
 def parse_layout(text: str) -> Layout:
-    """The layout that `text` is the id of; its parts may come in any order.
+    """Return the layout whose id is `text`. Its parts may come in any order.
 
-    Raises `LayoutError` for a part that is none or stands twice, with its position, and for degrees that cannot be.
+    Raises `LayoutError` for an unknown or repeated part, with its position, and for degrees that are impossible.
     """
     fields: _Fields = {}
     position = 1
@@ -79,7 +79,7 @@ def parse_layout(text: str) -> Layout:
 
 
 def _fields_of(part: str) -> _Fields | None:
-    """What one part says; None where it is none."""
+    """Return the fields that one part sets, or None if it is not a valid part."""
     if part == "one":
         return {}
     if part == "folded":
@@ -99,7 +99,7 @@ def _fields_of(part: str) -> _Fields | None:
 
 
 def _misfit(part: str) -> str:
-    """What the number of one part is to be, where it is not that."""
+    """Return what the number of a part should be if it is out of range, otherwise an empty string."""
     match = _COUNT.fullmatch(part)
     if match is None:
         return ""

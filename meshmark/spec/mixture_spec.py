@@ -1,4 +1,4 @@
-"""What a mixture of experts is: its dimensions and what follows from them. No torch, as in `model_spec`."""
+"""Mixture-of-experts models: dimensions and derived sizes. Does not import torch, like `model_spec`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from meshmark.spec.model_spec import Family, ModelSpec, gpt
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureSpec(ModelConfig):
-    """Dimensions of a GPT whose feed-forward networks are mixtures of experts (arXiv:1701.06538, arXiv:2401.04088
-    section 2.1): a gate without bias scores every expert, each token goes through the two that score highest, and their
-    outputs are weighed by the softmax of these two scores. No expert has a capacity: every token is kept. There is no
-    loss that balances them.
+    """Dimensions of a GPT whose feed-forward networks are mixtures of experts.
+
+    See arXiv:1701.06538 and arXiv:2401.04088 section 2.1. A gate without bias scores every expert. Each token goes
+    through the two experts with the highest scores, and the softmax of these two scores weighs their outputs. Experts
+    have no capacity limit: no token is dropped. There is no load-balancing loss.
 
     Raises `InputError` when the dimensions contradict each other.
     """
@@ -46,7 +47,7 @@ class MixtureSpec(ModelConfig):
 
     @property
     def dense(self) -> ModelSpec:
-        """The same GPT with one expert in the place of the gate and all of them. Raises what it does."""
+        """The same GPT with one expert in place of the gate and all experts. Raises the same errors as `ModelSpec`."""
         sizes = (self.num_layers, self.hidden, self.num_heads)
         model = gpt(self.name, *sizes, vocab_size=self.vocab_size, seq_len=self.seq_len, init_std=self.init_std)
         if self.ffn_hidden != model.ffn_hidden:
@@ -91,7 +92,7 @@ class MixtureSpec(ModelConfig):
 
     @property
     def expert_parameters(self) -> int:
-        """Of one: two matrices and their biases."""
+        """Parameters of one expert: two matrices and their biases."""
         return 2 * self.hidden * self.ffn_hidden + self.ffn_hidden + self.hidden
 
     @property
@@ -100,7 +101,7 @@ class MixtureSpec(ModelConfig):
 
     @property
     def block_parameters(self) -> int:
-        """One block: a GPT's, the gate, and all experts but one more."""
+        """Parameters of one block: a GPT's block, the gate, and all experts but one."""
         gate = self.hidden * self.num_experts
         return self.dense.block_parameters + gate + (self.num_experts - 1) * self.expert_parameters
 
@@ -114,35 +115,40 @@ class MixtureSpec(ModelConfig):
 
     @property
     def active_parameters(self) -> int:
-        """That one token meets: all but the experts that it is not sent to."""
+        """Parameters that one token uses: all but the experts that it is not routed to."""
         idle = self.num_experts - self.experts_per_token
         return self.num_parameters - self.num_layers * idle * self.expert_parameters
 
     @property
     def block_tensors(self) -> int:
-        """Two norms and four projections with biases, the gate, and of every expert two matrices with biases."""
+        """Tensors of one block: two norms and four projections with biases, the gate, and two matrices with biases per
+        expert.
+        """
         return 2 * 2 + 2 * 4 + 1 + 4 * self.num_experts
 
     @property
     def num_tensors(self) -> int:
-        """Two embeddings; norm (two) and head."""
+        """Tensors of the model: two embeddings, the blocks, the final norm (two) and the head."""
         return 2 + self.num_layers * self.block_tensors + 3
 
     @property
     def widest(self) -> int:
-        """Numbers at a position that a layer works on."""
+        """Largest number of values a layer handles per position."""
         inner = self.experts_per_token * self.ffn_hidden
         return max(inner, 4 * self.hidden, self.num_heads * self.seq_len, self.vocab_size)
 
     @property
     def forward_flops(self) -> float:
-        """Of one token: matrix products, a multiply-add counted as two, of the experts that it is sent to alone."""
+        """FLOPs of one token: matrix products, a multiply-add counted as two.
+
+        Counts only the experts it is routed to.
+        """
         h, f = self.hidden, self.ffn_hidden
         block = 4 * h**2 + h * self.num_experts + self.experts_per_token * 2 * h * f + 2 * self.seq_len * h
         return 2.0 * (self.num_layers * block + self.vocab_size * h)
 
     def misfits(self, *, tp: int, num_stages: int, cp: int) -> list[str]:
-        """Why the model cannot be split so, one reason each."""
+        """Return why the model cannot be split this way, one reason each."""
         return self.dense.misfits(tp=tp, num_stages=num_stages, cp=cp)
 
 
@@ -157,4 +163,4 @@ MIXTURE_MINI = MixtureSpec(
     seq_len=32,
     init_std=0.15,
 )
-"""`gpt-mini` with four experts; a gate's scores are then far apart for most tokens."""
+"""`gpt-mini` with four experts. Its wide initial values keep gate scores far apart for most tokens."""

@@ -1,4 +1,4 @@
-"""What Meshmark asks of any model that it trains: the contract of a model family."""
+"""The contract of a model family: what Meshmark asks of any model that it trains."""
 
 from __future__ import annotations
 
@@ -18,46 +18,51 @@ UNKNOWN_THEORY = "meshmark.theory.model_theory:UnknownTheory"
 
 
 class Dataset(StrEnum):
-    """What a workload trains on."""
+    """The data that a workload trains on."""
 
     TEXT = "text"
-    """Bytes of a corpus, each predicted from those before it."""
+    """Bytes of a corpus. Each byte is predicted from those before it."""
     MASKED_TEXT = "masked_text"
-    """The same bytes, of which 15 % are to be found again: 8 of 10 of these are hidden, one is another, one as it was
-    (BERT, arXiv:1810.04805 section 3.1)."""
+    """The same bytes, 15 % of which are prediction targets (BERT, arXiv:1810.04805 section 3.1).
+
+    Of 10 targets, 8 are masked, one is replaced by another byte and one is left unchanged.
+    """
     OWN = "own"
-    """What the user's own workload makes of seed and step."""
+    """Batches that the user's own workload generates from seed and step."""
     DIGITS = "digits"
     """The 1,797 images of handwritten digits, 8 x 8 pixels, that scikit-learn ships (UCI, Alpaydin and Kaynak 1998)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Dimensions of a model, and what follows from them. No torch here, so that planners stay light.
+    """Dimensions of a model, and sizes derived from them. Does not import torch, so that planners start fast.
 
-    A family is a subclass of this class, the module that it names, and, where there are closed forms, the theory that
-    it names. The rest of Meshmark calls these and never asks which family it has. What a family does not know, it
-    leaves at the default, and suites then say *not planned*.
+    A family is a subclass of this class, the module that it names and, if closed forms exist, the theory that it
+    names. The rest of Meshmark calls these and never checks which family it has. A family leaves what it does not know
+    at the default; suites then report *not planned*.
     """
 
     TAG: ClassVar = "kind"
-    """Written with the fields, so that a reader knows the class again; see `meshmark.serial.Tagged`."""
+    """Field written with the others, so that a reader can restore the class; see `meshmark.serial.Tagged`."""
     kind: ClassVar[str] = ""
-    """Name of the class in records; empty for classes that are not models themselves."""
+    """Name of the class in records. Empty for abstract classes."""
     module: ClassVar[str] = ""
-    """The `torch.nn.Module` that this describes, as "package.module:Class"; it takes this, and some of its layers."""
+    """The described `torch.nn.Module`, as "package.module:Class".
+
+    It takes this config and a selection of its layers.
+    """
     theory: ClassVar[str] = UNKNOWN_THEORY
     """Closed forms of parameters, traffic and FLOPs, as "package.module:Class"; see `meshmark.theory.model_theory`."""
     initial_values: ClassVar[str] = "meshmark.reference.initial:drawn_value"
-    """Function that makes the initial value of one parameter, or of a block of it, as "package.module:function"."""
+    """Function that makes the initial value of a parameter, or of a block of it, as "package.module:function"."""
     unit: ClassVar[str] = "tokens"
-    """What throughput counts: tokens, images or rows."""
+    """Unit of throughput: tokens, images or rows."""
     preload: ClassVar[tuple[str, ...]] = ()
-    """Modules that take long to import, for a server that forks ranks."""
+    """Modules that are slow to import, for a server that forks ranks."""
     routes: ClassVar[bool] = False
-    """Whether values decide which weights a token meets: where a decision is close, rounding makes it."""
+    """True if values decide which weights a token uses. Rounding then decides close calls."""
     brings_plan: ClassVar[bool] = False
-    """Whether the model itself says how tensor parallelism splits its modules."""
+    """True if the model itself defines how tensor parallelism splits its modules."""
     name: str
 
     if TYPE_CHECKING:  # fields of some families, properties of others
@@ -67,19 +72,19 @@ class ModelConfig:
 
         @property
         def num_layers(self) -> int:
-            """Blocks; the embedding and the head are not counted."""
+            """Number of blocks. The embedding and the head are not counted."""
 
         @property
         def seq_len(self) -> int:
-            """Positions of a row that the model computes."""
+            """Positions per row that the model computes."""
 
         @property
         def causal(self) -> bool:
-            """Whether every position sees those before it alone."""
+            """True if every position sees only those before it."""
 
         @property
         def tied_embeddings(self) -> bool:
-            """Whether the head uses the embedding's weight."""
+            """True if the head uses the embedding's weight."""
 
         @property
         def dropout(self) -> float: ...
@@ -90,7 +95,7 @@ class ModelConfig:
 
         @property
         def num_parameters(self) -> int:
-            """All trainable parameters, a tied weight counted once."""
+            """Number of trainable parameters. A tied weight counts once."""
 
         @property
         def embedding_parameters(self) -> int: ...
@@ -104,18 +109,18 @@ class ModelConfig:
 
         @property
         def widest(self) -> int:
-            """Numbers at a position that a layer works on, at most."""
+            """Largest number of values a layer handles per position."""
 
         @property
         def datasets(self) -> frozenset[Dataset]:
-            """What the model can be trained on."""
+            """Datasets that the model can be trained on."""
 
         @property
         def outputs_per_row(self) -> int:
-            """Logits of one row."""
+            """Logits per row."""
 
         def misfits(self, *, tp: int, num_stages: int, cp: int) -> list[str]:
-            """Return why the model cannot be split so, one reason each."""
+            """Return why the model cannot be split this way, one reason each."""
 
     @property
     def stage_refusal(self) -> str:
@@ -141,7 +146,7 @@ class ModelConfig:
 
     @property
     def couples_rows(self) -> bool:
-        """Whether the rows of a micro-batch enter one another's gradients, as under a batch norm."""
+        """True if rows of a micro-batch affect each other's gradients, as under a batch norm."""
         return False
 
     @property
@@ -151,13 +156,15 @@ class ModelConfig:
 
     @property
     def leaves_unused(self) -> bool:
-        """Whether it has trained parameters that no step uses."""
+        """True if some trainable parameters are not used in any step."""
         return False
 
     @property
     def gathers(self) -> tuple[tuple[int, int], ...]:
-        """Elements of parameters that modules do not read once in a forward and once in a backward pass, and how much
-        more often they do: where a framework gathers a parameter for each module, it does so as often."""
+        """Parameters that modules read more than once per pass, as pairs of (elements, extra factor).
+
+        A framework that gathers a parameter for each module gathers these as often as modules read them.
+        """
         return ()
 
     @property
@@ -167,19 +174,23 @@ class ModelConfig:
 
     @property
     def has_scalars(self) -> bool:
-        """Whether a parameter has no dimension, as CLIP's temperature."""
+        """True if a parameter is a scalar without dimensions, such as CLIP's temperature."""
         return False
 
     @property
     def has_float_inputs(self) -> bool:
-        """Whether a batch holds floating-point tensors that the model takes as they are: the built-in models cast them
-        to the format of their weights."""
+        """True if batches hold floating-point tensors that the model uses without a cast.
+
+        The built-in models cast them to the dtype of their weights.
+        """
         return False
 
     @property
     def indexed(self) -> int:
-        """Elements of parameters of which autograd keeps a view: a part, as of the experts that one tensor holds, or a
-        transpose, as of a GRU's cell."""
+        """Elements of parameters for which autograd keeps a view.
+
+        The view is a part, such as one of several experts in one tensor, or a transpose, such as in a GRU cell.
+        """
         return 0
 
     @property
@@ -188,18 +199,18 @@ class ModelConfig:
         return 0
 
     def refusals(self, case: Case) -> list[str]:
-        """Return why the model cannot be trained under `case`, whatever the adapter, one reason each."""
+        """Return why the model cannot be trained under `case` with any adapter, one reason each."""
         return []
 
     @classmethod
     def class_of(cls, tag: str) -> type[ModelConfig]:
-        """Return the family whose `kind` is `tag`. Raises `ValueError` where there is none."""
+        """Return the family whose `kind` is `tag`. Raises `ValueError` when there is none."""
         if tag not in model_classes():
             raise ValueError(f"model kind {tag!r} is not known here, expected one of {', '.join(model_classes())}")
         return model_classes()[tag]
 
     def on_images(self, *, num_channels: int, image_size: int, num_classes: int) -> Self:
-        """Return the model for other images. Raises `InputError` where it takes none."""
+        """Return the model resized for other images. Raises `InputError` if the model takes no images."""
         raise InputError(f"model {self.name!r} takes {', '.join(sorted(self.datasets))}, no images")
 
 
@@ -212,20 +223,20 @@ class LayerSizes:
     products: int
     """Multiply-adds of one image."""
     outputs: int
-    """Numbers of one image as it goes out: what a pipeline sends on."""
+    """Output values of one image, which a pipeline sends to the next stage."""
     normed: tuple[int, ...] = ()
-    """Channels of every norm that stands behind a convolution; where these are batch norms, they keep statistics."""
+    """Channels of every norm that follows a convolution. Batch norms keep statistics for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageModelConfig(ModelConfig):
-    """What models of images share."""
+    """Fields that all image models share."""
 
     unit: ClassVar[str] = "images"
     num_channels: int = 1
     num_classes: int
     image_size: int
-    """Pixels a side."""
+    """Height and width of an image, in pixels."""
 
     if TYPE_CHECKING:
 
@@ -235,7 +246,7 @@ class ImageModelConfig(ModelConfig):
 
         @property
         def forward_flops(self) -> float:
-            """Of one image, a multiply-add counted as two."""
+            """FLOPs of one image, a multiply-add counted as two."""
 
     @property
     def datasets(self) -> frozenset[Dataset]:
@@ -250,7 +261,7 @@ class ImageModelConfig(ModelConfig):
 
 
 def model_classes() -> Mapping[str, type[ModelConfig]]:
-    """Return all model families that are imported, by kind."""
+    """Return all imported model families by kind."""
     return {cls.kind: cls for cls in _subclasses(ModelConfig) if cls.kind}
 
 
@@ -261,7 +272,10 @@ def _subclasses(cls: type[ModelConfig]) -> Iterator[type[ModelConfig]]:
 
 
 def with_kind(value: dict[str, object]) -> dict[str, object]:
-    """Return a model's JSON value of record schema 2, which had no kind, with that of the family of its fields."""
+    """Return a model's JSON value of record schema 2 with a `kind`, which it did not have.
+
+    The kind is that of the first family that has all its fields. Raises `ValueError` when there is none.
+    """
     if ModelConfig.TAG in value:
         return value
     for kind, cls in model_classes().items():

@@ -1,4 +1,4 @@
-"""What a model is: its dimensions and what follows from them. No torch here, so that planners stay light."""
+"""Transformer models: dimensions and derived sizes. Does not import torch, so that planners start fast."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from meshmark.spec.model_config import Dataset, ModelConfig
 
 
 class Family(StrEnum):
-    """The block that a model is made of."""
+    """The kind of block that a model consists of."""
 
     GPT = "gpt"
     """Learned positions, LayerNorm, biases, GELU feed-forward (GPT-2, arXiv:2005.14165)."""
     LLAMA = "llama"
     """Rotary positions, RMSNorm, no biases, SwiGLU feed-forward, grouped-query attention (arXiv:2302.13971)."""
     VIT = "vit"
-    """A GPT's over the patches of an image, every one of which sees all others (arXiv:2010.11929)."""
+    """The blocks of a GPT over the patches of an image. Every patch sees all others (arXiv:2010.11929)."""
     RESNET = "resnet"
-    """Convolutions and batch norms beside a shortcut, no transformer (arXiv:1512.03385)."""
+    """Convolutions and batch norms with a shortcut, no transformer (arXiv:1512.03385)."""
     COATNET = "coatnet"
     """Convolutions, then transformer blocks over pixels (arXiv:2106.04803)."""
     AMOEBANET = "amoebanet"
-    """Cells of convolutions that read the states of the two before (arXiv:1802.01548)."""
+    """Cells of convolutions that read the states of the two cells before (arXiv:1802.01548)."""
     OWN = "own"
     """A user's own module."""
     MIXTURE = "mixture"
-    """A GPT's, whose feed-forward network is a mixture of experts (arXiv:1701.06538)."""
+    """The blocks of a GPT with a mixture of experts as the feed-forward network (arXiv:1701.06538)."""
 
 
 _MOST = {
@@ -41,13 +41,15 @@ _MOST = {
     "vocab_size": 2**24,
     "seq_len": 2**27,
 }
-"""Well beyond every published model; with larger ones the planner would leave 64-bit integers, or take minutes."""
+"""Upper bounds, well above every published model. Beyond them the planner would overflow 64-bit integers or take
+minutes.
+"""
 _WIDEST = 100.0
-"""Of initial values; beyond, the first softmax is one element."""
+"""Upper bound for `init_std`. Beyond it, the first softmax selects a single element."""
 TEXT_FAMILIES = frozenset({Family.GPT, Family.LLAMA})
-"""Transformers over tokens."""
+"""Families of transformers over tokens."""
 CONVOLUTIONAL_FAMILIES = frozenset({Family.RESNET, Family.COATNET, Family.AMOEBANET})
-"""Layers of unequal size, over images."""
+"""Families of image models with layers of unequal size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,17 +76,17 @@ class ModelSpec(ModelConfig):
     seq_len: int
     """Tokens in a training sequence; also the number of learned positions."""
     tied_embeddings: bool = False
-    """The head uses the token embedding's weight."""
+    """True if the head uses the token embedding's weight."""
     dropout: float = 0.0
-    """Probability, applied to embeddings, attention weights and both residual branches."""
+    """Dropout probability, applied to embeddings, attention weights and both residual branches."""
     init_std: float = 0.02
-    """Standard deviation of initial weights; residual projections get init_std / sqrt(2 num_layers)."""
+    """Standard deviation of initial weights. Residual projections use init_std / sqrt(2 num_layers)."""
     causal: bool = True
-    """Every token sees those before it; in an encoder (BERT, arXiv:1810.04805) all of its sequence."""
+    """True if every token sees only those before it. False for an encoder, as BERT is (arXiv:1810.04805)."""
     rope_theta: float = 10_000.0
-    """Base of the frequencies of a LLaMA's rotary positions (arXiv:2104.09864, section 3.2.2)."""
+    """Base of the frequencies of LLaMA's rotary positions (arXiv:2104.09864, section 3.2.2)."""
     norm_eps: float = 1e-5
-    """Added to the variance, or the mean square, in every norm."""
+    """Epsilon added to the variance, or to the mean square, in every norm."""
 
     def __post_init__(self) -> None:
         if self.family not in TEXT_FAMILIES:
@@ -116,7 +118,7 @@ class ModelSpec(ModelConfig):
 
     @property
     def datasets(self) -> frozenset[Dataset]:
-        """Next tokens take a causal model, hidden ones an encoder."""
+        """Causal models predict the next token; encoders predict masked tokens."""
         return frozenset({Dataset.TEXT if self.causal else Dataset.MASKED_TEXT})
 
     @property
@@ -125,7 +127,7 @@ class ModelSpec(ModelConfig):
 
     @property
     def widest(self) -> int:
-        """Numbers at a position that a layer works on."""
+        """Largest number of values a layer handles per position."""
         return max(self.ffn_hidden, 4 * self.hidden, self.num_heads * self.seq_len, self.vocab_size)
 
     @property
@@ -139,13 +141,13 @@ class ModelSpec(ModelConfig):
 
     @property
     def embedding_parameters(self) -> int:
-        """Token embedding, and the learned positions of a GPT."""
+        """Parameters of the token embedding and of a GPT's learned positions."""
         positions = self.seq_len if self.family is Family.GPT else 0
         return (self.vocab_size + positions) * self.hidden
 
     @property
     def block_parameters(self) -> int:
-        """One transformer block: norms, attention, feed-forward."""
+        """Parameters of one transformer block: norms, attention, feed-forward."""
         h, kv, f = self.hidden, self.kv_hidden, self.ffn_hidden
         if self.family is Family.GPT:
             attention = 2 * h * h + 2 * h * kv + 2 * h + 2 * kv
@@ -154,22 +156,22 @@ class ModelSpec(ModelConfig):
 
     @property
     def head_parameters(self) -> int:
-        """Final norm and, unless tied, the output projection (which has no bias)."""
+        """Parameters of the final norm and, unless tied, of the output projection, which has no bias."""
         norm = 2 * self.hidden if self.family is Family.GPT else self.hidden
         return norm + (0 if self.tied_embeddings else self.vocab_size * self.hidden)
 
     @property
     def num_parameters(self) -> int:
-        """All trainable parameters, a tied weight counted once."""
+        """Number of trainable parameters. A tied weight counts once."""
         return self.embedding_parameters + self.num_layers * self.block_parameters + self.head_parameters
 
     @property
     def gathers(self) -> tuple[tuple[int, int], ...]:
-        """The tied weight, which embedding and head read."""
+        """The tied weight, which both the embedding and the head read."""
         return ((self.vocab_size * self.hidden, 2),) if self.tied_embeddings else ()
 
     def misfits(self, *, tp: int, num_stages: int, cp: int) -> list[str]:
-        """Why the model cannot be split so, one reason each."""
+        """Return why the model cannot be split this way, one reason each."""
         problems = []
         if self.num_heads % tp or self.num_kv_heads % tp:
             problems.append(f"tp {tp} does not divide {self.num_heads} heads and {self.num_kv_heads} kv heads")
@@ -185,7 +187,7 @@ class ModelSpec(ModelConfig):
 
 
 class Dimensions(TypedDict, total=False):
-    """What a family's proportions leave open, or are changed by."""
+    """Dimensions that a family's usual proportions leave open, or that may override them."""
 
     num_kv_heads: int
     vocab_size: int
@@ -196,7 +198,7 @@ class Dimensions(TypedDict, total=False):
 
 
 def gpt(name: str, num_layers: int, hidden: int, num_heads: int, **others: Unpack[Dimensions]) -> ModelSpec:
-    """A GPT with the usual proportions: feed-forward 4x as wide, as many key as query heads."""
+    """Return a GPT with the usual proportions: feed-forward 4x as wide, as many key as query heads."""
     usual: Dimensions = {"num_kv_heads": num_heads, "vocab_size": 50257, "seq_len": 2048}
     return _model(name, Family.GPT, (num_layers, hidden, num_heads, 4 * hidden), {**usual, **others})
 
@@ -204,7 +206,7 @@ def gpt(name: str, num_layers: int, hidden: int, num_heads: int, **others: Unpac
 def llama(
     name: str, num_layers: int, hidden: int, num_heads: int, ffn_hidden: int, **others: Unpack[Dimensions]
 ) -> ModelSpec:
-    """A LLaMA; `num_kv_heads` defaults to `num_heads`."""
+    """Return a LLaMA. `num_kv_heads` defaults to `num_heads`."""
     usual: Dimensions = {"num_kv_heads": num_heads, "vocab_size": 32000, "seq_len": 2048}
     return _model(name, Family.LLAMA, (num_layers, hidden, num_heads, ffn_hidden), {**usual, **others})
 
@@ -232,7 +234,7 @@ MODELS: dict[str, ModelSpec] = {
         # BERT's attention and data on a GPT's blocks, which normalise before, not after.
         gpt("bert-mini", 2, 32, 4, vocab_size=256, seq_len=32, init_std=0.15, causal=False),
         gpt("gpt2-124m", 12, 768, 12, seq_len=1024, tied_embeddings=True),
-        # What fills one 80 GB GPU: GPT-3 XL's size with an untied head and a vocabulary padded to a multiple of 128.
+        # Fills one 80 GB GPU: GPT-3 XL's size with an untied head and a vocabulary padded to a multiple of 128.
         gpt("gpt-1.3b", 24, 2048, 16, vocab_size=50304),
         # GPT-3, arXiv:2005.14165 table 2.1, with its two misprints mended: XL's 24 heads of 128 are not its d_model
         # 2048 (16 are), and 13B's d_model 5140 is not its 40 heads of 128 (5120).
@@ -254,7 +256,7 @@ MODELS: dict[str, ModelSpec] = {
 
 
 def model_spec(name: str) -> ModelSpec:
-    """The preset called `name`. Raises `UnknownNameError` for a name that is not one."""
+    """Return the preset called `name`. Raises `UnknownNameError` for an unknown name."""
     if name not in MODELS:
         raise UnknownNameError("model", name, MODELS)
     return MODELS[name]

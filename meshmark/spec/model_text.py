@@ -1,4 +1,4 @@
-"""Models that a user describes: by their dimensions, or by the `config.json` of a Hugging Face checkpoint."""
+"""Parse models that a user describes by dimensions or by the `config.json` of a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -26,23 +26,22 @@ KEYS = {
     "rope_theta": "rope_theta",
     "norm_eps": "norm_eps",
 }
-"""What a description may say, and the field of `ModelSpec` that it fills."""
+"""Keys of a description, and the `ModelSpec` field that each one sets."""
 _NUMBERS = ("dropout", "init_std", "rope_theta", "norm_eps")
 """Keys that take any number, whose range `ModelSpec` checks."""
 
 
 def is_description(text: str) -> bool:
-    """Whether `text` describes a model, where presets have names."""
+    """Return whether `text` describes a model, as opposed to naming a preset."""
     return "=" in text or text.partition(",")[0].endswith(".json")
 
 
 def described_model(text: str, *, planned: bool = False) -> ModelSpec:
-    """The model of `KEY=VALUE,...` or of `FILE.json,KEY=VALUE,...`.
+    """Return the model of `KEY=VALUE,...` or of `FILE.json,KEY=VALUE,...`.
 
-    What a file says and no model here does is refused; where the model is only `planned`, it is a warning.
-
-    A GPT, unless family says another; heads, kv_heads and ffn_hidden have the family's usual proportions where they are
-    left out. Raises `InputError` with the position of what cannot be read, and what was expected.
+    The family defaults to GPT. `heads`, `kv_heads` and `ffn_hidden` default to the family's usual proportions. A
+    setting in the file that no model here implements raises `InputError`; if the model is only `planned`, it is a
+    warning. Also raises `InputError` for text that cannot be parsed, with its position and what was expected.
     """
     first, comma, rest = text.partition(",")
     if "=" in first:
@@ -52,13 +51,13 @@ def described_model(text: str, *, planned: bool = False) -> ModelSpec:
 
 
 def describe(model: ModelSpec) -> str:
-    """The description that `described_model` reads the same dimensions from."""
+    """Return a description from which `described_model` reads the same dimensions."""
     values = {key: getattr(model, field) for key, field in KEYS.items()}
     return ",".join(f"{key}={int(value) if isinstance(value, bool) else value}" for key, value in values.items())
 
 
 def _options(whole: str, text: str, position: int) -> Fields:
-    """What `text`, which begins at a position of `whole`, says."""
+    """Return the fields that `text` sets. `text` starts at `position` of `whole`, which errors refer to."""
     fields: Fields = {}
     for part in text.split(","):
         key, equals, value = (piece.strip() for piece in part.partition("="))
@@ -104,13 +103,13 @@ def _model(text: str, fields: Fields) -> ModelSpec:
 
 
 def _usual_heads(hidden: int) -> int:
-    """Of 64 dimensions, or as few more as divide the width evenly."""
+    """Return the default number of heads: 64 dimensions each, or fewer heads if the width does not divide evenly."""
     most = max(1, hidden // 64)
     return next((n for n in range(most, 1, -1) if hidden % (2 * n) == 0), 1)
 
 
 def _name(model: ModelSpec) -> str:
-    """What tells it from any other of its family."""
+    """Return a name that differs from that of any other model of the family."""
     plain = ModelSpec(
         name="",
         family=model.family,

@@ -1,4 +1,4 @@
-"""Which optimizer a workload trains with, its schedule, and what it keeps of every parameter."""
+"""Optimizers: kind, options, schedule, and the state they keep for each parameter."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from meshmark.spec.precision import Dtype
 class OptimizerKind(StrEnum):
     ADAMW = "adamw"
     SGD = "sgd"
-    """With momentum where it is asked for, Nesterov's too."""
+    """SGD, with optional momentum and Nesterov momentum."""
     ADAFACTOR = "adafactor"
     """Second moments of a matrix are kept as a row and a column (arXiv:1804.04235)."""
     MUON = "muon"
-    """The update of a block's matrix is its momentum made orthogonal (arXiv:2502.16982); AdamW's for all others."""
+    """Updates matrices of blocks by their orthogonalized momentum (arXiv:2502.16982), and all others by AdamW."""
     LARS = "lars"
-    """SGD with a rate for every tensor, by its norm over its gradient's (arXiv:1708.03888)."""
+    """SGD with a rate per tensor: its norm divided by its gradient's norm (arXiv:1708.03888)."""
     LAMB = "lamb"
-    """Adam with a rate for every tensor, by its norm over its update's (arXiv:1904.00962)."""
+    """Adam with a rate per tensor: its norm divided by its update's norm (arXiv:1904.00962)."""
 
 
 LAYER_WISE = frozenset({OptimizerKind.LARS, OptimizerKind.LAMB})
 MATRIX_WISE = frozenset({OptimizerKind.ADAFACTOR, OptimizerKind.MUON}) | LAYER_WISE
-"""An element's update depends on others of its tensor: a shard cannot be updated alone."""
+"""Optimizers whose update of an element depends on others of its tensor, so that a shard cannot be updated alone."""
 _WITH_MOMENTUM = frozenset({OptimizerKind.SGD, OptimizerKind.MUON, OptimizerKind.LARS})
 _LIKE_SGD = frozenset({OptimizerKind.SGD, OptimizerKind.LARS})
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateTensor:
-    """One tensor that an optimizer keeps of one parameter."""
+    """One tensor that an optimizer keeps for one parameter."""
 
     name: str
-    """PyTorch's."""
+    """Name in PyTorch."""
     shape: tuple[int, ...]
     dtype: Dtype
 
@@ -52,27 +52,30 @@ class OptimizerSpec:
 
     kind: OptimizerKind = OptimizerKind.ADAMW
     learning_rate: float = 1e-3
-    """Of Muon's matrices too, whose updates are scaled to be as large as AdamW's."""
+    """Learning rate. Muon's matrices use it too; their updates are scaled to the size of AdamW's."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's and LAMB's decay rates."""
+    """Decay rates of AdamW and LAMB."""
     eps: float = 1e-8
-    """AdamW's, and the smallest root of a second moment for Adafactor."""
+    """Epsilon of AdamW. For Adafactor, the smallest root of a second moment."""
     weight_decay: float = 0.1
-    """L2 for SGD and LARS, decoupled for the others."""
+    """Weight decay: L2 for SGD and LARS, decoupled for the others."""
     clip_norm: float | None = 1.0
-    """Largest global L2 norm of the gradients; None leaves them alone."""
+    """Largest global L2 norm of the gradients. None disables clipping."""
     warmup_steps: int = 0
-    """Steps over which the learning rate grows linearly; 0 starts with all of it."""
+    """Steps over which the learning rate grows linearly. 0 disables warmup."""
     decay_matrices_only: bool = False
-    """Norms and biases form a group of their own, without weight decay."""
+    """If True, norms and biases form a separate group without weight decay."""
     no_decay: tuple[str, ...] = ()
-    """Shell patterns of the names of parameters that form a group of their own, without weight decay."""
+    """Shell patterns of the names of parameters that form a separate group without weight decay."""
     momentum: float = 0.0
-    """SGD's, Muon's and LARS's."""
+    """Momentum of SGD, Muon and LARS."""
     nesterov: bool = False
-    """The update looks ahead by one step of the momentum."""
+    """If True, the update looks ahead by one step of the momentum."""
     beta2_decay: float = -0.8
-    """Adafactor's: at step t, counted from 1, its second moments keep 1 - t ** beta2_decay of what they were."""
+    """Decay exponent of Adafactor.
+
+    At step t, counted from 1, second moments keep 1 - t ** beta2_decay of their value.
+    """
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 0:
@@ -91,11 +94,14 @@ class OptimizerSpec:
             raise InputError(f"optimizer: beta2_decay is {self.beta2_decay}, expected 0 or less")
 
     def rate_factor(self, step: int) -> float:
-        """Of the learning rate at `step`, counted from 0: (step + 1) / warmup_steps, and 1 once that is reached."""
+        """Return the factor on the learning rate at `step`, counted from 0.
+
+        It is (step + 1) / warmup_steps, and 1 after the warmup.
+        """
         return min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
 
     def decays(self, name: str) -> bool:
-        """Whether weight decay applies to the parameter with this canonical name."""
+        """Return whether weight decay applies to the parameter with this canonical name."""
         if self.no_decay:
             return not any(fnmatchcase(name, pattern) for pattern in self.no_decay)
         return not self.decay_matrices_only or not (name.endswith("bias") or "norm." in name)
@@ -110,11 +116,13 @@ class OptimizerSpec:
         return self.kind in MATRIX_WISE
 
     def orthogonalizes(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether Muon's own rule applies to the parameter with this canonical name: the matrices of blocks."""
+        """Return whether Muon's own rule applies to the parameter with this canonical name: only to matrices of
+        blocks.
+        """
         return self.kind is OptimizerKind.MUON and len(shape) == 2 and name.startswith("blocks.")
 
     def states(self, name: str, shape: tuple[int, ...], dtype: Dtype) -> tuple[StateTensor, ...]:
-        """What is kept of a parameter, from its first update on, with moments in `dtype`; as PyTorch does."""
+        """Return the states that PyTorch keeps for a parameter after its first update, with moments in `dtype`."""
         step = StateTensor(name="step", shape=(), dtype=Dtype.FP32)
         if self.kind in _LIKE_SGD and not self.momentum:
             return ()
@@ -133,6 +141,6 @@ class OptimizerSpec:
 
     @property
     def states_per_parameter(self) -> int:
-        """Tensors of a parameter's shape that the optimizer keeps of each; for one that is not matrix-wise."""
+        """State tensors of a parameter's shape. Only for optimizers that are not matrix-wise."""
         assert not self.is_matrix_wise
         return sum(bool(state.shape) for state in self.states("", (1,), Dtype.FP32))

@@ -1,4 +1,4 @@
-"""What is known of a user's own model: where it is, and the sizes of its parameters. No torch, as in `model_config`."""
+"""Config of a user's own model: its location and the sizes of its parameters. No torch, like `model_config`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ HUGGING_FACE = "hf:"
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCount:
-    """One of the layers that a user's model is cut between, as a pipeline runs them one after another."""
+    """A layer between which a user's model is cut. A pipeline runs the layers one after another."""
 
     num_parameters: int
     num_tensors: int
     row_shape: tuple[int, ...]
-    """Of one row as it goes out: what a stage sends on."""
+    """Shape of one row of the layer's output, which a stage sends on."""
     buffer_bytes: int = 0
 
     @property
@@ -34,7 +34,7 @@ class LayerCount:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSplit:
-    """What a workload's tensor-parallel plan splits, as `parallelize_module` does."""
+    """Parameters that a workload's tensor-parallel plan splits, as `parallelize_module` does."""
 
     sizes: tuple[int, ...]
     """Sizes of the dimensions that are split, each once: what the degree must divide."""
@@ -62,9 +62,10 @@ class TensorSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnModelConfig(ModelConfig):
-    """Any `torch.nn.Module`, as the workload at `target` builds it. What it holds is counted; what it saves is unknown.
+    """Any `torch.nn.Module`, as built by the workload at `target`.
 
-    `meshmark.reference.own_model.describe` makes one.
+    Its parameters and buffers are counted. What its autograd graph saves is unknown.
+    `meshmark.reference.own_model.describe` makes an instance.
     """
 
     kind: ClassVar[str] = "module"
@@ -86,19 +87,19 @@ class OwnModelConfig(ModelConfig):
     target: str
     """The workload's class, as "path/to/file.py:Class" or "package.module:Class"."""
     digest: str
-    """Of the source that the class is in, so that two versions of it are two models."""
+    """Hash of the class's source file, so that two versions of it count as two models."""
     num_parameters: int
     num_tensors: int
     block_sizes: tuple[int, ...]
-    """Parameters of each block, which frameworks wrap one by one."""
+    """Parameters of each block. Frameworks wrap blocks one by one."""
     shares_weights: bool = False
-    """Whether two modules hold one parameter."""
+    """True if two modules share one parameter."""
     buffer_bytes: int = 0
-    """Of tables and statistics that its modules keep, as they are built."""
+    """Bytes of the modules' buffers (tables and statistics) when the model is built."""
     saves_buffers: bool = False
-    """Whether some of these are persistent: in its state dict."""
+    """If True, some of these buffers are persistent: they are in the state dict."""
     unused: tuple[str, ...] = ()
-    """Parameters that have no part in the loss."""
+    """Names of parameters that do not affect the loss."""
     gathers: tuple[tuple[int, int], ...] = ()
     indexed: int = 0
     indexed_in_blocks: int = 0
@@ -106,21 +107,21 @@ class OwnModelConfig(ModelConfig):
     has_scalars: bool = False
     has_float_inputs: bool = False
     chooses: bool = False
-    """Whether it picks the largest of computed values, as a router picks experts: rounding may decide."""
+    """True if it selects the largest of computed values, as a router picks experts. Rounding may decide these."""
     repeats: bool = False
-    """Whether a block, or the whole module, runs more than once in a forward pass."""
+    """True if a block, or the whole module, runs more than once in a forward pass."""
     couples_rows: bool = False
     has_batch_norms: bool = False
     layers: tuple[LayerCount, ...] = ()
-    """What a pipeline is cut between; empty where the workload does not say."""
+    """Layers between which a pipeline is cut; empty if the workload does not name them."""
     layers_share: bool = False
-    """Whether two of them hold one parameter."""
+    """Whether two of the layers share a parameter."""
     split: TensorSplit | None = None
     """None where the workload has no tensor-parallel plan."""
     narrow_error: str = ""
     """What its modules raise where weights and batch are in bf16 and buffers are not; empty where they run so."""
     has_frozen: bool = False
-    """Whether its own code freezes some parameters."""
+    """Whether the model's code freezes some parameters."""
 
     @property
     def preload(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -152,12 +153,12 @@ class OwnModelConfig(ModelConfig):
 
     @property
     def embedding_parameters(self) -> int:
-        """All that is in no block."""
+        """Parameters outside all blocks."""
         return self.num_parameters - sum(self.block_sizes)
 
     @property
     def head_parameters(self) -> int:
-        """None: what is in no block counts as the embedding's."""
+        """Always 0: parameters outside all blocks count as the embedding's."""
         return 0
 
     @property

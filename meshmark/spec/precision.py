@@ -1,4 +1,4 @@
-"""The arithmetic of a training step: which numbers are kept, multiplied and summed in which format."""
+"""The arithmetic of a training step: the formats in which numbers are stored, multiplied and summed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshmark.errors import InputError, UnknownNameError
 
 
 class Dtype(StrEnum):
-    """A format of floating-point numbers, by PyTorch's name."""
+    """A floating-point format, by its PyTorch name."""
 
     FP64 = "float64"
     FP32 = "float32"
@@ -24,7 +24,7 @@ class Dtype(StrEnum):
 
     @property
     def short(self) -> str:
-        """As datasheets and command lines have it."""
+        """Short name, as datasheets and command lines use it."""
         return {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[self]
 
     @property
@@ -34,18 +34,18 @@ class Dtype(StrEnum):
 
 
 class LossScaling(StrEnum):
-    """Whether gradients are computed of a multiple of the loss, lest small ones vanish."""
+    """Whether the loss is scaled before the backward pass, so that small gradients do not underflow."""
 
     NONE = "none"
     DYNAMIC = "dynamic"
-    """The multiple falls when a gradient overflows, and that step is skipped; it grows again later."""
+    """The scale shrinks when a gradient overflows, and that step is skipped. It grows again later."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The arithmetic of a training step. Presets are attributes, and in PRESETS by name.
+    """The arithmetic of a training step. Presets are class attributes, and in `PRESETS` by name.
 
-    Raises `InputError` for another arithmetic under the name of a preset.
+    Raises `InputError` for a different arithmetic under the name of a preset.
     """
 
     PRESETS: ClassVar[dict[str, Precision]] = {}
@@ -54,26 +54,30 @@ class Precision:
     BF16: ClassVar[Precision]
     """Mixed: bf16 matrix products, fp32 master weights, gradients accumulated and reduced in fp32."""
     FP16: ClassVar[Precision]
-    """The same in fp16, with dynamic loss scaling."""
+    """Mixed, as `BF16`, but in fp16 and with dynamic loss scaling."""
     BF16_REDUCE_BF16: ClassVar[Precision]
-    """Mixed, as `BF16`, but gradients travel and are summed over data-parallel ranks in bf16: half the bytes, and the
-    rounding of every rank's part and of the sum is asked for."""
+    """Mixed, as `BF16`, but gradients are sent and summed over data-parallel ranks in bf16.
+
+    This halves the bytes. The rounding of every rank's part and of the sum is expected.
+    """
 
     name: str
-    """Stands in the ids of cases."""
+    """Name that appears in the ids of cases."""
     compute: Dtype
-    """Of the matrix products."""
+    """Dtype of the matrix products."""
     weights: Dtype
-    """That the products read, and that ZeRO gathers: a copy of the masters where those are wider, made by the sharding,
-    or by autocast one product at a time."""
+    """Dtype of the weights that the products read and that ZeRO gathers.
+
+    If the master weights are wider, these are a copy, made by the sharding or by autocast for each product.
+    """
     accumulation: Dtype
-    """In which gradients of micro-batches are summed on a rank."""
+    """Dtype in which a rank sums the gradients of its micro-batches."""
     reduction: Dtype
-    """In which gradients travel and are summed over data-parallel ranks."""
+    """Dtype in which gradients are sent and summed over data-parallel ranks."""
     master: Dtype
-    """Of the weights that the optimizer updates."""
+    """Dtype of the weights that the optimizer updates."""
     states: Dtype
-    """Of the optimizer's moments."""
+    """Dtype of the optimizer's moments."""
     loss_scaling: LossScaling = LossScaling.NONE
 
     def __post_init__(self) -> None:
@@ -85,22 +89,22 @@ class Precision:
 
     @property
     def wide(self) -> Dtype:
-        """Of what is in no matrix product under autocast: the residual stream, statistics and the loss."""
+        """Dtype of everything outside matrix products under autocast: residual stream, statistics and loss."""
         return Dtype.FP64 if self.compute is Dtype.FP64 else Dtype.FP32
 
     @property
     def is_mixed(self) -> bool:
-        """Whether the products run in a narrower format than what is around them."""
+        """True if matrix products use a narrower format than the values around them."""
         return self.compute is not self.wide
 
     @property
     def narrows_reduction(self) -> bool:
-        """Whether gradients are rounded on their way to the other ranks."""
+        """True if gradients are rounded before they are sent to other ranks."""
         return self.reduction.mantissa_bits < self.accumulation.mantissa_bits
 
 
 def _preset(name: str, compute: Dtype, *, reduction: Dtype | None = None, scaling: bool = False) -> Precision:
-    """`compute` in the products, and float32 at least in all else but `reduction`."""
+    """Make a preset with products in `compute`, and everything else but `reduction` in at least float32."""
     wide = compute if compute is Dtype.FP64 else Dtype.FP32
     made = Precision(
         name=name,
@@ -124,7 +128,7 @@ Precision.BF16_REDUCE_BF16 = _preset("bf16-reduce-bf16", Dtype.BF16, reduction=D
 
 
 def precision(name: str) -> Precision:
-    """The preset called `name`. Raises `UnknownNameError` when there is none."""
+    """Return the preset called `name`. Raises `UnknownNameError` when there is none."""
     if name not in Precision.PRESETS:
         raise UnknownNameError("precision", name, Precision.PRESETS)
     return Precision.PRESETS[name]

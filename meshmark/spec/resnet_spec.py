@@ -1,4 +1,4 @@
-"""What a residual network is: its dimensions and what follows from them. No torch, as in `model_spec`."""
+"""Residual networks: dimensions and derived sizes. Does not import torch, like `model_spec`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from meshmark.spec.model_spec import Family
 
 @dataclass(frozen=True, kw_only=True)
 class ResNetSpec(Convolutional):
-    """Dimensions of a residual network (arXiv:1512.03385 section 4.2): a convolution, blocks of two, the mean over
-    pixels and a classifier; a batch norm behind every convolution. Where blocks become wider, their images become half
-    as high and wide, and the shortcut is a convolution of single pixels (its option B).
+    """Dimensions of a residual network (arXiv:1512.03385 section 4.2).
+
+    The model is a convolution, blocks of two convolutions, a mean over pixels and a classifier. A batch norm follows
+    every convolution. Where blocks become wider, the height and width of images are halved, and the shortcut is a 1x1
+    convolution (option B of the paper).
 
     Raises `InputError` when the dimensions contradict each other.
     """
@@ -24,7 +26,7 @@ class ResNetSpec(Convolutional):
     kind: ClassVar[str] = "residual-network"
     module: ClassVar[str] = "meshmark.reference.resnet:ResNet"
     widths: tuple[int, ...]
-    """Channels, block by block; the first convolution has those of the first."""
+    """Channels of each block. The first convolution has as many as the first block."""
     init_std: float = 0.1
 
     def __post_init__(self) -> None:
@@ -44,7 +46,7 @@ class ResNetSpec(Convolutional):
 
     @cached_property
     def layers(self) -> tuple[LayerSizes, ...]:
-        """The first convolution and its norm; the classifier has no bias."""
+        """The first convolution and its norm, the blocks, and a classifier without bias."""
         first, pixels = self.widths[0], self.image_size**2
         stem = Convolution(inner=self.num_channels, outer=first, kernel=9, pixels=pixels)
         head = Convolution(inner=self.widths[-1], outer=self.num_classes, kernel=1, pixels=1, normed=False)
@@ -57,30 +59,32 @@ class ResNetSpec(Convolutional):
 
     @property
     def batch_norm(self) -> bool:
-        """Over all pixels of the images of *one micro-batch of one replica*; see `VisionSpec.batch_norm`."""
+        """True: norms run over all pixels of the images of *one micro-batch of one replica*; see
+        `VisionSpec.batch_norm`.
+        """
         return True
 
     @property
     def widest(self) -> int:
-        """Numbers at a position that a layer works on: the patches of a convolution, laid out."""
+        """Largest number of values a layer handles per position: the unfolded patches of a convolution."""
         return 9 * max(self.widths)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResidualSizes:
-    """One block."""
+    """Sizes of one block."""
 
     inner: int
-    """Channels that come in."""
+    """Input channels."""
     outer: int
-    """That go out."""
+    """Output channels."""
     stride: int
     pixels: int
-    """Of an image as it goes out."""
+    """Pixels of an output image."""
 
     @property
     def projects(self) -> bool:
-        """Whether the shortcut is a convolution."""
+        """True if the shortcut is a convolution."""
         return self.inner != self.outer
 
     @property
@@ -92,4 +96,4 @@ class ResidualSizes:
 
 
 RESNET_MINI = ResNetSpec(name="resnet-mini", image_size=8, num_classes=10, widths=(8, 16))
-"""A block of either kind; small enough for milliseconds."""
+"""A model with both kinds of blocks, small enough to train in milliseconds."""

@@ -1,5 +1,7 @@
-"""How a case's arithmetic is carried out where that is its user's choice and not the framework's: the same for all
-adapters, and another way to compute the same numbers."""
+"""Tuning options that a user chooses, not the framework.
+
+They apply to all adapters alike, and are other ways to compute the same numbers.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from meshmark.errors import InputError, UnknownNameError
 
 
 class Knob(StrEnum):
-    """What can be tuned."""
+    """A category of tuning options."""
 
     COMPILE = "compile"
     OPTIMIZER = "optimizer"
@@ -22,7 +24,7 @@ class Knob(StrEnum):
 
 
 class Attention(StrEnum):
-    """The one kernel of `scaled_dot_product_attention` that may run."""
+    """The only `scaled_dot_product_attention` kernel that may run."""
 
     FLASH = "flash"
     EFFICIENT = "efficient"
@@ -31,12 +33,12 @@ class Attention(StrEnum):
 
 
 class Matmul(StrEnum):
-    """A setting of matrix products. Both are arithmetic, so that noise is measured with them."""
+    """A setting of matrix products. Both change the arithmetic, so noise is measured with them."""
 
     TF32 = "tf32"
-    """float32 operands are rounded to TF32's 10 bits."""
+    """Round float32 operands to TF32's 10 bits."""
     WIDE_SUMS = "wide-sums"
-    """Parts of a 16-bit product that is split over its inner dim are summed in float32."""
+    """Sum the parts of a 16-bit product that is split over its inner dimension in float32."""
 
 
 _FUSED, _CHUNKED, NONE = "fused", "chunked", "none"
@@ -48,13 +50,13 @@ WORDS = {
     Matmul.TF32.value: "float32 products of TF32 operands",
     Matmul.WIDE_SUMS.value: "split 16-bit products summed in float32",
 }
-"""By what the command line calls it, what it does."""
+"""Description of each option, by its name on the command line."""
 _ON_A_CPU = frozenset({Attention.FLASH, Attention.MATH})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """Written as its words, such as `compile+fused`; nothing where all is PyTorch's default."""
+    """Tuning options of a case. Its string is their names, such as `compile+fused`; empty for PyTorch's defaults."""
 
     compile: bool = False
     fused_optimizer: bool = False
@@ -76,7 +78,7 @@ class Tuning:
 
     @property
     def knobs(self) -> list[Knob]:
-        """Those that are turned."""
+        """The categories with an option that is not the default."""
         turned = {
             Knob.COMPILE: self.compile,
             Knob.OPTIMIZER: self.fused_optimizer,
@@ -88,17 +90,19 @@ class Tuning:
 
     @property
     def arithmetic(self) -> Tuning:
-        """What of it is other arithmetic, not another order of the same."""
+        """The options that change the arithmetic, without those that only change the order of operations."""
         return Tuning(matmul=self.matmul)
 
     @property
     def passes_otherwise(self) -> bool:
-        """Whether forward and backward passes may save other tensors than PyTorch's eager kernels do, and round in
-        other places: fused operations keep what is between them wide."""
+        """True if passes may save other tensors than PyTorch's eager kernels, and round in other places.
+
+        Fused operations keep intermediate values in a wider format.
+        """
         return self.compile or self.attention is not None or self.chunked_loss
 
     def missing(self, device: str) -> Iterator[str]:
-        """What of it `device` has not, each with the reason."""
+        """Yield the options that `device` does not support, each with the reason."""
         if device == "cpu" and self.attention is not None and self.attention not in _ON_A_CPU:
             yield f"attention {self.attention} (a CPU has {' and '.join(sorted(_ON_A_CPU))} alone)"
         if device == "cpu" and self.matmul is not None:
@@ -106,7 +110,10 @@ class Tuning:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """That of its words, in any order. Raises `UnknownNameError` for another, `InputError` for two of one kind."""
+        """Parse option names in any order.
+
+        Raises `UnknownNameError` for an unknown name, and `InputError` for two names of one category.
+        """
         words = [word for word in text.replace("+", ",").split(",") if word]
         if words == [NONE]:
             words = []

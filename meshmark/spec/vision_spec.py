@@ -1,4 +1,4 @@
-"""What a vision model is: its dimensions and what follows from them. No torch, as in `model_spec`."""
+"""Vision transformers: dimensions and derived sizes. Does not import torch, like `model_spec`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from meshmark.spec.resnet_spec import RESNET_MINI
 
 @dataclass(frozen=True, kw_only=True)
 class VisionSpec(ImageModelConfig):
-    """Dimensions of a vision transformer (arXiv:2010.11929) without a class token: the mean over patches is classified.
-    Embedded patches are normalised (as in arXiv:2103.00020).
+    """Dimensions of a vision transformer (arXiv:2010.11929) without a class token: it classifies the mean over
+    patches.
+
+    Embedded patches are normalised, as in arXiv:2103.00020.
 
     Raises `InputError` when the dimensions contradict each other.
     """
@@ -27,18 +29,21 @@ class VisionSpec(ImageModelConfig):
     module: ClassVar[str] = "meshmark.reference.vision:VisionTransformer"
     theory: ClassVar[str] = "meshmark.theory.model_theory:LayeredTheory"
     patch_size: int
-    """Pixels a side of the squares that an image is cut into."""
+    """Height and width of the square patches that an image is cut into, in pixels."""
     num_layers: int
     """Transformer blocks; the patch embedding and the head are not counted."""
     hidden: int
     num_heads: int
     ffn_hidden: int
     batch_norm: bool = False
-    """Normalise embedded patches by batch (arXiv:1502.03167), not each by itself: over all patches of the images of
-    *one micro-batch of one replica*, as every framework does unless told otherwise. So the exact gradient, and the
-    running statistics that each replica keeps, depend on how a layout divides the batch."""
+    """Normalise embedded patches over the batch (arXiv:1502.03167) instead of each by itself.
+
+    Statistics run over all patches of the images of *one micro-batch of one replica*, as in every framework by
+    default. The exact gradient, and the running statistics of each replica, therefore depend on how a layout divides
+    the batch.
+    """
     dropout: float = 0.0
-    """Probability, applied to embedded patches, attention weights and both residual branches."""
+    """Dropout probability, applied to embedded patches, attention weights and both residual branches."""
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -65,22 +70,22 @@ class VisionSpec(ImageModelConfig):
 
     @property
     def causal(self) -> bool:
-        """Every patch sees all of them."""
+        """False: every patch sees all patches."""
         return False
 
     @property
     def tied_embeddings(self) -> bool:
-        """Pixels and classes share nothing."""
+        """False: pixels and classes share no weights."""
         return False
 
     @property
     def seq_len(self) -> int:
-        """Patches of an image."""
+        """Patches per image."""
         return (self.image_size // self.patch_size) ** 2
 
     @property
     def patch_values(self) -> int:
-        """Numbers in a patch."""
+        """Values per patch."""
         return self.patch_size**2 * self.num_channels
 
     @property
@@ -97,24 +102,29 @@ class VisionSpec(ImageModelConfig):
 
     @property
     def embedding_parameters(self) -> int:
-        """Projection of patches, the norm's scale and shift, learned positions."""
+        """Parameters of the patch projection, the norm's scale and shift, and the learned positions."""
         return (self.patch_values + 2 + self.seq_len) * self.hidden
 
     @property
     def block_parameters(self) -> int:
-        """One transformer block: norms, attention, feed-forward; biases but of the keys, and 4 h of the two norms."""
+        """Parameters of one transformer block: norms (4 h), attention, feed-forward, and all biases but that of the
+        keys.
+        """
         h, f = self.hidden, self.ffn_hidden
         return 4 * h * h + 3 * h + 2 * h * f + f + h + 4 * h
 
     @property
     def head_parameters(self) -> int:
-        """Final norm and classifier, which has no bias."""
+        """Parameters of the final norm and of the classifier, which has no bias."""
         return (2 + self.num_classes) * self.hidden
 
     @cached_property
     def layers(self) -> tuple[LayerSizes, ...]:
-        """Of projection, norm (two) and positions; blocks of norms, and of linear layers of which the keys' has no
-        bias; norm and head."""
+        """The embedding, the blocks and the head.
+
+        The embedding has a projection, a norm (two tensors) and positions. A block has norms and linear layers, all
+        with biases but that of the keys. The head has a norm and a classifier.
+        """
         patches, h = self.seq_len, self.hidden
         embedding = LayerSizes(
             num_parameters=self.embedding_parameters,
@@ -147,16 +157,18 @@ class VisionSpec(ImageModelConfig):
 
     @property
     def widest(self) -> int:
-        """Numbers at a position that a layer works on: the residual stream four times, or a row of scores a head."""
+        """Largest number of values a layer handles per position: four residual streams, or one row of scores per
+        head.
+        """
         return max(4 * self.hidden, self.num_heads * self.seq_len)
 
     @property
     def forward_flops(self) -> float:
-        """Of one image: matrix products, a multiply-add counted as two."""
+        """FLOPs of one image: matrix products, a multiply-add counted as two."""
         return 2.0 * sum(layer.products for layer in self.layers)
 
     def misfits(self, *, tp: int, num_stages: int, cp: int) -> list[str]:
-        """Why the model cannot be split so, one reason each."""
+        """Return why the model cannot be split this way, one reason each."""
         problems = []
         if self.num_heads % tp or self.ffn_hidden % tp:
             problems.append(f"tp {tp} does not divide {self.num_heads} heads and ffn_hidden {self.ffn_hidden}")
@@ -168,7 +180,7 @@ class VisionSpec(ImageModelConfig):
 
 
 TransformerSpec = ModelSpec | VisionSpec | MixtureSpec
-"""What is made of transformer blocks."""
+"""Specs of models that consist of transformer blocks."""
 
 _VIT_MINI = VisionSpec(
     name="vit-mini",
@@ -181,7 +193,7 @@ _VIT_MINI = VisionSpec(
     ffn_hidden=64,
     init_std=0.15,
 )
-"""Small enough for milliseconds; wide initial values, so that attention is far from uniform."""
+"""A model small enough to train in milliseconds. Its wide initial values keep attention far from uniform."""
 VISION_MODELS: dict[str, ImageModelConfig] = {
     spec.name: spec
     for spec in (

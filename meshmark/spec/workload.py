@@ -1,4 +1,4 @@
-"""What is trained: model, data, loss, optimizer and algorithm. How it is laid over ranks is a layout's business."""
+"""Workloads: model, data, loss, optimizer and algorithm. How they are distributed over ranks is up to the layout."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from meshmark.spec.vision_spec import VISION_MODELS
 
 A = TypeVar("A", bound=Algorithm)
 MOST_ROWS = 2**24
-"""Of one global batch: more than anybody trains on, and few enough for its divisors to be searched in seconds."""
+"""Upper bound for the rows of a global batch. Nobody trains on more, and its divisors are searched in seconds."""
 
 
 class Loss(StrEnum):
-    """What is minimised: a sum over the targets of the global batch, divided by the sum of their weights."""
+    """The loss to minimise: a sum over the targets of the global batch, divided by the sum of their weights."""
 
     CROSS_ENTROPY = "cross_entropy"
-    """Every target counts or does not: PyTorch's cross-entropy leaves the masked ones out (`ignore_index`)."""
+    """Targets count fully or not at all; PyTorch's cross-entropy ignores masked ones (`ignore_index`)."""
     OWN = "own"
-    """The model's output is the sum already, as a user's own workload computes it."""
+    """The model's output is already the sum, as a user's own workload computes it."""
     WEIGHTED_CROSS_ENTROPY = "weighted_cross_entropy"
-    """Each target's cross-entropy times its weight."""
+    """Each target's cross-entropy is multiplied by its weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,19 +41,24 @@ class Workload:
     loss: Loss = Loss.CROSS_ENTROPY
     optimizer: OptimizerSpec = OptimizerSpec()
     global_batch: int = 8
-    """Rows (sequences or images) in one optimizer step, over all ranks."""
+    """Rows (sequences or images) per optimizer step, over all ranks."""
     masked: bool = True
-    """Mask a random tail of every sequence, or some of the images, so that rows, micro-batches and ranks hold unequal
-    numbers of targets; of masked text, all that is not to be found again."""
+    """If True, mask a random tail of every sequence, or some of the images.
+
+    Rows, micro-batches and ranks then hold unequal numbers of targets. In masked text, everything that is not a
+    prediction target is masked.
+    """
     frozen: tuple[str, ...] = ()
-    """Starts of the names of parameters that are not trained, such as `embedding.`."""
+    """Prefixes of the names of parameters that are not trained, such as `embedding.`."""
     skipped_block: int | None = None
     """A block that every second step leaves out, so that its parameters are unused there."""
     corpus: str | None = None
-    """Path of a file to train on, byte by byte, or of a folder of images in subfolders, one a class; None takes the
-    text inside Python's standard library, or the digits."""
+    """Path of a file to train on byte by byte, or of a folder of images with one subfolder per class.
+
+    None uses the text in Python's standard library, or the digits.
+    """
     seed: int = 0
-    """Seeds the initial values and the batches."""
+    """Seed of the initial values and of the batches."""
     algorithm: Algorithm = SYNCHRONOUS
     """How replicas train together."""
 
@@ -85,74 +90,76 @@ class Workload:
 
     @property
     def id(self) -> str:
-        """The name, which tells the algorithm where it is not the synchronous one."""
+        """The name, followed by the algorithm's id unless it is synchronous."""
         end = f"-{self.algorithm.id}" if self.algorithm.id else ""
         return self.name if end in self.name else f"{self.name}{end}"
 
     def trains(self, name: str) -> bool:
-        """Whether the parameter with this canonical name is trained."""
+        """Return whether the parameter with this canonical name is trained."""
         return not name.startswith(self.frozen) if self.frozen else True
 
     def uses(self, name: str, step: int) -> bool:
-        """Whether the parameter with this canonical name has a part in `step`."""
+        """Return whether the parameter with this canonical name is used in `step`."""
         skipped = self.skipped_at(step)
         return skipped is None or not name.startswith(f"blocks.{skipped}.")
 
     @property
     def leaves_unused(self) -> bool:
-        """Whether a step has no gradient of some parameters that are trained."""
+        """True if some trained parameters have no gradient in some step."""
         return self.skipped_block is not None or self.model.leaves_unused
 
     def skipped_at(self, step: int) -> int | None:
-        """The block that `step` leaves out."""
+        """Return the block that `step` leaves out, or None."""
         return self.skipped_block if step % 2 else None
 
     def algorithm_as(self, cls: type[A]) -> A:
-        """Return the algorithm, for code that knows one class of algorithms: it must have refused the others."""
+        """Return the algorithm as `cls`, for code that supports one class. It must have rejected the others before."""
         assert isinstance(self.algorithm, cls), f"workload {self.name!r} trains by {self.algorithm.id or 'none'}"
         return self.algorithm
 
     @property
     def transformer(self) -> ModelSpec:
-        """The model, for those that know decoder-only transformers alone: they must have refused or left out others."""
+        """The model, for code that supports only decoder-only transformers. It must have rejected others before."""
         assert isinstance(self.model, ModelSpec), f"workload {self.name!r} trains {self.model.name!r}"
         return self.model
 
     @property
     def text_model(self) -> ModelSpec | MixtureSpec:
-        """The model, for those that know transformers over tokens alone."""
+        """The model, for code that supports only transformers over tokens."""
         assert isinstance(self.model, ModelSpec | MixtureSpec), f"workload {self.name!r} trains {self.model.name!r}"
         return self.model
 
     @property
     def couples_rows(self) -> bool:
-        """Whether the rows of a micro-batch enter one another's gradients, by a batch norm: the truth then depends on
-        how a layout divides the batch, and replicas keep buffers of their own."""
+        """True if a batch norm makes rows of a micro-batch affect each other's gradients.
+
+        The exact gradient then depends on how a layout divides the batch, and replicas keep different buffers.
+        """
         return self.model.couples_rows
 
     @property
     def routes(self) -> bool:
-        """Whether its values decide which weights a token meets: where a decision is close, rounding makes it."""
+        """True if values decide which weights a token uses. Rounding then decides close calls."""
         return self.model.routes
 
     @property
     def tokens_per_step(self) -> int:
-        """Positions that the model computes in one step, masked ones too."""
+        """Positions that the model computes in one step, including masked ones."""
         return self.global_batch * self.model.seq_len
 
     @property
     def unit(self) -> str:
-        """What throughput counts."""
+        """Unit of throughput."""
         return self.model.unit
 
     @property
     def units_per_step(self) -> int:
-        """Masked ones too."""
+        """Units per step, including masked ones."""
         return self.tokens_per_step if self.unit == "tokens" else self.global_batch
 
 
-# A clip norm below the gradient norms that the tiny workloads start with (about 2 to 5): clipping is active in
-# every one of the first steps, so that a wrong norm changes the parameters.
+# The tiny workloads start with gradient norms of about 2 to 5. This clip norm is below them, so that clipping is
+# active in all of the first steps and a wrong norm changes the parameters.
 _TINY_OPTIMIZER = OptimizerSpec(clip_norm=0.5)
 _MOMENTUM = OptimizerSpec(kind=OptimizerKind.SGD, learning_rate=0.1, momentum=0.9, weight_decay=0.01, clip_norm=0.5)
 _PLAIN = OptimizerSpec(kind=OptimizerKind.SGD, learning_rate=0.1, weight_decay=0.0, clip_norm=None)
@@ -179,14 +186,14 @@ def _digits(name: str, model: ImageModelConfig) -> Workload:
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
     for workload in (
-        # Half as deep, wide and long: a launch is then mostly the launch.
+        # Half as deep, wide and long as gpt-tiny. The time of a launch is then mostly process start.
         Workload(name="gpt-mini", model=MODELS["gpt-mini"], optimizer=_TINY_OPTIMIZER),
-        # The same with each other kind of optimizer.
+        # The same model with other optimizers.
         Workload(name="gpt-mini-momentum", model=MODELS["gpt-mini"], optimizer=_MOMENTUM),
-        # Of algorithms that are defined on a gradient step, or keep its momentum themselves.
+        # For algorithms that are defined on a gradient step, or keep its momentum themselves.
         Workload(name="gpt-mini-sgd", model=MODELS["gpt-mini"], optimizer=_PLAIN),
         Workload(name="gpt-mini-heavy-ball", model=MODELS["gpt-mini"], optimizer=replace(_PLAIN, momentum=0.9)),
-        # Of those that keep Adam's moments themselves.
+        # For algorithms that keep Adam's moments themselves.
         Workload(name="gpt-mini-adam", model=MODELS["gpt-mini"], optimizer=_ADAM),
         Workload(name="gpt-mini-plain-adam", model=MODELS["gpt-mini"], optimizer=replace(_ADAM, weight_decay=0.0)),
         Workload(name="gpt-mini-unclipped-lamb", model=MODELS["gpt-mini"], optimizer=_UNCLIPPED_LAMB),
@@ -212,8 +219,10 @@ WORKLOADS: dict[str, Workload] = {
 
 
 def workload(name: str) -> Workload:
-    """The preset called `name`, or that of its start by the algorithm that its end names: `gpt-mini-local-sgd2`. Raises
-    `UnknownNameError` when there is none."""
+    """Return the preset called `name`, or a preset combined with an algorithm's id, such as `gpt-mini-local-sgd2`.
+
+    Raises `UnknownNameError` when there is none.
+    """
     if name in WORKLOADS:
         return WORKLOADS[name]
     for end, algorithm in algorithm_presets().items():

@@ -1,4 +1,4 @@
-"""What forward passes leave for the backward pass."""
+"""Bytes that forward passes keep for the backward pass."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from meshmark.theory.saved_activations import (
 
 
 def tokens(model: ModelSpec, grid: Grid) -> Column:
-    """Tokens of one micro-batch on one rank."""
+    """Return the tokens of one micro-batch on one rank."""
     return grid.micro_batch * model.seq_len / grid.cp
 
 
 def layer_activation_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> Column:
-    """Bytes that one layer keeps of one micro-batch.
+    """Return the bytes that one layer keeps for one micro-batch.
 
-    GPT: arXiv:2205.05198 table 2, s b h (10 + 24/t + 5as/ht), all over t with sequence parallelism; without dropout
-    masks the 34 are 32 and the 5 are 4; flash attention keeps 4a/h instead of the scores, and so does selective
-    recomputation. LLaMA: four tensors of h between the parallel regions, q, k, v and the output, and four of f.
-    Eager kernels: `saved_activations.py`.
+    GPT: arXiv:2205.05198 table 2, s b h (10 + 24/t + 5as/ht), all divided by t with sequence parallelism. Without
+    dropout masks the 34 are 32 and the 5 are 4. Flash attention, like selective recomputation, keeps 4a/h instead of
+    the scores. LLaMA: four tensors of h between the parallel regions, q, k, v and the output, and four of f. For eager
+    kernels, see `saved_activations.py`.
     """
     t, h, s = grid.tp.astype(float), model.hidden, model.seq_len / grid.cp
     width = recipe.activations.element_bytes
@@ -64,10 +64,10 @@ def _keeps_scores(grid: Grid, recipe: TrainingRecipe) -> Column:
 
 
 def held_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage, index: int) -> Column:
-    """What the forward passes of all micro-batches in flight leave for the backward pass.
+    """Return the bytes that the forward passes of all micro-batches in flight keep for the backward pass.
 
-    Of eager kernels this is the embedding's positions and the head's norm and log-softmax too; the input of a later
-    stage lies in the buffer that it was received in, and counts there.
+    For eager kernels this includes the embedding's positions and the head's norm and log-softmax. The input of a later
+    stage lies in its receive buffer and counts there.
     """
     flight = num_in_flight(grid, index)
     if recipe.eager is None:
@@ -79,8 +79,10 @@ def held_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stag
 
 
 def passes_in_flight_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, index: int, flight: Column) -> Column:
-    """What `flight` forward passes of eager kernels leave on a rank, shared out over its chunks as they are
-    interleaved."""
+    """Return the bytes that `flight` forward passes of eager kernels leave on a rank.
+
+    The passes are divided among its chunks in interleaved order.
+    """
     stage = recipe.cut.stages(model, int(grid.pp[0]))[index]
     held = np.zeros(len(grid))
     for chunks in np.unique(grid.virtual_stages):
@@ -93,7 +95,7 @@ def passes_in_flight_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe,
 
 
 def passes_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage, passes: Column) -> Column:
-    """What so many forward passes of eager kernels through `stage` leave."""
+    """Return the bytes that `passes` forward passes of eager kernels through `stage` keep."""
     layer, widths, sp = layer_activation_bytes(model, grid, recipe), recipe.eager, sequence_shards(grid)
     assert widths is not None
     again = grid.recompute == RECOMPUTES.index(Recompute.FULL)
@@ -115,25 +117,25 @@ def passes_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: St
 
 
 def kept_weight_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> Column:
-    """Of a block's gathered weights, between its forward pass and its backward."""
+    """Return the bytes of a block's gathered weights that are kept from its forward to its backward pass."""
     gathered = recipe.wire.gather_bytes * model.block_parameters / grid.tp
     kept: Column = np.where(grid.dp * grid.cp > recipe.replicas, recipe.backward.kept_share * gathered, 0.0)
     return kept
 
 
 def sequence_shards(grid: Grid) -> Column:
-    """Over how many ranks a sequence is split between tensor-parallel regions."""
+    """Return the number of ranks that a sequence is split over between tensor-parallel regions."""
     shards: Column = np.where(grid.sequence_parallel, grid.tp, 1)
     return shards
 
 
 def vocabulary_shards(grid: Grid, recipe: TrainingRecipe) -> Column:
-    """Over how many ranks the vocabulary is split at the loss."""
+    """Return the number of ranks that the vocabulary is split over at the loss."""
     return np.ones_like(grid.tp) if recipe.whole_logits else grid.tp
 
 
 def boundary_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> Column:
-    """A stage's input for one micro-batch."""
+    """Return the bytes of a stage's input for one micro-batch."""
     return (
         tokens(model, grid)
         * model.hidden
@@ -143,7 +145,8 @@ def boundary_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> Colu
 
 
 def num_in_flight(grid: Grid, index: int) -> Column:
-    """Forward passes, of a chunk of layers each, whose activations stage `index` holds at its peak.
+    """Return the number of forward passes, each of a chunk of layers, whose activations stage `index` holds at its
+    peak.
 
     GPipe m; 1F1B and ZB-H1 p - i; interleaved 2(p - i - 1) + (v - 1)p + 1 chunks (arXiv:2104.04473, arXiv:2205.05198
     sec. 4.2.3: L(1 + (p-1)/(pv)) layers on the first stage).
@@ -156,8 +159,10 @@ def num_in_flight(grid: Grid, index: int) -> Column:
 
 
 def chunk_in_flight(grid: Grid, flight: Column, chunk: Column | int) -> Column:
-    """Of `flight` forward passes, those of one of a rank's chunks: micro-batches go in groups of p through chunk after
-    chunk (arXiv:2104.04473 sec. 2.2.2)."""
+    """Return how many of `flight` forward passes belong to one of a rank's chunks.
+
+    Micro-batches pass in groups of p through chunk after chunk (arXiv:2104.04473 sec. 2.2.2).
+    """
     group, every = grid.pp, grid.pp * grid.virtual_stages
     found: Column = flight // every * group + np.clip(flight % every - chunk * group, 0, group)
     return found

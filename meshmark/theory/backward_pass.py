@@ -1,5 +1,7 @@
-"""What is alive while the backward pass of one micro-batch runs in PyTorch's eager mode: what an operation saved is
-freed as soon as its own backward has run. Letters as in `saved_activations.py`."""
+"""Memory that is alive during the backward pass of one micro-batch in PyTorch's eager mode.
+
+What an operation saved is freed as soon as its own backward has run. Letters are as in `saved_activations.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,23 @@ from meshmark.theory.saved_activations import Widths, block_bytes, cast_weight_b
 
 @dataclass(frozen=True, kw_only=True)
 class Instant:
-    """While one operation's backward runs."""
+    """Memory while one operation's backward runs."""
 
     activations: Column
     """Bytes of what is still saved, and of gradients of activations."""
     made: Column
-    """Parameters whose gradients this backward pass has made so far, the operation's own included."""
+    """Number of parameters whose gradients this backward pass has made so far, including the operation's own."""
     own: Column
-    """The operation's own: held twice where there is a gradient to add to."""
+    """Number of the operation's own parameters. Their gradients are held twice if there is a gradient to add to."""
     waiting: Column | float = 0.0
-    """Among those made, what is in no parameter's gradient yet: a tied head's, until the embedding's is added to it."""
+    """Number of parameters whose gradients are made but not yet stored: a tied head's, until the embedding's is
+    added.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """One micro-batch of one stage, by its sizes on one rank."""
+    """One micro-batch of one stage, with its sizes on one rank."""
 
     model: ModelSpec
     widths: Widths
@@ -38,11 +42,11 @@ class Pass:
     tp: Column
     sp: Column
     held: Column
-    """Bytes that its forward pass leaves."""
+    """Bytes that its forward pass keeps."""
     loss_tp: Column
-    """Ranks that the vocabulary is split over at the loss."""
+    """Number of ranks that the vocabulary is split over at the loss."""
     kept_weights: Column | float = 0.0
-    """Bytes of a block's gathered weights among them, which are there until its backward is over."""
+    """Bytes of a block's gathered weights within `held`. They stay until the block's backward is over."""
 
     @property
     def logits(self) -> Column:
@@ -56,7 +60,7 @@ class Pass:
 
     @property
     def low_stream(self) -> Column:
-        """Bytes of its low copy, which a product saves or gives."""
+        """Bytes of the stream's low-precision copy, which a product saves or returns."""
         found: Column = self.stream * self.widths.low / self.widths.stream
         return found
 
@@ -72,46 +76,57 @@ class Pass:
 
     @property
     def head_parameters(self) -> Column:
-        """The output projection, whose gradient is made first."""
+        """Parameters of the output projection, whose gradient is made first."""
         found: Column = self.model.vocab_size * self.model.hidden / self.tp * self.stage.has_head
         return found
 
     @property
     def tied_parameters(self) -> Column:
-        """Of a head and an embedding that are one, on this stage."""
+        """Parameters that a head and an embedding share on this stage."""
         found: Column = self.head_parameters * (self.model.tied_embeddings and self.stage.has_embedding)
         return found
 
     @property
     def landmarks(self) -> list[int]:
-        """Numbers of blocks done at which a peak can lie: all grows or shrinks evenly from the second to the last but
-        one, and the last has none to follow it."""
+        """Numbers of finished blocks at which a peak can occur.
+
+        Memory changes evenly from the second block to the last but one. The last block has no successor.
+        """
         count = self.stage.num_layers
         return sorted({0, 1, count - 2, count - 1} & set(range(count)))
 
     def before_block(self, done: int) -> Column:
-        """Bytes of what is saved when `done` blocks are through: theirs and the head's are gone."""
+        """Return the bytes still saved when `done` blocks are finished, whose memory and the head's is freed."""
         head = self.tokens * norm_bytes(self.model, self.widths, 1) / self.sp + self.logits
         head = head + self._cast(cast_weight_bytes(self.model, 0, True))
         saved: Column = self.held - head * self.stage.has_head - done * (self.block + self.kept_weights)
         return saved
 
     def loss(self, tensors: float) -> Instant:
-        """`tensors`: of the logits' size, that the loss's backward makes beyond what it was given; 2 are the gradients
-        of the log-softmax and of the logits."""
+        """Return the instant of the loss.
+
+        `tensors` is how many tensors of the logits' size its backward makes beyond its input. Two are the gradients of
+        the log-softmax and of the logits.
+        """
         none = np.zeros(len(self.tokens))
         return Instant(activations=self.held + tensors * self.logits, made=none, own=none)
 
     def head(self) -> Instant:
-        """The output projection; the log-softmax has made way for the gradient of the logits, which under autocast is
-        gone when the weight's is cast."""
+        """Return the instant of the output projection.
+
+        The gradient of the logits has replaced the log-softmax. Under autocast, it is freed when the weight's gradient
+        is cast.
+        """
         made = self.head_parameters
         more = self.stream - (self.logits + self.low_stream if self.widths.autocast else 0.0)
         return Instant(activations=self.held + more, made=made, own=made)
 
     def in_block(self, done: int) -> list[Instant]:
-        """The fullest ones of the block after `done`: the last product of its feed-forward network, the gate of a
-        SwiGLU, the product before, and the projections of queries, keys and values, when all else is freed."""
+        """Return the instants of the block after `done` with the most memory.
+
+        These are the last product of the feed-forward network, the gate of a SwiGLU, the product before it, and the
+        projections of queries, keys and values, when everything else is freed.
+        """
         if self.widths.autocast:
             return [*self._autocast_feed_forward(done), *self._autocast_attention(done)]
         model, low = self.model, self.widths.low
@@ -133,16 +148,20 @@ class Pass:
         ]
 
     def _at_block(self, done: int) -> tuple[Column, Column]:
-        """Parameters whose gradients are made when it begins, and bytes that are saved. The gradient that a later stage
-        sends lies in the buffer that it was received in."""
+        """Return the parameters with gradients and the saved bytes when the block begins.
+
+        The gradient that a later stage sends lies in its receive buffer.
+        """
         received = self.stream if not self.stage.has_head and not done else 0.0
         return self.head_parameters + done * self.block_parameters, self.before_block(done) - received
 
     def _autocast_feed_forward(self, done: int) -> list[Instant]:
-        """Autocast's products make low gradients of their inputs and weights. What a product saved, its low copies of
-        both among it, is freed before these are cast, the input's first.
+        """Return the instants of the feed-forward network under autocast.
 
-        The last product, and its weight's cast; the activation's gradients; the product before, and both its casts.
+        Products make low-precision gradients of their inputs and weights. What a product saved, including its
+        low-precision copies of both, is freed before these gradients are cast, the input's first. The instants are the
+        last product and the cast of its weight's gradient, the gradients of the activation, and the product before
+        with both casts.
         """
         model, low, stream = self.model, self.widths.low, self.stream
         inside = self.tokens * low * model.ffn_hidden / self.tp
@@ -168,8 +187,11 @@ class Pass:
         ]
 
     def _autocast_attention(self, done: int) -> list[Instant]:
-        """The projection of the queries, when the others' backward has run: itself, its input's cast, its weight's, and
-        the norm before it."""
+        """Return the instants of attention under autocast.
+
+        They are for the projection of the queries, after the others' backward has run: the product, the casts of the
+        gradients of its input and weight, and the norm before it.
+        """
         own = self.model.hidden**2 / self.tp
         copy, stream, inner = self.widths.low * own, self.stream, self.low_stream / self.tp
         made, start = self._at_block(done)
@@ -184,8 +206,10 @@ class Pass:
         ]
 
     def embedding(self) -> list[Instant]:
-        """The embedding's own backward, the last; that of positions was before it. Where it is the head too, the sum of
-        both gradients is a third tensor."""
+        """Return the instants of the embedding's own backward, which comes last, after that of positions.
+
+        If the embedding is also the head, the sum of both gradients is a third tensor.
+        """
         own = self.model.vocab_size * self.model.hidden / self.tp
         positions = self.model.seq_len * self.model.hidden if self.model.family is Family.GPT else 0
         blocks = self.head_parameters + self.stage.num_layers * self.block_parameters + positions
@@ -196,12 +220,14 @@ class Pass:
         ]
 
     def instants(self, loss_tensors: float) -> list[Instant]:
-        """All of the above."""
+        """Return all instants of the pass."""
         found = [self.loss(loss_tensors), self.head()] if self.stage.has_head else []
         within = [instant for done in self.landmarks for instant in self.in_block(done)]
         found += [replace(instant, waiting=self.tied_parameters) for instant in within]
         return found + (self.embedding() if self.stage.has_embedding else [])
 
     def _cast(self, num_bytes: float) -> Column:
-        """Autocast's copies of weights, which are freed with what else their products saved."""
+        """Return the bytes of autocast's copies of weights, which are freed with the rest that their products
+        saved.
+        """
         return (num_bytes if self.widths.autocast else 0.0) / self.tp

@@ -1,4 +1,4 @@
-"""What a pipeline adds to its stages' time, in closed form: filling, draining and waiting."""
+"""Time that a pipeline adds to its stages, in closed form: filling, draining and waiting."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from meshmark.theory.grid import SCHEDULES, Column, Grid, layout_grid
 
 
 def bubble_seconds(grid: Grid, totals: Column, pace: Column) -> Column:
-    """Time beyond m times the slowest stage, from each stage's own account; `totals` is a row a stage.
+    """Return the time beyond m times the slowest stage, from each stage's own total. `totals` has one row per stage.
 
-    GPipe: every other stage once. 1F1B: stage i waits for the stages before it, at its start and at its end; for those
-    after it, from its first forward to that one's backward, less the n = p - i - 1 forwards it does meanwhile, and
-    again after its last forward, less n backwards. Interleaved: the same of chunks, a v-th each, with 2n meanwhile.
-    Equal stages give the literature's (p - 1)/v (arXiv:2104.04473 sec. 2.2). ZB-H1 fills two thirds with weight
-    gradients (arXiv:2401.10241 table 1). `meshmark.plan.simulator` is what this stays close to.
+    GPipe: every other stage once. 1F1B: stage i waits for the stages before it, at its start and at its end. It waits
+    for those after it from its first forward to that one's backward, minus the n = p - i - 1 forwards it does
+    meanwhile, and again after its last forward, minus n backwards. Interleaved: the same with chunks of a v-th each,
+    and with 2n meanwhile. Equal stages give (p - 1)/v, as in the literature (arXiv:2104.04473 sec. 2.2). ZB-H1 fills
+    two thirds with weight gradients (arXiv:2401.10241 table 1). The result approximates `meshmark.plan.simulator`.
     """
     num_stages, m, v = len(totals), grid.num_micro_batches, grid.virtual_stages
     ends = []
@@ -39,8 +39,10 @@ def bubble_seconds(grid: Grid, totals: Column, pace: Column) -> Column:
 
 @functools.lru_cache(maxsize=1024)
 def bubble_fraction(layout: Layout) -> float:
-    """Idle over whole time of a step of equal stages: (p - 1)/(vm + p - 1) (arXiv:1811.06965; arXiv:2104.04473 sec.
-    2.2), with a third of the p - 1 under ZB-H1."""
+    """Return the idle share of a step with equal stages: (p - 1)/(vm + p - 1), with a third of the p - 1 under ZB-H1.
+
+    See arXiv:1811.06965 and arXiv:2104.04473 sec. 2.2.
+    """
     grid, one = layout_grid(layout, layout.dp * layout.num_micro_batches), np.ones(1)
     bubble = float(bubble_seconds(grid, np.ones((layout.pp, 1)), one)[0])
     return bubble / (layout.num_micro_batches + bubble)

@@ -1,4 +1,4 @@
-"""Shards that are whole rows: as many of a tensor's to each rank until there are none left, as FSDP2 deals them out."""
+"""Shards of whole rows, as FSDP2 makes them: equally many rows of a tensor per rank, until none are left."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from meshmark.theory.partition import Stage
 
 
 def dealt_parameters(model: ModelSpec, stage: Stage, tp: Column, shards: Column) -> Column:
-    """Parameters of the first shard, which has most, of one stage on one tensor-parallel rank; as many as that are
-    there on every rank, where others' are padded."""
+    """Return the parameters of the first and largest shard of one stage on one tensor-parallel rank.
+
+    Every rank has as many elements, because smaller shards are padded.
+    """
     h, kv, f, gpt = model.hidden, model.kv_hidden / tp, model.ffn_hidden / tp, model.family is Family.GPT
     q, one = h / tp, np.ones(len(tp))
 

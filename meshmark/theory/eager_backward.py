@@ -1,4 +1,4 @@
-"""How an eager framework's backward pass goes about gradients and gathered weights."""
+"""How an eager framework's backward pass handles gradients and gathered weights."""
 
 from __future__ import annotations
 
@@ -9,22 +9,35 @@ from meshmark.theory.gradient_path import GradientPath
 
 @dataclass(frozen=True, kw_only=True)
 class EagerBackward:
-    """How an eager framework's backward pass treats gradients and gathered weights."""
+    """How an eager framework's backward pass handles gradients and gathered weights."""
 
     gradient_path: GradientPath = GradientPath.WHOLE
     loss_tensors: float = 2.0
-    """Of the logits' size, that the loss's backward makes beyond what it was given: the gradients of the log-softmax
-    and of the logits. None where it works in place."""
+    """Number of tensors of the logits' size that the loss's backward makes beyond its input.
+
+    These are the gradients of the log-softmax and of the logits; zero if it works in place.
+    """
     prefetches: bool = True
-    """FSDP gathers a block ahead in the backward pass, and keeps what is being reduced until the next block's is."""
+    """True if FSDP gathers one block ahead in the backward pass, and keeps gradients being reduced until the next
+    block's.
+    """
     keeps_root: bool = False
-    """FSDP leaves what is in no block gathered from forward to backward pass."""
+    """True if FSDP keeps parameters outside all blocks gathered from the forward to the backward pass."""
     kept_share: float = 0.0
-    """Of a block's gathered weights, what stays until its backward; all of them are not gathered again."""
+    """Share of a block's gathered weights that stays until its backward. With 1, they are not gathered again."""
     accumulates_beside: bool = True
-    """What DDP has not reduced yet lies beside its buckets; in them where it reduces every micro-batch."""
+    """True if gradients that DDP has not reduced yet lie next to its buckets.
+
+    False if it reduces every micro-batch.
+    """
     interleaves: bool = False
-    """Several chunks of a pipeline's rank run as in interleaved 1F1B: the peak of another order is not planned."""
+    """True if several chunks of a pipeline rank run as in interleaved 1F1B.
+
+    The peak of other orders is not planned.
+    """
     bucket_elements: int | None = None
-    """Of DeepSpeed's buckets at stage 2, of which there are `num_buckets`; None: what the suites give it."""
+    """Elements of each of DeepSpeed's `num_buckets` buckets at stage 2.
+
+    None means the size that the suites configure.
+    """
     num_buckets: int = 1

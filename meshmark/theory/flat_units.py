@@ -1,5 +1,7 @@
-"""The most that FSDP1 holds in its backward pass, whose units (the blocks and the root, which is all else) are one flat
-tensor each (`_pre_backward_hook` and `_post_backward_hook` of PyTorch's distributed/fsdp/_runtime_utils.py)."""
+"""Peak memory of FSDP1's backward pass, whose units (blocks, and the root with all else) are one flat tensor each.
+
+See `_pre_backward_hook` and `_post_backward_hook` of PyTorch's distributed/fsdp/_runtime_utils.py.
+"""
 
 from __future__ import annotations
 
@@ -14,35 +16,38 @@ from meshmark.theory.recipe import TrainingRecipe
 
 @dataclass(frozen=True, kw_only=True)
 class _Flat:
-    """One unit, by its bytes."""
+    """One unit, by its sizes in bytes."""
 
     low: Column
-    """As its weights are gathered, and their gradients made."""
+    """Bytes of the gathered weights, and of their gradients."""
     wide: Column
-    """As its gradients are reduced."""
+    """Bytes of the gradients in the dtype of the reduction."""
     widened: bool
-    """Whether these are two tensors."""
+    """True if these are two different tensors."""
     shards: Column
 
     @property
     def together(self) -> Column:
-        """When all gradients are made: themselves, and their flat tensor."""
+        """Bytes when all gradients are made: the gradients and their flat tensor."""
         return 2 * self.low
 
     @property
     def reduced(self) -> Column:
-        """Without the weights: the flat tensor, its wide copy, gloo's of that, and this rank's part."""
+        """Bytes without the weights: the flat tensor, its wide copy, gloo's copy of that, and this rank's part."""
         return (self.low if self.widened else 0.0) + 2 * self.wide + self.wide / self.shards
 
     @property
     def gathering(self) -> Column:
-        """Weights, gloo's copy, and this rank's part where it is made narrow for that."""
+        """Bytes of the weights, gloo's copy, and this rank's part if it is cast to a narrower dtype first."""
         return 2 * self.low + (self.low / self.shards if self.widened else 0.0)
 
 
 def flat_units_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column, later: bool) -> Column:
-    """A block's weights are gathered while the one before it, in the order of the backward pass, runs; the root's are
-    there from the forward pass on. Nothing that is reduced waits for the next unit, as FSDP2's does."""
+    """Return the peak in bytes of a backward pass with flat units.
+
+    A block's weights are gathered while the previous one, in backward order, runs. The root's weights are there from
+    the forward pass on. Unlike in FSDP2, reduced tensors do not stay until the next unit.
+    """
     shards, last = grid.dp * grid.cp / recipe.replicas, one.stage.num_layers - 1
     unit, root = (
         _Flat(

@@ -1,6 +1,6 @@
-"""Floating-point operations of a training step, with the conventions that the literature mixes named apart.
+"""FLOPs of a training step, with separate names for the conventions that the literature mixes.
 
-A multiply-add is two operations; the backward pass does twice the matrix products of the forward pass.
+A multiply-add is two operations. The backward pass does twice the matrix products of the forward pass.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ Attention = Literal["full", "causal"]
 
 
 def layer_matrix_parameters(model: ModelSpec) -> int:
-    """Weights of one layer's matrices; norms and biases do no matrix products."""
+    """Return the matrix weights of one layer. Norms and biases do no matrix products."""
     return 2 * model.hidden * (model.hidden + model.kv_hidden) + matrix_ffn_parameters(model)
 
 
 def model_flops_per_token(model: ModelSpec, *, attention: Attention = "full") -> float:
-    """Forward and backward pass of one token, without recomputation.
+    """Return the FLOPs of the forward and backward pass of one token, without recomputation.
 
-    6 a weight of a matrix (the head's counts, the embedding's does not), and 12 s h a layer for the scores and their
-    product with the values, half of it when only the causal half is counted. With full attention this is PaLM's count
-    (arXiv:2204.02311 appendix B), and for a GPT that of arXiv:2205.05198 appendix A: 72 B L s h^2 (1 + s/6h + V/12hL).
+    It is 6 per matrix weight (including the head, excluding the embedding), and 12 s h per layer for the scores and
+    their product with the values, or half of it if only the causal half counts. With full attention this is PaLM's
+    count (arXiv:2204.02311 appendix B), and for a GPT that of arXiv:2205.05198 appendix A: 72 B L s h^2 (1 + s/6h +
+    V/12hL).
     """
     weights = model.num_layers * layer_matrix_parameters(model) + model.vocab_size * model.hidden
     scores = 12.0 * model.num_layers * model.seq_len * model.hidden * (0.5 if attention == "causal" else 1.0)
@@ -31,8 +32,11 @@ def model_flops_per_token(model: ModelSpec, *, attention: Attention = "full") ->
 
 
 def hardware_flops_per_token(model: ModelSpec, *, recompute: str, attention: Attention = "full") -> float:
-    """What the device really computes: `full` recomputation repeats the layers' forward pass (not the head's),
-    `selective` that of the attention core: arXiv:2205.05198 appendix A, arXiv:2104.04473 eq. (3)."""
+    """Return the FLOPs per token that the device computes, including recomputation.
+
+    `full` repeats the forward pass of the layers (not of the head), `selective` that of the attention core; see
+    arXiv:2205.05198 appendix A and arXiv:2104.04473 eq. (3).
+    """
     flops = model_flops_per_token(model, attention=attention)
     half = 0.5 if attention == "causal" else 1.0
     core = 4.0 * model.num_layers * model.seq_len * model.hidden * half

@@ -1,4 +1,4 @@
-"""What one rank is to send in one step, and where a framework departs from it."""
+"""Planned traffic of one rank in one step, and a framework's exceptions from it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from fractions import Fraction
 
 
 class Purpose(StrEnum):
-    """What is sent."""
+    """Content of the traffic."""
 
     GRADIENTS = "gradients"
     WEIGHTS = "weights"
     ACTIVATIONS = "activations"
-    """And their gradients: the residual stream between tensor-parallel regions, pipeline stages or parts of a
-    sequence."""
+    """Activations and their gradients: the residual stream between tensor-parallel regions, pipeline stages or parts
+    of a sequence.
+    """
     LOSS = "loss"
-    """Scalars a token of a loss that is parallel in the vocabulary."""
+    """Scalars per token of a loss that is parallel in the vocabulary."""
     TIED_WEIGHT = "tied weight"
-    """Its gradient, between the two stages that hold it."""
+    """Gradient of a tied weight, between the two stages that hold it."""
     NORM = "norm"
-    """Of the gradients, to clip by."""
+    """Norm of the gradients, for clipping."""
     OVERFLOW = "overflow"
-    """Whether some gradient did, under loss scaling."""
+    """Whether some gradient overflowed, under loss scaling."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,44 +35,47 @@ class Flow:
     kind: str
     """all_reduce, all_gather, reduce_scatter, broadcast, reduce, send, recv, ..."""
     axes: str
-    """Of the mesh, along which the group's ranks differ: `dp`, or several joined by +."""
+    """Mesh axes along which the group's ranks differ: `dp`, or several joined by +."""
     ranks: tuple[int, ...]
-    """The group, in order; both ends of a send or a receive."""
+    """The group, in order; or both ends of a send or a receive."""
     purpose: Purpose
     num_bytes: int
-    """Of the full tensors of all calls: what an all-gather yields, what a reduce-scatter takes."""
+    """Bytes of the full tensors of all calls: the output of an all-gather, the input of a reduce-scatter."""
     fewest: int
-    """Calls at least. A framework may put tensors into buckets where theory does not say how they are cut."""
+    """Least number of calls. A framework may put tensors into buckets where theory does not define the buckets."""
     most: int
-    """Calls at most: where tensors are bucketed, one a tensor."""
+    """Largest number of calls. If tensors are bucketed, it is one per tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrafficException:
-    """What a framework really sends in the place of what theory says, or besides, and why."""
+    """Traffic that a framework sends instead of, or in addition to, the planned traffic, and why."""
 
     sends: tuple[Flow, ...] = ()
     instead_of: tuple[Flow, ...] = ()
-    """Of theory's flows, those that are not sent."""
+    """Planned flows that are not sent."""
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OneTimeTraffic:
-    """What a framework sends besides what it sends in every step, or does without, while it sets itself up.
+    """Deviations from a framework's steady traffic in the steps during which it sets itself up.
 
-    It is told by size alone: what it holds may depend on versions, such as a pickled description of tensors.
+    They are declared only by size, because the content may depend on versions, such as a pickled description of
+    tensors.
     """
 
     kind: str
-    """As of a `Flow`."""
+    """Kind of collective, as in `Flow`."""
     steps: tuple[int, ...]
-    """In which it is sent, counted from 0."""
+    """Steps in which it is sent, counted from 0."""
     most_bytes: int
-    """Of all its calls in one step over one group."""
+    """Upper bound on the bytes of all its calls in one step over one group."""
     most_calls: int
     least_bytes: int = 0
-    """Below zero where a step may send so much less over one group, such as what is still there from the start."""
+    """Lower bound on the bytes. Below zero if a step may send less over one group, such as what is still there
+    initially.
+    """
     least_calls: int = 0
     reason: str
 
@@ -79,8 +83,10 @@ class OneTimeTraffic:
 def exceptions_for(
     flows: Iterable[Flow] | None, purpose: Purpose, reason: str, change: Callable[[Flow], Flow] | None = None
 ) -> tuple[TrafficException, ...]:
-    """From the flows of `purpose`, which a framework sends changed, or (None) not at all. Nothing where there are none:
-    a layout without the axis."""
+    """Return the exceptions for planned flows of `purpose` that a framework changes, or omits if `change` is None.
+
+    Returns nothing if there are no such flows, as in a layout without the axis.
+    """
     found = tuple(flow for flow in flows or () if flow.purpose is purpose)
     if not found:
         return ()
@@ -88,15 +94,17 @@ def exceptions_for(
 
 
 def by(kind: str) -> Callable[[Flow], Flow]:
-    """A change: the same bytes, by another kind of collective."""
+    """Return a change to another kind of collective with the same bytes."""
     return lambda flow: replace(flow, kind=kind)
 
 
 def besides(
     flows: Iterable[Flow] | None, purpose: Purpose, share: Fraction, reason: str
 ) -> tuple[TrafficException, ...]:
-    """So much more in the same calls as theory's flows of `purpose`, as a share of them: padding. Nothing where it is
-    nothing."""
+    """Return an exception for additional bytes (padding) in the same calls as the planned flows of `purpose`.
+
+    The bytes are a share of the flows'. Returns nothing if the share is zero.
+    """
     more = tuple(
         replace(flow, num_bytes=int(flow.num_bytes * share), fewest=0, most=0)
         for flow in flows or ()
@@ -106,9 +114,10 @@ def besides(
 
 
 def departed(flows: Sequence[Flow], traffic_exceptions: Iterable[TrafficException]) -> list[Flow]:
-    """What is sent when theory's `flows` are departed from so.
+    """Return the flows that are sent when `traffic_exceptions` are applied to the planned `flows`.
 
-    Raises `ValueError` when something is declared in the place of what theory does not say."""
+    Raises `ValueError` when an exception replaces a flow that is not planned.
+    """
     left = list(flows)
     for exception in traffic_exceptions:
         for flow in exception.instead_of:
@@ -120,11 +129,11 @@ def departed(flows: Sequence[Flow], traffic_exceptions: Iterable[TrafficExceptio
 
 
 Route = tuple[str, tuple[int, ...]]
-"""Kind and ranks: what a meter can tell one flow from another by."""
+"""Kind and ranks, which are all that a meter can tell flows apart by."""
 
 
 def by_route(flows: Iterable[Flow]) -> dict[Route, Flow]:
-    """Flows of the same kind over the same ranks, whatever for, as one."""
+    """Merge flows of the same kind over the same ranks, whatever their purpose."""
     found: dict[Route, Flow] = {}
     for flow in flows:
         before = found.get((flow.kind, flow.ranks))
@@ -142,7 +151,7 @@ def by_route(flows: Iterable[Flow]) -> dict[Route, Flow]:
 
 
 def bytes_by_kind(flows: Iterable[Flow] | None) -> dict[str, int]:
-    """Over whatever ranks."""
+    """Return the bytes by kind, over any ranks."""
     total: dict[str, int] = {}
     for flow in flows or ():
         total[flow.kind] = total.get(flow.kind, 0) + flow.num_bytes
@@ -150,7 +159,7 @@ def bytes_by_kind(flows: Iterable[Flow] | None) -> dict[str, int]:
 
 
 def __getattr__(name: str) -> type:
-    """Return a class by its name of an older version, with a `DeprecationWarning`."""
+    """Return a class by its name in an older version, with a `DeprecationWarning`."""
     if name != "Departure":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warnings.warn("Departure is now called TrafficException", DeprecationWarning, stacklevel=2)

@@ -1,4 +1,4 @@
-"""Many layouts of one model as columns, so that every formula runs over all of them at once."""
+"""Many layouts of one model as columns, so that every formula evaluates all of them at once."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SCHEDULES = tuple(Schedule)
 RECOMPUTES = tuple(Recompute)
 OFFLOADS = tuple(Offload)
 SEARCHED_SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
-"""What most frameworks have; GPipe holds more for the same bubble, and few have zero bubble."""
+"""Schedules that most frameworks have. GPipe holds more memory for the same bubble, and few have zero bubble."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Columns of equal length, one layout a row; enums are held as their position in `SCHEDULES` and so on."""
+    """Columns of equal length, one layout per row. Enums are stored as positions in `SCHEDULES` and so on."""
 
     dp: Column
     tp: Column
@@ -41,7 +41,7 @@ class Grid:
     recompute: Column
     offload: Column
     dp_rank: Column
-    """Whose memory is asked for, where data-parallel ranks hold different amounts; -1: the fullest's."""
+    """The data-parallel rank whose memory is computed, if ranks hold different amounts. -1 is the fullest."""
 
     def __len__(self) -> int:
         return len(self.dp)
@@ -56,16 +56,18 @@ class Grid:
         return self.dp * self.micro_batch * self.num_micro_batches
 
     def take(self, rows: Column) -> Grid:
-        """The rows at these positions, or where a boolean column holds."""
+        """Return the rows at these positions, or where a boolean column is true."""
         return Grid(**{f.name: getattr(self, f.name)[rows] for f in dataclasses.fields(self)})
 
     def by_pipeline(self) -> Iterator[tuple[int, Column]]:
-        """Each pipeline degree with the positions of its rows: stages are a second dimension of equal length there."""
+        """Yield each pipeline degree with the positions of its rows, whose stages form a second dimension of equal
+        length.
+        """
         for pp in np.unique(self.pp):
             yield int(pp), np.nonzero(self.pp == pp)[0]
 
     def layout(self, row: int) -> Layout:
-        """One row as a `Layout`."""
+        """Return one row as a `Layout`."""
         return Layout(
             dp=int(self.dp[row]),
             tp=int(self.tp[row]),
@@ -82,7 +84,7 @@ class Grid:
 
 
 class GridColumns(TypedDict, total=False):
-    """What `make_grid` takes: a value for all rows, or one a row."""
+    """Arguments of `make_grid`: one value for all rows, or one per row."""
 
     dp: npt.ArrayLike
     tp: npt.ArrayLike
@@ -100,9 +102,10 @@ class GridColumns(TypedDict, total=False):
 
 
 def make_grid(**columns: Unpack[GridColumns]) -> Grid:
-    """A grid from the columns given; scalars are repeated and what is missing is one device, 1F1B, nothing else.
+    """Return a grid from the given columns.
 
-    Raises `InputError` for a degree below one.
+    Scalars are repeated. Missing columns default to one device, 1F1B and nothing else. Raises `InputError` for a
+    degree below one.
     """
     defaults: GridColumns = {
         "dp": 1,
@@ -136,7 +139,7 @@ def make_grid(**columns: Unpack[GridColumns]) -> Grid:
 
 
 def layout_grid(layout: Layout, global_batch: int, dp_rank: int = -1) -> Grid:
-    """The grid of one row: `layout`, with `global_batch` sequences a step."""
+    """Return the grid of one row: `layout`, with `global_batch` sequences per step."""
     return make_grid(
         dp=layout.dp,
         tp=layout.tp,
@@ -156,7 +159,7 @@ def layout_grid(layout: Layout, global_batch: int, dp_rank: int = -1) -> Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """The layouts that are asked for."""
+    """The layouts to search."""
 
     num_gpus: int
     global_batch: int
@@ -165,13 +168,13 @@ class SearchSpace:
     offload: Offload = Offload.NONE
     schedules: Sequence[Schedule] = SEARCHED_SCHEDULES
     contexts: Sequence[int] | None = None
-    """Context-parallel degrees; None for those worth a search at the model's length of sequences."""
+    """Context-parallel degrees. None means those worth a search at the model's sequence length."""
     axes: Sequence[Axis] = AXES
-    """Degrees that may exceed one."""
+    """Axes whose degrees may exceed one."""
     zero_stages: Sequence[int] | None = None
-    """None for those that the recipe has."""
+    """ZeRO stages. None means those that the recipe supports."""
     only: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """By column of a grid (`tp`, `micro_batch`, ...), the values that are searched; other columns are free."""
+    """Allowed values by column of a grid (`tp`, `micro_batch`, ...). Other columns are free."""
 
 
 def enumerate_grid(
@@ -182,12 +185,12 @@ def enumerate_grid(
     zero_stages: Iterable[int] = (0, 1, 2, 3),
     ends_count: bool = False,
 ) -> Grid:
-    """Every layout of `model` in `space` that divides evenly; where `ends_count`, a pipeline whose embedding and head
-    count as a layer each too.
+    """Return every layout of `model` in `space` that divides evenly.
 
-    ZeRO 2 and 3 are combined with one pipeline stage only, as frameworks do: their gradients and weights would cross
-    the network once a micro-batch. Tensor parallelism without sequence parallelism is not searched: it costs as much
-    traffic and more memory.
+    `ends_count` also allows pipelines whose embedding and head count as a layer each. ZeRO 2 and 3 are combined only
+    with one pipeline stage, as in frameworks: otherwise gradients and weights would cross the network once per
+    micro-batch. Tensor parallelism without sequence parallelism is not searched, because it needs as much traffic and
+    more memory.
     """
     global_batch, recomputes = space.global_batch, [RECOMPUTES.index(r) for r in space.recomputes]
     contexts = (space.contexts or searched_contexts(model.seq_len)) if "cp" in space.axes else (1,)
@@ -225,7 +228,7 @@ def enumerate_grid(
 
 
 def _joined(parts: Sequence[Grid]) -> Grid:
-    """The rows of one after those of another."""
+    """Concatenate the rows of grids."""
     if not parts:
         return make_grid(dp=np.zeros(0, dtype=np.int64))
     names = [f.name for f in dataclasses.fields(Grid)]
@@ -233,7 +236,7 @@ def _joined(parts: Sequence[Grid]) -> Grid:
 
 
 def _orders(schedules: Iterable[Schedule], chunks: Iterable[int]) -> list[tuple[Schedule, int]]:
-    """Each schedule with its virtual stages."""
+    """Return each schedule with its virtual stages."""
     named = list(schedules)
     flat = [(schedule, 1) for schedule in named if schedule is not Schedule.INTERLEAVED]
     return flat + [(Schedule.INTERLEAVED, v) for v in chunks if Schedule.INTERLEAVED in named]
@@ -244,8 +247,11 @@ def _coded(orders: Iterable[tuple[Schedule, int]]) -> list[tuple[int, int]]:
 
 
 def searched_contexts(seq_len: int) -> tuple[int, ...]:
-    """Context-parallel degrees worth a search: for sequences from 32,768 tokens on (for shorter ones cp does what dp
-    does, and no better), powers of two that leave a rank 4,096 tokens or more."""
+    """Return the context-parallel degrees worth a search.
+
+    These are powers of two that leave at least 4,096 tokens per rank, for sequences of 32,768 tokens or more. For
+    shorter sequences cp is no better than dp.
+    """
     longest = seq_len // 4096 if seq_len >= 32768 else 1
     return tuple(2**k for k in range(20) if k == 0 or (2**k <= longest and seq_len % 2 ** (k + 1) == 0))
 
@@ -253,10 +259,9 @@ def searched_contexts(seq_len: int) -> tuple[int, ...]:
 def _degrees(
     model: ModelSpec, num_gpus: int, max_tp: int, contexts: Iterable[int]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """All (dp, tp, pp, cp) with that product which the model's dimensions allow.
+    """Yield all (dp, tp, pp, cp) with that product that the model's dimensions allow.
 
-    A context-parallel rank has two parts of the sequence, an early and a late one, so that causal attention is spread
-    evenly.
+    A context-parallel rank has an early and a late part of the sequence, so that causal attention is balanced.
     """
     for cp in contexts:
         for tp in divisors(num_gpus // cp) if num_gpus % cp == 0 else []:
@@ -269,7 +274,7 @@ def _degrees(
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors in rising order. Raises `InputError` below one."""
+    """Return all divisors in ascending order. Raises `InputError` for numbers below one."""
     if number < 1:
         raise InputError(f"{number} has no divisors; expected at least 1")
     low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]

@@ -49,17 +49,19 @@ CATEGORIES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of a rank, one row a layout: every category at its fullest. The peak, `total_bytes`, is their sum less what
-    is `absent` then."""
+    """Bytes of a rank, one row per layout, with every category at its maximum.
+
+    The peak, `total_bytes`, is their sum minus what is `absent` at that time.
+    """
 
     parameters: Column
     """Weights, and the master copies that the optimizer updates."""
     gradients: Column
-    """Between backward pass and update."""
+    """Gradients between backward pass and update."""
     optimizer: Column
-    """Moments."""
+    """Optimizer moments."""
     activations: Column
-    """What the backward pass needs of all micro-batches in flight."""
+    """What the backward pass needs from all micro-batches in flight."""
     logits: Column
     """What the loss needs beyond that."""
     buffers: Column
@@ -67,17 +69,17 @@ class Memory:
     fragmentation: Column
     """What the caching allocator holds beyond live tensors, and memory that queued collectives still pin."""
     overhead: Column
-    """The framework's own."""
+    """Overhead of the framework itself."""
     absent: Column
-    """Of the above, what is not there at the peak."""
+    """Part of the above that is not there at the peak."""
     fullest_stage: Column
-    """The pipeline stage that these bytes are of."""
+    """The pipeline stage that these bytes belong to."""
     host_bytes: Column
-    """Moments and master weights kept in host memory or on NVMe instead, of the stage that has most of them."""
+    """Moments and master weights in host memory or on NVMe, on the stage that has most of them."""
     released: Column
-    """What queued collectives would pin but the allocator takes back, by waiting, because it would not fit."""
+    """What queued collectives would pin, but the allocator takes back by waiting because it would not fit."""
     first_stage_bytes: Column
-    """The same total of the first stage: what rank 0 reports. Not a number where one stage alone was asked for."""
+    """`total_bytes` of the first stage, as rank 0 reports it. NaN if only one stage was computed."""
 
     @property
     def total_bytes(self) -> Column:
@@ -93,18 +95,18 @@ def memory(
     lag: Column | None = None,
     capacity_bytes: float = np.inf,
 ) -> Memory:
-    """Peak memory of every layout, on its fullest stage.
+    """Return the peak memory of every layout, on its fullest stage.
 
-    `lag` (0 to 1, one a row) is how far the host runs ahead of the device: tensors handed to a queued collective
-    cannot be reused until it has run (torch's `record_stream`), so a host that is ahead pins more of them. Where they
-    would not fit into `capacity_bytes` the allocator waits for the device, frees them and tries again: they then count
-    as `released`.
+    `lag` (0 to 1, one per row) is how far the host runs ahead of the device. Tensors in a queued collective cannot be
+    reused until it has run (torch's `record_stream`), so a host that is ahead pins more of them. If they do not fit
+    into `capacity_bytes`, the allocator waits for the device, frees them and tries again; they then count as
+    `released`.
     """
     found = {field.name: np.zeros(len(grid)) for field in dataclasses.fields(Memory)}
     ahead = np.ones(len(grid)) if lag is None else lag
 
     def fill(rows: Column, indices: Sequence[int]) -> Column:
-        """Write the fullest of these stages for these rows; returns which fit one of them only by releasing."""
+        """Store the fullest of these stages for these rows. Returns the rows where a stage fits only by releasing."""
         sub, columns = grid.take(rows), np.arange(len(rows))
         room = Room(ahead=ahead[rows], capacity_bytes=capacity_bytes)
         by_stage = [stage_memory(model, sub, recipe, overheads, i, room) for i in indices]
@@ -119,8 +121,8 @@ def memory(
 
     for pp, rows in grid.by_pipeline():
         cut = recipe.cut.stages(model, pp)
-        # Of equal stages the first holds the most: only micro-batches in flight differ, and fall from stage to stage.
-        # Unless it fits by releasing what a later one can keep; then all are looked at.
+        # The first of several equal stages holds the most, because only micro-batches in flight differ, and these
+        # decrease from stage to stage. If it fits only by releasing what a later one can keep, all are computed.
         firsts = sorted({stage: i for i, stage in reversed(list(enumerate(cut)))}.values())
         tight = fill(rows, firsts)
         if tight.any():
@@ -130,7 +132,7 @@ def memory(
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """How much queued collectives would pin, and how much can be had."""
+    """How much queued collectives would pin, and how much memory there is."""
 
     ahead: Column | float = 1.0
     """How far the host runs ahead of the device: `lag` of `memory`."""
@@ -148,7 +150,7 @@ def stage_memory(
     index: int,
     room: Room = _ENOUGH,
 ) -> Memory:
-    """The same of one stage's ranks, for layouts of one pipeline degree."""
+    """Return the memory of one stage's ranks, for layouts of one pipeline degree."""
     stage = recipe.cut.stages(model, int(grid.pp[0]))[index]
     num_parameters = stage_parameters(model, stage, grid.tp)
     states = state_bytes(_stated(num_parameters, model, grid, recipe, stage), grid, recipe)
@@ -161,8 +163,8 @@ def stage_memory(
         peak = stage_peak(model, grid, recipe, stage, index) - states["gradients"]
         buffers = received_bytes(model, grid, recipe, int(index == 0) + (index == grid.pp - 1))
     else:
-        # A peak of the backward pass at its start (all activations, the logits or a block's working set), one at its
-        # end (one micro-batch less, every fresh gradient), and one of the update.
+        # There is a peak at the start of the backward pass (all activations, the logits or a block's working set), one
+        # at its end (one micro-batch less, every fresh gradient), and one in the update.
         fresh = recipe.buffers.fresh_gradient_bytes * num_parameters
         end = held * (1.0 - 1.0 / num_in_flight(grid, index)) + fresh
         peak = np.maximum(held + np.maximum(logits, _working_bytes(model, grid, recipe, stage)), end)
@@ -190,7 +192,7 @@ def stage_memory(
 
 
 def _stated(num_parameters: Column, model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage) -> Column:
-    """Parameters that so many shards as there are, each as full as the fullest, would be of."""
+    """Return the parameters that would be planned if every shard were as full as the fullest."""
     shards = (grid.dp * grid.cp).astype(float) / recipe.replicas
     if not recipe.deals_rows:
         return num_parameters
@@ -198,16 +200,21 @@ def _stated(num_parameters: Column, model: ModelSpec, grid: Grid, recipe: Traini
 
 
 def received_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, ends: Column | int) -> Column:
-    """Of all micro-batches, the stage inputs that PyTorch's pipeline receives into buffers made once, and the gradients
-    of outputs, which are received into such buffers too. `ends`: sides of a rank's stages where none are."""
+    """Return the bytes of the buffers that PyTorch's pipeline receives messages into, for all micro-batches.
+
+    They hold stage inputs and gradients of outputs, and are allocated once. `ends` counts the sides of a rank's stages
+    that receive nothing.
+    """
     m, v = grid.num_micro_batches, grid.virtual_stages
     found: Column = (2 * m * v - m * ends) * boundary_bytes(model, grid, recipe)
     return found
 
 
 def _logit_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage) -> Column:
-    """Logits at the loss, divided over the tensor-parallel ranks by vocabulary; where the loss is elsewhere, those
-    that are sent there and their gradient."""
+    """Return the bytes of logits at the loss, divided over the tensor-parallel ranks by vocabulary.
+
+    If the loss is on another stage, these are the logits that are sent there and their gradient.
+    """
     if recipe.eager:  # the gradients of the log-softmax and of the logits
         loss = 2.0 * tokens(model, grid) * logit_bytes(model, recipe.eager, vocabulary_shards(grid, recipe))
         return loss if stage.has_loss else np.zeros(len(grid))
@@ -221,7 +228,7 @@ def _logit_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: St
 
 
 def _working_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage) -> Column:
-    """What the backward pass of a block needs beyond its saved tensors, and the gathered inputs and weights."""
+    """Return what the backward pass of a block needs beyond its saved tensors, and the gathered inputs and weights."""
     t, width, num_tokens = grid.tp, recipe.activations.element_bytes, tokens(model, grid)
     whole = num_tokens * model.hidden * width
     block = 3.0 * num_tokens * model.ffn_hidden * width / t + whole * np.where(t > 1, 4.0, 1.0)

@@ -1,4 +1,4 @@
-"""Closed forms of any model: what a rank holds and sends of it. A model family names its theory; see `ModelConfig`."""
+"""Closed forms of any model: what a rank holds and sends. A model family names its theory; see `ModelConfig`."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from meshmark.theory.partition import Stage, held_layers, held_stage, sent_on
 
 
 class UnknownTheory:
-    """The theory of a model of which nothing is known: every answer is None, which suites call *not planned*."""
+    """Theory of a model about which nothing is known. Every answer is None, which suites report as *not planned*."""
 
     def __init__(self, model: ModelConfig) -> None:
         self.model = model
 
     @property
     def transformer(self) -> ModelSpec | None:
-        """The transformer over tokens whose formulas of activations hold of this model."""
+        """The transformer over tokens whose formulas for activations apply to this model, or None."""
         return None
 
     @property
     def stream(self) -> ModelSpec | None:
-        """The transformer whose residual stream has the size of this model's."""
+        """The transformer whose residual stream has the size of this model's, or None."""
         return None
 
     def num_parameters(self, layout: Layout, rank: int) -> int | None:
@@ -42,7 +42,7 @@ class UnknownTheory:
         return None
 
     def num_tensors(self, layout: Layout, rank: int) -> int | None:
-        """Return in how many tensors these are."""
+        """Return the number of tensors that these parameters are in."""
         return None
 
     def plans_traffic(self, layout: Layout) -> bool:
@@ -50,12 +50,14 @@ class UnknownTheory:
         return True
 
     def boundary_numbers(self, num_stages: int, boundary: int) -> int | None:
-        """Return how many numbers of one row go over the boundary behind a pipeline stage."""
+        """Return the number of values per row that cross the boundary after a pipeline stage."""
         return None
 
     def tensor_parallel_sends(self, case: Case, rank: int, step: int) -> tuple[tuple[str, int, int], ...] | None:
-        """Return kind, bytes and calls of what modules send over tensor-parallel ranks, where that is counted; None
-        where a formula tells it."""
+        """Return kind, bytes and calls of what modules send over tensor-parallel ranks, if they are counted.
+
+        None if a formula gives them.
+        """
         return None
 
     def table_bytes(self, layout: Layout, rank: int, precision: Precision) -> float:
@@ -63,16 +65,15 @@ class UnknownTheory:
         return 0.0
 
     def activation_bytes(self, case: Case, rank: int, step: int, *, casts_weights: bool) -> float | None:
-        """Return what autograd keeps of the first micro-batch of `step`, where that is counted and not computed."""
+        """Return what autograd keeps of the first micro-batch of `step`, if it is counted and not computed."""
         return None
 
     def recomputed_gathers(self) -> tuple[tuple[int, int], ...]:
-        """Return, of parameters by their elements, how much more often modules gather them where PyTorch's
-        checkpointing recomputes blocks."""
+        """Return extra gathers under PyTorch's checkpointing of blocks, as pairs of (elements, extra times)."""
         return ()
 
     def bucket_elements(self) -> int:
-        """Return the elements of the larger of a block and the embedding, which a bucket holds at most."""
+        """Return the elements of the larger of a block and the embedding, the most that a bucket holds."""
         return max(self.model.block_parameters, self.model.embedding_parameters)
 
     def flops_per_unit(self) -> float | None:
@@ -103,13 +104,16 @@ class TransformerTheory(UnknownTheory):
         return self.model.seq_len * self.model.hidden
 
     def table_bytes(self, layout: Layout, rank: int, precision: Precision) -> float:
-        """A cosine and a sine a token for half of a head's width (arXiv:2104.09864, eq. 15), in at least float32."""
+        """Rotary positions: a cosine and a sine per token for half of a head's width, in at least float32.
+
+        See arXiv:2104.09864, eq. 15.
+        """
         if self.model.family is not Family.LLAMA:
             return 0.0
         return self.model.seq_len / layout.cp * self.model.head_dim * max(precision.compute.itemsize, 4)
 
     def recomputed_gathers(self) -> tuple[tuple[int, int], ...]:
-        """All of a block but its last product, whose backward pass has gathered it when the block is run again."""
+        """All of a block but its last product, which the backward pass has gathered when the block runs again."""
         shapes = parameter_shapes(self.model, Stage(num_layers=self.model.num_layers))
         return tuple((math.prod(shape), 1) for name, shape in shapes.items() if ".feed_forward.down." not in name)
 
@@ -121,7 +125,7 @@ class TransformerTheory(UnknownTheory):
 
 
 class MixtureTheory(UnknownTheory):
-    """A GPT with experts; how a layer of it is split is not known."""
+    """A GPT with experts. It is unknown how its layers are split."""
 
     model: MixtureSpec
 
@@ -148,7 +152,7 @@ class MixtureTheory(UnknownTheory):
 
 
 class LayeredTheory(UnknownTheory):
-    """Models of images, which tell the sizes of their layers; how a layer is split is not known."""
+    """Image models, which report the sizes of their layers. It is unknown how a layer is split."""
 
     model: ImageModelConfig
 
@@ -167,7 +171,7 @@ class LayeredTheory(UnknownTheory):
         return sent_on(self.model, num_stages, boundary)
 
     def table_bytes(self, layout: Layout, rank: int, precision: Precision) -> float:
-        """Batch norms keep two running statistics a channel, in at least float32, and a count of batches."""
+        """Buffers of batch norms: two running statistics per channel, in at least float32, and a count of batches."""
         if not self.model.couples_rows:
             return 0.0
         norms = [width for layer in self._held(layout, rank) for width in layer.normed]
@@ -178,12 +182,12 @@ class LayeredTheory(UnknownTheory):
 
 
 class CountedTheory(UnknownTheory):
-    """Models of which parameters are counted, and saved tensors in a pass of one plain process."""
+    """Models whose parameters are counted, and whose saved tensors are counted in a pass of one plain process."""
 
     model: OwnModelConfig
 
     def num_parameters(self, layout: Layout, rank: int) -> int | None:
-        """A frozen parameter has no gradient and no moments, which formulas do not tell apart: not planned."""
+        """Models with frozen parameters are not planned, because formulas assume gradients and moments for all."""
         model = self.model
         if layout.cp > 1 or model.has_frozen or layout.tp * layout.pp > max(layout.tp, layout.pp):
             return None
@@ -205,8 +209,11 @@ class CountedTheory(UnknownTheory):
         return self.model.layers[self.model.stage_layers(num_stages, boundary)[-1]].outputs
 
     def plans_traffic(self, layout: Layout) -> bool:
-        """Where a block runs several times, a framework may gather it for each, or keep it; and how often modules of a
-        block whose values choose between others gather to run again is not known."""
+        """Unplanned cases depend on how often a framework gathers weights.
+
+        If a block runs several times, a framework may gather it each time or keep it. It is also unknown how often
+        recomputed modules gather when values choose between them.
+        """
         planned = layout.tp == 1 or bool(self.model.split and self.model.split.is_planned)
         recomputes = layout.recompute is not Recompute.NONE
         unknown = layout.zero_stage == 3 and (self.model.repeats or (self.model.chooses and recomputes))
@@ -218,7 +225,9 @@ class CountedTheory(UnknownTheory):
         return self.model.buffer_bytes
 
     def activation_bytes(self, case: Case, rank: int, step: int, *, casts_weights: bool) -> float | None:
-        """A plan's other styles may keep other tensors, and chunks of one rank run in an order of their own."""
+        """Not planned for other styles of a plan, which may keep other tensors, or for several chunks per rank, whose
+        order differs.
+        """
         layout = case.layout
         if layout.virtual_stages > 1 or (layout.tp > 1 and not (self.model.split and self.model.split.is_planned)):
             return None
@@ -238,24 +247,27 @@ class CountedTheory(UnknownTheory):
 
 
 def _imported(target: str) -> Any:  # noqa: ANN401
-    """Return what is at "package.module:name"."""
+    """Return the object at "package.module:name"."""
     where, _, name = target.partition(":")
     return getattr(importlib.import_module(where), name)
 
 
 @functools.lru_cache(maxsize=64)
 def theory_of(model: ModelConfig) -> UnknownTheory:
-    """Return the closed forms of a model, those that its family names."""
+    """Return the closed forms that a model's family names."""
     found: UnknownTheory = _imported(model.theory)(model)
     return found
 
 
 def local_parameters(model: ModelConfig, layout: Layout, rank: int) -> int | None:
-    """Return how many parameters `rank` computes with, ZeRO not counted; None where that is not planned."""
+    """Return how many parameters `rank` computes with, ignoring ZeRO, or None if that is not planned."""
     return theory_of(model).num_parameters(layout, rank)
 
 
 def bucket_elements(model: ModelConfig) -> int:
-    """Return the elements of the bucket that the suites give DeepSpeed: its default of 500 million, but at most the
-    larger of a block and the embedding, for a small model would never fill more."""
+    """Return the elements of the bucket that the suites configure for DeepSpeed.
+
+    It is DeepSpeed's default of 500 million, but at most the larger of a block and the embedding, because a small
+    model would never fill more.
+    """
     return min(500_000_000, theory_of(model).bucket_elements())

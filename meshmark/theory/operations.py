@@ -1,7 +1,7 @@
-"""The backward pass of this project's own model operation by operation, in PyTorch's eager mode on a CPU without
-autocast: what each makes, what is freed when it is over, and whose gradients are handed over then.
+"""The backward pass of this project's own model, operation by operation, in eager mode on a CPU without autocast.
 
-`backward_pass.py` has the fullest instants; this has all, for frameworks that do something at a gradient's arrival.
+For each operation it gives what it makes, what is freed afterwards, and whose gradients are then complete.
+`backward_pass.py` has only the fullest instants; this module has all, for frameworks that act when a gradient arrives.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshmark.theory.saved_activations import INDEX_BYTES, attention_bytes, norm
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """Where it lies in the flat sequence of all, in elements."""
+    """Position of a parameter in the flat sequence of all parameters, in elements."""
 
     start: Column
     size: Column
@@ -33,28 +33,28 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """Bytes, of anything but the gradients of its parameters."""
+    """Bytes of everything but the gradients of its parameters."""
 
     made: Column
-    """At most at once while it runs."""
+    """Bytes that it allocates at most at once while it runs."""
     freed: Column
-    """When it is over."""
+    """Bytes freed when it is over."""
     parameters: tuple[str, ...] = ()
-    """Whose gradients it makes as well, as they arrive when it is over."""
+    """Parameters whose gradients it makes, which arrive when it is over."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """One operation, with what is there beside the gradients of parameters."""
+    """One operation, with the memory that exists besides the gradients of parameters."""
 
     during: Column
     after: Column
     parameters: tuple[Parameter, ...]
-    """Whose gradients it makes, in the order of their arrival."""
+    """Parameters whose gradients it makes, in the order of their arrival."""
 
 
 def moments(one: Pass, loss_tensors: float) -> Iterator[Moment]:
-    """From the loss to the embedding. `loss_tensors`: as `Pass.loss`."""
+    """Yield the moments from the loss to the embedding. `loss_tensors` is as in `Pass.loss`."""
     where, alive = parameters(one), one.held
     yield Moment(during=one.loss(loss_tensors).activations, after=alive, parameters=())
     for operation in _operations(one):
@@ -63,7 +63,7 @@ def moments(one: Pass, loss_tensors: float) -> Iterator[Moment]:
 
 
 def parameters(one: Pass) -> dict[str, Parameter]:
-    """By canonical name, blocks counted from the stage's first, in order."""
+    """Return the parameters by canonical name, with blocks counted from the stage's first, in order."""
     embedding, block, head = parameter_sizes(one.model, one.stage, one.tp)
     sizes = [*embedding, *(block * one.stage.num_layers), *head]
     starts = itertools.accumulate(sizes, initial=0.0 * one.tp)
@@ -87,8 +87,10 @@ def _operations(one: Pass) -> Iterator[Operation]:
 
 
 def _embedding(one: Pass, waits: Column) -> Iterator[Operation]:
-    """Positions' gradient is summed over sequences first. `waits`: bytes of a tied head's gradient, which is added to
-    the embedding's in a third tensor."""
+    """Yield the operations of the embedding. The positions' gradient is first summed over sequences.
+
+    `waits` is the bytes of a tied head's gradient, which is added to the embedding's in a third tensor.
+    """
     if one.model.family is Family.GPT:
         positions = one.widths.stream * one.model.seq_len * one.model.hidden * np.ones(len(one.tp))
         index = INDEX_BYTES * one.model.seq_len
@@ -98,13 +100,16 @@ def _embedding(one: Pass, waits: Column) -> Iterator[Operation]:
 
 
 def _norm(one: Pass, name: str, *, residual: bool) -> Iterator[Operation]:
-    """`residual`: its input's gradient is added, in place, to that of the stream around it."""
+    """Yield the operations of a norm.
+
+    With `residual`, its input's gradient is added in place to that of the stream.
+    """
     stream, saved = one.stream, one.tokens * norm_bytes(one.model, one.widths, 1) / one.sp
     added = stream * residual
     if one.model.family is Family.GPT:
         yield Operation(made=stream, freed=saved + added, parameters=(f"{name}.weight", f"{name}.bias"))
         return
-    # Written out: times the weight, times the reciprocal root, which is of the mean of squares.
+    # RMSNorm is written out: the product with the weight, then with the reciprocal root of the mean of squares.
     wide = one.tokens * one.widths.wide / one.sp
     yield Operation(made=2 * stream, freed=3 * stream, parameters=(f"{name}.weight",))
     yield Operation(made=2 * stream + wide, freed=2 * stream + added)
@@ -128,7 +133,7 @@ def _gpt_block(one: Pass) -> Iterator[Operation]:
     yield from _norm(one, "feed_forward_norm", residual=True)
     yield Operation(made=q, freed=0 * q, parameters=linear("attention.out"))
     yield Operation(made=q + 2 * kv, freed=q + core)
-    # The gradients of their common input: two are added in a third tensor, the last in place.
+    # The gradients of their common input: two are added into a third tensor, the last one in place.
     yield Operation(made=stream, freed=kv, parameters=linear("attention.v"))
     yield Operation(made=stream, freed=kv, parameters=linear("attention.k"))
     yield Operation(made=stream, freed=2 * stream)
@@ -138,8 +143,11 @@ def _gpt_block(one: Pass) -> Iterator[Operation]:
 
 
 def _llama_block(one: Pass) -> Iterator[Operation]:
-    """A product without a bias hands its input's gradient over before its weight's: where that is added to another's,
-    the weight's waits."""
+    """Yield the operations of a LLaMA block.
+
+    A product without a bias hands over its input's gradient before its weight's. If the former is added to another
+    gradient, the weight's has to wait.
+    """
     model, stream, low, width = one.model, one.stream, one.widths.low, one.widths.stream
     inside = one.tokens * low * model.ffn_hidden / one.tp
     q, kv = (one.tokens * low * size / one.tp for size in (model.hidden, model.kv_hidden))

@@ -1,4 +1,4 @@
-"""The parameters of a stage in the order in which optimizers go through them, and parts of their flat sequence."""
+"""Parameters of a stage in the order in which optimizers visit them, and parts of their flat sequence."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from meshmark.theory.partition import Stage
 
 
 def parameter_sizes(model: ModelSpec, stage: Stage, tp: Column) -> tuple[list[Column], list[Column], list[Column]]:
-    """Elements of every parameter on one tensor-parallel rank: of the embedding, of one block and of the head, as the
-    stage has them."""
+    """Return the sizes of all parameters on one tensor-parallel rank: those of the embedding, of one block and of the
+    head.
+
+    Lists are empty for what the stage does not have.
+    """
     h, kv, f = model.hidden, model.kv_hidden / tp, model.ffn_hidden / tp
     q, gpt, one = h / tp, model.family is Family.GPT, np.ones(len(tp))
     norm = [h * one] * (2 if gpt else 1)
@@ -37,11 +40,11 @@ def parameter_sizes(model: ModelSpec, stage: Stage, tp: Column) -> tuple[list[Co
 
 
 Shapes = dict[str, tuple[int, ...]]
-"""Of whole parameters, by canonical name."""
+"""Shapes of whole parameters, by canonical name."""
 
 
 def parameter_shapes(model: ModelSpec, stage: Stage) -> Shapes:
-    """Of a stage; blocks are counted from its first."""
+    """Return the shapes of a stage's parameters. Blocks are counted from its first."""
     h, kv, f, gpt = model.hidden, model.kv_hidden, model.ffn_hidden, model.family is Family.GPT
 
     def linear(name: str, outer: int, inner: int) -> Shapes:
@@ -71,15 +74,19 @@ def parameter_shapes(model: ModelSpec, stage: Stage) -> Shapes:
 
 
 def optimizer_state_bytes(spec: OptimizerSpec, model: ModelSpec, stage: Stage, dtype: Dtype) -> int:
-    """All that is kept of a stage's whole parameters, to the byte: counts of steps too, which beside a row and a column
-    are not nothing."""
+    """Return the exact bytes of all optimizer states of a stage's whole parameters.
+
+    Includes step counts, which are not negligible compared with a row and a column.
+    """
     shapes = parameter_shapes(model, stage)
     return sum(state.num_bytes for name, shape in shapes.items() for state in spec.states(name, shape, dtype))
 
 
 def largest_temporaries(model: ModelSpec, stage: Stage, tp: Column) -> Column:
-    """Elements of AdamW's temporaries on a CPU, where it goes from parameter to parameter: the root of the second
-    moments and its quotient, while the quotient of the parameter before is still there."""
+    """Return the elements of AdamW's temporaries on a CPU, where it visits one parameter after another.
+
+    They are the root of the second moments and its quotient, while the previous parameter's quotient still exists.
+    """
     embedding, block, head = parameter_sizes(model, stage, tp)
     sizes = [*embedding, *block, *head]
     found: Column = np.max([before + 2 * own for before, own in zip([0 * tp, *sizes], sizes, strict=False)], axis=0)
@@ -87,7 +94,7 @@ def largest_temporaries(model: ModelSpec, stage: Stage, tp: Column) -> Column:
 
 
 def part_elements(model: ModelSpec, stage: Stage, tp: Column, num_parts: Column, part: int) -> Column:
-    """Elements of all tensors that reach into one of equal parts, of an even number of elements, of the sequence."""
+    """Return the elements of all tensors that overlap one of equal parts (of even size) of the sequence."""
     embedding, block, head = parameter_sizes(model, stage, tp)
     before, each = sum(embedding, start=0.0 * tp), sum(block, start=0.0 * tp)
     total = before + stage.num_layers * each + sum(head, start=0.0 * tp)
@@ -95,7 +102,7 @@ def part_elements(model: ModelSpec, stage: Stage, tp: Column, num_parts: Column,
     low, high = np.minimum(part * size, total), np.minimum((part + 1) * size, total)
 
     def edges(position: Column) -> Column:
-        """Ends of tensors near `position`."""
+        """Return ends of tensors near `position`."""
         index = np.clip((position - before) // np.maximum(each, 1), 0, max(stage.num_layers - 1, 0))
         starts = [0 * tp + start for start in (0.0, before + index * each, total - sum(head, start=0.0 * tp))]
         found: Column = np.concatenate(
@@ -110,7 +117,7 @@ def part_elements(model: ModelSpec, stage: Stage, tp: Column, num_parts: Column,
 
 
 def reaching_elements(sizes: Sequence[int], num_parts: int, part: int) -> int:
-    """The same of tensors of these `sizes`, whatever the model."""
+    """Like `part_elements`, for tensors of these `sizes` in any model."""
     size = 2 * math.ceil(sum(sizes) / (2 * num_parts))
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     spans = zip(starts, sizes, strict=True)
@@ -118,7 +125,7 @@ def reaching_elements(sizes: Sequence[int], num_parts: int, part: int) -> int:
 
 
 def filled_elements(model: ModelSpec, stage: Stage, tp: Column, bucket: float) -> Column:
-    """Elements of the first tensors that fit into a bucket of no more than a block or the embedding."""
+    """Return the elements of the first tensors that fit into a bucket no larger than a block or the embedding."""
     embedding, block, head = parameter_sizes(model, stage, tp)
     ends = np.cumsum([*embedding, *block, *(block if stage.num_layers > 1 else []), *head], axis=0)
     found: Column = np.where(ends <= bucket, ends, 0).max(axis=0)

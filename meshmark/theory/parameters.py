@@ -1,4 +1,4 @@
-"""How many parameters a rank computes with."""
+"""The number of parameters that a rank computes with."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from meshmark.theory.partition import Stage
 
 
 def stage_parameters(model: ModelSpec, stage: Stage, tp: Column | int = 1) -> Column:
-    """Parameters of one stage on one tensor-parallel rank: matrices, the biases of column-parallel ones and the
-    vocabulary are split (arXiv:1909.08053 sec. 3); norms, the biases of row-parallel ones and learned positions are
-    whole. A tied weight is held by the first and by the last stage, once where they are one."""
+    """Return the parameters of one stage on one tensor-parallel rank.
+
+    Matrices, biases of column-parallel ones and the vocabulary are split (arXiv:1909.08053 sec. 3). Norms, biases of
+    row-parallel ones and learned positions are whole. The first and the last stage both hold a tied weight; if they
+    are the same stage, it counts once.
+    """
     h, is_gpt = model.hidden, model.family is Family.GPT
     whole, norm = (6 * h, 2 * h) if is_gpt else (2 * h, h)
     vocabulary = model.vocab_size * h / np.asarray(tp)

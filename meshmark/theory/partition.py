@@ -1,4 +1,4 @@
-"""How a pipeline is cut: which stage holds how many layers, the embedding, the head and the loss."""
+"""Partition of a model into pipeline stages: the layers of each, the embedding, the head and the loss."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from meshmark.spec.model_spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """What one pipeline stage holds."""
+    """Contents of one pipeline stage."""
 
     num_layers: int
     has_embedding: bool = False
     has_head: bool = False
     has_loss: bool = False
-    """The loss can sit on a later stage than the head; the logits are then sent over."""
+    """The loss may be on a later stage than the head; the logits are then sent there."""
 
 
 def uniform_stages(model: ModelSpec, num_stages: int) -> tuple[Stage, ...]:
-    """Layers spread evenly, the remainder on the first stages; embedding first, head and loss last."""
+    """Distribute layers evenly, with the remainder on the first stages, the embedding first, and head and loss
+    last.
+    """
     if num_stages > model.num_layers:
         raise LayoutError(f"{num_stages} pipeline stages are more than {model.num_layers} layers of {model.name!r}")
     share, rest = divmod(model.num_layers, num_stages)
@@ -37,8 +39,10 @@ def uniform_stages(model: ModelSpec, num_stages: int) -> tuple[Stage, ...]:
 
 @lru_cache(maxsize=4096)
 def eased_stages(model: ModelSpec, num_stages: int) -> tuple[Stage, ...]:
-    """An even cut in which embedding and head count as a layer each, so that the first and the last stage hold fewer;
-    what then does not divide lies in the middle."""
+    """Distribute layers evenly, with embedding and head counting as a layer each.
+
+    The first and the last stage then hold fewer layers. A remainder goes to the middle stages.
+    """
     counted = model.num_layers + 2
     if num_stages > counted:  # none of which fits; some stages are empty
         sizes = [int(i <= model.num_layers) + (i == num_stages - 1) for i in range(num_stages)]
@@ -49,7 +53,7 @@ def eased_stages(model: ModelSpec, num_stages: int) -> tuple[Stage, ...]:
 
 
 def _ended(sizes: Sequence[int]) -> tuple[Stage, ...]:
-    """Stages of so many layers, of which the first counts the embedding and the last the head."""
+    """Return stages of these sizes, where the first counts the embedding and the last the head as a layer."""
     last = len(sizes) - 1
     return tuple(
         Stage(num_layers=size - (i == 0) - (i == last), has_embedding=i == 0, has_head=i == last, has_loss=i == last)
@@ -58,7 +62,7 @@ def _ended(sizes: Sequence[int]) -> tuple[Stage, ...]:
 
 
 def held_stage(model: ModelSpec, layout: Layout, rank: int) -> Stage:
-    """All that `rank` holds of a pipeline that is cut evenly, as one."""
+    """Return everything that `rank` holds of an evenly cut pipeline as one stage."""
     own = layout.coordinates(rank).pp
     if not layout.folded:  # where chunks are equal, those of a rank are the even cut's
         return uniform_stages(model, layout.pp)[own]
@@ -73,8 +77,10 @@ def held_stage(model: ModelSpec, layout: Layout, rank: int) -> Stage:
 
 
 def held_layers(model: ImageModelConfig, layout: Layout, rank: int) -> list[LayerSizes]:
-    """All that `rank` holds of a model of images in a pipeline whose blocks are cut evenly by their number: stages of
-    unequal size, where blocks are."""
+    """Return the layers that `rank` holds of an image model whose blocks are distributed evenly by number.
+
+    Stages have unequal sizes if blocks do.
+    """
     num_stages = layout.pp * layout.virtual_stages
     share, rest = divmod(model.num_layers, num_stages)
     held: list[LayerSizes] = []
@@ -86,18 +92,18 @@ def held_layers(model: ImageModelConfig, layout: Layout, rank: int) -> list[Laye
 
 
 def sent_on(model: ImageModelConfig, num_stages: int, boundary: int) -> int:
-    """Numbers of one image that go over the boundary behind a stage of the same cut."""
+    """Return the values of one image that cross the boundary after a stage of the same cut."""
     share, rest = divmod(model.num_layers, num_stages)
     return model.layers[(boundary + 1) * share + min(boundary + 1, rest)].outputs
 
 
 def balanced_stages(model: ModelSpec, num_stages: int, *, head_share: float = 1.0) -> tuple[Stage, ...]:
-    """Blocks in order, each stage closed by the block that takes the running cost past its share of the total.
+    """Distribute blocks in order, closing each stage with the block that exceeds its share of the total cost.
 
-    The cost of a layer or of the head is the number of its matrix weights; embedding, norm and loss cost nothing.
-    The block that crosses the threshold stays with the stage, so early stages are the heavier ones, and the last can
-    hold the loss alone: this is how nanotron cuts (`build_model` of its models/base.py). `head_share` is what of the
-    head's weights counts.
+    The cost of a layer or of the head is its number of matrix weights; embedding, norm and loss cost nothing. The
+    block that crosses the threshold stays with the stage. Early stages are therefore heavier, and the last may hold
+    only the loss. This is how nanotron cuts (`build_model` of its models/base.py). `head_share` is the share of the
+    head's weights that counts.
     """
     layer = 2 * model.hidden * (model.hidden + model.kv_hidden) + matrix_ffn_parameters(model)
     head = head_share * model.vocab_size * model.hidden
@@ -122,14 +128,14 @@ def balanced_stages(model: ModelSpec, num_stages: int, *, head_share: float = 1.
 
 
 def matrix_ffn_parameters(model: ModelSpec) -> int:
-    """Weights of the feed-forward network's matrices: two, or three with a gate."""
+    """Return the weights of the feed-forward network's matrices: two, or three with a gate."""
     matrices = 2 if model.family == "gpt" else 3
     return matrices * model.hidden * model.ffn_hidden
 
 
 @lru_cache(maxsize=4096)
 def stages(model: ModelSpec, num_stages: int, *, balanced: bool, head_share: float = 1.0) -> tuple[Stage, ...]:
-    """The pipeline's stages under either rule."""
+    """Return the pipeline's stages under either rule."""
     if balanced:
         return balanced_stages(model, num_stages, head_share=head_share)
     return uniform_stages(model, num_stages)

@@ -1,7 +1,7 @@
-"""The most that an eager run holds at one instant of a step: at the loss, within the backward pass, or in the update.
+"""Peak memory of an eager run in one step: at the loss, within the backward pass, or in the update.
 
-What is alive beside the activations depends on how a framework brings gradients from the one to the other, and on
-gloo, whose all-gathers and reduce-scatters work on a copy of the whole tensor.
+What is alive besides activations depends on how a framework brings gradients from the backward pass to the update. It
+also depends on gloo, whose all-gathers and reduce-scatters copy the whole tensor.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from meshmark.theory.update_form import UpdateForm
 
 
 def eager_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column) -> Column:
-    """The most bytes alive at once in a backward pass beyond parameters, masters and moments, without a pipeline. Of
-    several micro-batches the last one's counts, which finds gradients."""
+    """Return the peak of a backward pass without a pipeline, beyond parameters, masters and moments.
+
+    With several micro-batches the last one counts, because gradients already exist then.
+    """
     peaks = _DEEPSPEED.get(recipe.backward.gradient_path, _sharded_peak)
     first, later = (peaks(one, grid, recipe, num_parameters, later) for later in (False, True))
     found: Column = np.where(grid.num_micro_batches > 1, later, first)
@@ -35,19 +37,21 @@ def eager_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Co
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """One of a pipeline rank's parts of the model, by its sizes."""
+    """One of a pipeline rank's chunks of the model, by its sizes."""
 
     one: Pass
     num_parameters: Column
     gradients: Column
-    """Bytes of them that are held for the update."""
+    """Bytes of the gradients that are held for the update."""
 
 
 def pipeline_peak(
     chunks: Sequence[Chunk], passes: Sequence[Backward], grid: Grid, recipe: TrainingRecipe, message: Column
 ) -> Column:
-    """The same of a pipeline's rank, over its backward passes: beside what each holds are the forward passes that wait,
-    other chunks' gradients, and messages, each of `message` bytes, that have been sent."""
+    """Return the peak of a pipeline's rank over its backward passes.
+
+    Each adds the forward passes that wait, other chunks' gradients, and sent messages of `message` bytes each.
+    """
     peaks = _DEEPSPEED.get(recipe.backward.gradient_path, _sharded_peak)
     by_chunk = [
         [peaks(c.one, grid, recipe, c.num_parameters, later) - c.one.held for later in (False, True)] for c in chunks
@@ -62,14 +66,16 @@ def pipeline_peak(
 
 
 def _most(found: Sequence[Column]) -> Column:
-    """Row by row."""
+    """Return the maximum, row by row."""
     most: Column = np.max(found, axis=0)
     return most
 
 
 def update_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column) -> Column:
-    """Gradients and AdamW's temporaries, by the form of its step; DeepSpeed gives it one flat tensor, and the root of
-    the second moments and its quotient are as large."""
+    """Return the bytes of gradients and AdamW's temporaries, by the form of its step.
+
+    DeepSpeed passes one flat tensor, and the root of the second moments and its quotient are as large as it.
+    """
     path, width = recipe.backward.gradient_path, recipe.states.gradient_bytes
     if path is GradientPath.STREAMED:
         return streamed_update_peak(one, grid, recipe, num_parameters)
@@ -90,8 +96,10 @@ def update_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: C
 
 
 def _whole_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column, later: bool) -> Column:
-    """Of tensors or of buckets, which are there from the start of the step; DDP's other micro-batches' beside them,
-    each until its own goes to its bucket."""
+    """Return the peak with whole gradients or with buckets, which exist from the start of the step.
+
+    With DDP, gradients of earlier micro-batches lie next to the buckets, each until it is copied to its bucket.
+    """
     width, buckets = recipe.states.gradient_bytes, recipe.backward.gradient_path is GradientPath.BUCKETS
     unreduced = np.where(grid.pp == 1, buckets and later and recipe.backward.accumulates_beside, 0)
     found = list[Column]()
@@ -104,14 +112,17 @@ def _whole_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: C
 
 
 def _flattened_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column, later: bool) -> Column:
-    """DeepSpeed without ZeRO: whole, and at the end beside a flat copy."""
+    """Return the peak of DeepSpeed without ZeRO: whole gradients, and at the end a flat copy of them."""
     flat = 2 * recipe.states.gradient_bytes * num_parameters
     return _most([_whole_peak(one, grid, recipe, num_parameters, later), flat])
 
 
 def _staged_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column, later: bool) -> Column:
-    """DeepSpeed's stage 1: beside whole gradients stands the bucket, from the first gradient of the step on; when it is
-    full for the first time, its gradients are there no more, and the rank's part is made."""
+    """Return the peak of DeepSpeed's stage 1.
+
+    The bucket exists next to whole gradients from the first gradient of the step on. When it is full for the first
+    time, its gradients are freed and the rank's part is allocated.
+    """
     width, bucket = recipe.states.gradient_bytes, bucket_elements(one.model)
     before = _most(
         [
@@ -131,8 +142,11 @@ def _staged_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: 
 
 
 def _modules_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column, later: bool) -> Column:
-    """DeepSpeed's stage 3: all of a rank's gradients and the bucket are there for life; a module's weight is gathered
-    when it is used, and a full bucket, once more flat, is reduced."""
+    """Return the peak of DeepSpeed's stage 3.
+
+    A rank's gradients and the bucket are permanent. A module's weight is gathered when it is used. A full bucket is
+    flattened once more and reduced.
+    """
     width, bucket = recipe.states.gradient_bytes, bucket_elements(one.model)
     found = [one.loss(recipe.backward.loss_tensors).activations]
     for instant in [one.head(), *(i for done in one.landmarks for i in one.in_block(done))]:
@@ -142,7 +156,7 @@ def _modules_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters:
 
 
 def _sharded_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column, later: bool) -> Column:
-    """Weights that are sharded are gathered as FSDP does, whatever the path."""
+    """Return the peak of the gradient path. Sharded weights are gathered as FSDP does, whatever the path."""
     flat = recipe.backward.gradient_path is GradientPath.FLAT_UNITS
     peaks = (_whole_peak, flat_units_peak if flat else units_peak)
     whole, units = (peak(one, grid, recipe, num_parameters, later) for peak in peaks)

@@ -1,4 +1,4 @@
-"""In which order a rank of PyTorch's pipelines runs its passes, and what it holds on to beside them."""
+"""Order of the passes of a rank in PyTorch's pipelines, and what it holds besides them."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from meshmark.spec.layout import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class Backward:
-    """One backward pass, by what is there when it begins."""
+    """A backward pass, described by what exists when it begins."""
 
     chunk: int
-    """Of the rank's, whose it is."""
+    """Index of its chunk on the rank."""
     passes: tuple[int, ...]
-    """By chunk: forward passes that wait for theirs, its own among them."""
+    """Forward passes, by chunk, that wait for their backward pass, including its own."""
     begun: tuple[bool, ...]
-    """By chunk: whether an earlier one has left gradients."""
+    """By chunk: True if an earlier backward pass has left gradients."""
     outputs: int
-    """Messages to the next stage that are still there."""
+    """Messages to the next stage that still exist."""
     gradients: int
-    """Messages to the stage before that are still there."""
+    """Messages to the previous stage that still exist."""
 
 
 @functools.lru_cache(maxsize=1024)
 def backward_passes(schedule: Schedule, pp: int, index: int, m: int, chunks: int) -> tuple[Backward, ...]:
-    """Of rank `index` with `m` micro-batches: all that differ."""
+    """Return the distinct backward passes of rank `index` with `m` micro-batches."""
     found: dict[Backward, None] = {}
     waiting: list[list[int]] = [[] for _ in range(chunks)]
     done = [0] * chunks
@@ -49,10 +49,11 @@ def backward_passes(schedule: Schedule, pp: int, index: int, m: int, chunks: int
 
 
 def _order(schedule: Schedule, pp: int, index: int, m: int, chunks: int) -> Iterator[tuple[bool, int, int]]:
-    """Whether it is a forward pass, of which chunk, of which micro-batch.
+    """Yield the passes in order, as (is forward, chunk, micro-batch).
 
-    GPipe (arXiv:1811.06965): all forward passes first; of the backward passes two, for later ones hold less.
-    Interleaved: in groups of p through chunk after chunk, and backwards so (arXiv:2104.04473 sec. 2.2.2).
+    GPipe (arXiv:1811.06965): all forward passes first; only two of the backward passes, because later ones hold less.
+    Interleaved: in groups of p through chunk after chunk, and in the reverse order backward (arXiv:2104.04473 sec.
+    2.2.2).
     """
     total = m * chunks
     groups = [range(first, min(first + pp, m)) for first in range(0, m, pp)]
@@ -76,11 +77,11 @@ def _order(schedule: Schedule, pp: int, index: int, m: int, chunks: int) -> Iter
 def _messages(
     schedule: Schedule, pp: int, index: int, m: int, waiting: Sequence[int], micro_batch: int
 ) -> tuple[int, int]:
-    """Outputs and gradients that PyTorch's schedules of one chunk (torch/distributed/pipelining/schedules.py) hold
-    while the backward pass of `micro_batch` runs: outputs of passes that wait, but of the last stage.
+    """Return the outputs and gradients that PyTorch's schedules of one chunk hold during a backward pass.
 
-    GPipe keeps all that it has sent until the end of the step. 1F1B keeps what it sent last of the gradients, and of
-    the outputs what it sent last before its first backward pass.
+    See torch/distributed/pipelining/schedules.py. The pass is that of `micro_batch`. Outputs are those of waiting
+    passes, except on the last stage. GPipe keeps all that it has sent until the end of the step. 1F1B keeps the last
+    gradient it sent, and the last output it sent before its first backward pass.
     """
     first, last = index == 0, index == pp - 1
     if schedule is Schedule.GPIPE:
@@ -91,7 +92,9 @@ def _messages(
 
 
 def _runtime_messages(pp: int, index: int, passes: Sequence[int], done: Sequence[int]) -> tuple[int, int]:
-    """The same of `_PipelineScheduleRuntime`, which runs several chunks: it keeps all that it has sent until the end of
-    the step (`send_ops`)."""
+    """Like `_messages`, for `_PipelineScheduleRuntime`, which runs several chunks.
+
+    It keeps all that it has sent until the end of the step (`send_ops`).
+    """
     forwards = [wait + over for wait, over in zip(passes, done, strict=True)]
     return sum(forwards) - forwards[-1] * (index == pp - 1), sum(done) - done[0] * (index == 0)

@@ -1,4 +1,4 @@
-"""What the host hands to the device ahead of time, and so keeps from being freed: queued collectives."""
+"""Memory that queued collectives pin because the host runs ahead of the device."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import numpy as np
 from meshmark.theory.grid import Column, Grid
 from meshmark.theory.overheads import Overheads
 
-# Launches of a pass outside of its layers (loss, messages), and of a backward pass, in those of a layer's forward pass.
+# Kernel launches of a pass outside its layers (loss, messages), and of a backward pass, relative to a layer's forward.
 _PASS_LAUNCHES, _BACKWARD_LAUNCHES = 1.7, 1.6
-# How far the host gets ahead in a pipeline of no more micro-batches than stages, of what it does in a longer one.
+# How far the host gets ahead in a pipeline with at most as many micro-batches as stages, relative to a longer one.
 _SHORT_PIPELINE = 1.0 / 3.0
 
 
 def queued_tensors(grid: Grid, overheads: Overheads, num_layers: int, ahead: Column | float) -> Column:
-    """Whole-sequence tensors that queued tensor-parallel collectives of a stage still hold, each with a shard: two a
-    layer in either direction, no more than the launch queue is deep.
+    """Return the whole-sequence tensors, each with a shard, that queued tensor-parallel collectives of a stage hold.
 
-    Without a pipeline a backward pass's may follow a forward pass's in the queue. In one, a device slower than its
-    host falls behind by the forward passes in flight, if there are more to come; any falls behind while the pipeline
-    fills, since it waits to send: by all forward passes but its own and the one sent.
+    There are two per layer and direction, limited by the depth of the launch queue. Without a pipeline, those of a
+    backward pass may follow those of a forward pass in the queue. In a pipeline, a device slower than its host falls
+    behind by the forward passes in flight, if more are to come. Any device falls behind while the pipeline fills,
+    since it waits to send: by all forward passes but its own and the one sent.
     """
     m, n, pp = grid.num_micro_batches, float(num_layers), grid.pp
     fit = overheads.queued_collectives / 2.0

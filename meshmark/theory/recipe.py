@@ -1,4 +1,4 @@
-"""How a framework keeps a model in training: bytes a parameter, which copies it makes, how it cuts a pipeline."""
+"""Training recipes: how a framework stores a model in training, which copies it makes, and how it cuts a pipeline."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from meshmark.theory.update_form import UpdateForm
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixWise:
-    """An optimizer that keeps more of one parameter than of another."""
+    """An optimizer whose states per element differ between parameters."""
 
     optimizer: OptimizerSpec
     dtype: Dtype
-    """Of its moments."""
+    """Dtype of its moments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """Bytes a parameter, by state."""
+    """Bytes per parameter, by state."""
 
     weight_bytes: float
-    """The weights that the forward pass reads."""
+    """Weights that the forward pass reads."""
     gradient_bytes: float
     """Gradients held from one micro-batch to the next."""
     master_bytes: float
-    """Weights that the optimizer updates, where they are a second copy."""
+    """Weights that the optimizer updates, if they are a second copy."""
     moment_bytes: float = 8.0
-    """Optimizer moments: two fp32 for Adam."""
+    """Optimizer moments: two in fp32 for Adam."""
     matrix_wise: MatrixWise | None = None
-    """An optimizer whose states are planned tensor by tensor, in the place of `moment_bytes`."""
+    """Optimizer whose states are planned tensor by tensor, instead of by `moment_bytes`."""
     shard_gradient_bytes: float = 0.0
     """The optimizer's own copy of the gradients of its shard."""
     gradient_stage: int = 2
-    """ZeRO's stage from which the gradients that are held for the update are those of a rank's part alone."""
+    """ZeRO stage from which a rank holds only its own part of the gradients for the update."""
 
     @property
     def total(self) -> float:
-        """Without sharding and buckets: the 16, 18 or 20 that the literature quotes."""
+        """Sum without sharding and buckets: the 16, 18 or 20 that the literature quotes."""
         return (
             self.weight_bytes + self.gradient_bytes + self.master_bytes + self.moment_bytes + self.shard_gradient_bytes
         )
@@ -54,56 +54,64 @@ class StateBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferBytes:
-    """What is there beside the states: of buckets and fresh gradients bytes a parameter, of the others all of them."""
+    """Memory besides the states. Buckets and fresh gradients are in bytes per parameter, the others in total bytes."""
 
     bucket_bytes: float = 0.0
-    """Persistent flat copies of gradients that data parallelism reduces from (DDP's buckets)."""
+    """Persistent flat copies of gradients that data parallelism reduces (DDP's buckets)."""
     flat_buffer_bytes: float = 0.0
-    """Communication buffers of a fixed size, bytes and not bytes a parameter."""
+    """Communication buffers of a fixed size, in total bytes."""
     outside_bytes: float = 0.0
-    """CUDA's context and NCCL's buffers, which no allocator of the framework counts."""
+    """CUDA's context and NCCL's buffers, which the framework's allocator does not count."""
     fresh_gradient_bytes: float = 0.0
     """Gradients as the backward pass emits them, all alive at its end, before they are added to the held ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """What ranks send one another, and when."""
+    """Traffic between ranks, and its timing."""
 
     reduce_bytes: float = 2.0
-    """What a gradient takes on the wire."""
+    """Bytes per gradient on the wire."""
     gather_bytes: float = 2.0
-    """What a weight takes on the wire when ZeRO gathers it."""
+    """Bytes per weight on the wire when ZeRO gathers it."""
     hides_backward_gathers: bool = False
-    """Under sequence parallelism the two inputs gathered again in a layer's backward pass travel behind the products of
-    the gradients before them (arXiv:2205.05198 sec. 4.2.2)."""
+    """True if inputs gathered again in the backward pass travel behind products of the gradients before them.
+
+    These are the two inputs of a layer under sequence parallelism (arXiv:2205.05198 sec. 4.2.2).
+    """
     hides_sends: bool = False
-    """Interleaved stages send and receive while they compute (Megatron's `overlap_p2p_comm`)."""
+    """True if interleaved stages send and receive while they compute (Megatron's `overlap_p2p_comm`)."""
     sends_whole: bool = False
-    """Every tensor-parallel rank sends the whole of a stage's output, not its share (arXiv:2104.04473 sec. 4.1)."""
+    """True if every tensor-parallel rank sends the whole output of a stage, not its share (arXiv:2104.04473 sec.
+    4.1).
+    """
     reduces_by_tensor: bool = False
-    """Data-parallel ranks reduce one weight matrix after another, not buckets."""
+    """True if data-parallel ranks reduce one weight matrix after another instead of buckets."""
     reduces_under_zero1: bool = False
-    """ZeRO-1 waits for the backward pass, then all-reduces whole gradients and gathers weights, nothing overlapped."""
+    """True if ZeRO-1 waits for the backward pass, then all-reduces whole gradients and gathers weights without
+    overlap.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationBytes:
-    """What forward passes leave."""
+    """Memory that forward passes keep."""
 
     element_bytes: float = 2.0
-    """One activation."""
+    """Bytes per activation."""
     logit_bytes: float = 8.0
-    """One logit at the loss: its fp32 copy and the shifted one that becomes the softmax."""
+    """Bytes per logit at the loss: its fp32 copy and the shifted one that becomes the softmax."""
     kept_logit_bytes: float = 0.0
-    """One logit of the micro-batch before, where it is freed late."""
+    """Bytes per logit of the previous micro-batch, if it is freed late."""
     flash_attention: bool = True
-    """The attention core keeps one fp32 statistic a query instead of the scores."""
+    """True if the attention core keeps one fp32 statistic per query instead of the scores."""
     dropout_masks: bool = False
-    """One-byte dropout masks are kept, as arXiv:2205.05198 counts them."""
+    """True if one-byte dropout masks are kept, as arXiv:2205.05198 counts them."""
     fused_elementwise: bool = False
-    """Norms, rotation, gate and residual sums are a kernel each (Transformer Engine's), and weights' gradients are
-    added up by the product that makes them."""
+    """True if norms, rotation, gate and residual sums are a kernel each, as in Transformer Engine.
+
+    The product that makes a weight's gradient then also accumulates it.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,28 +119,32 @@ class PipelineCut:
     """Where a pipeline is cut."""
 
     balanced_stages: bool = False
-    """The pipeline is cut by compute, the head counted with the layers; otherwise by number of layers."""
+    """True if the pipeline is cut by compute, including the head; otherwise by number of layers."""
     head_share: float = 1.0
-    """How much of the head's weights counts in that cut."""
+    """Share of the head's weights that counts in that cut."""
     ends_count: bool = False
-    """Where layers do not divide evenly, embedding and head count as a layer each (Megatron's
-    `account_for_embedding_in_pipeline_split` and `account_for_loss_in_pipeline_split`)."""
+    """True if embedding and head count as a layer each where layers do not divide evenly.
+
+    See Megatron's `account_for_embedding_in_pipeline_split` and `account_for_loss_in_pipeline_split`.
+    """
 
     def stages(self, model: ModelSpec, num_stages: int) -> tuple[Stage, ...]:
-        """The stages."""
+        """Return the stages."""
         uneven = self.ends_count and model.num_layers % num_stages
         if not self.balanced_stages and (uneven or num_stages > model.num_layers):
             return eased_stages(model, num_stages)
         return stages(model, num_stages, balanced=self.balanced_stages, head_share=self.head_share)
 
     def most_stages(self, model: ModelSpec) -> int:
-        """Virtual stages that a model can be cut into: the first may hold the embedding alone, the last the head."""
+        """Return the most virtual stages of a model. The first may hold only the embedding, the last only the head."""
         return model.num_layers + 2 * (not self.balanced_stages)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRecipe:
-    """Bytes by what holds them, and what else decides memory and traffic; no measured number is in here."""
+    """Bytes by category, and other choices of a framework that decide memory and traffic. Contains no measured
+    numbers.
+    """
 
     name: str
     states: StateBytes
@@ -140,29 +152,33 @@ class TrainingRecipe:
     wire: Wire = Wire()
     activations: ActivationBytes = ActivationBytes()
     eager: Widths | None = None
-    """PyTorch's eager kernels run this project's own model, with tensors of these widths, and activations are what they
-    save, operation by operation (`saved_activations.py`). None: the fused kernels of the papers, whose formulas then
-    count."""
+    """Dtype widths if PyTorch's eager kernels run this project's own model.
+
+    Activations are then what they save, operation by operation (`saved_activations.py`). None means the fused kernels
+    of the papers and their formulas.
+    """
     backward: EagerBackward = EagerBackward()
-    """Of eager kernels alone."""
+    """The backward pass. Only for eager kernels."""
     update: UpdateForm = UpdateForm.FUSED
-    """How AdamW goes over a rank's parameters."""
+    """How AdamW visits a rank's parameters."""
     activations_known: bool = True
-    """Not of a framework that trains a model of its own, of other operations, or runs passes in an order of its own."""
+    """False for a framework that trains its own model with other operations, or runs passes in its own order."""
     whole_logits: bool = False
-    """Every tensor-parallel rank has the logits of the whole vocabulary, and computes the loss over it."""
+    """True if every tensor-parallel rank has the logits of the whole vocabulary, and computes the loss over them."""
     receive_buffers: bool = True
-    """What pipeline stages receive is received into buffers made once, as PyTorch's do; else into new tensors."""
+    """True if pipeline stages receive into buffers allocated once, as PyTorch's do, not into new tensors."""
     cut: PipelineCut = PipelineCut()
     replicas: int = 1
     """Groups of data-parallel ranks that each hold all shards (HSDP)."""
     deals_rows: bool = False
-    """ZeRO-3's shards are whole rows of tensors, not equal parts; of eager recipes their adapters tell it, by rank."""
+    """True if ZeRO-3's shards are whole rows of tensors, not equal parts. For eager recipes, adapters declare it by
+    rank.
+    """
     arithmetic: str = "bf16"
-    """The dtype whose peak the matrix products are measured against."""
+    """The dtype whose peak the matrix products are compared with."""
 
 
-# How the suites run: fp32 in PyTorch's eager kernels, whose attention keeps no scores on a CPU either.
+# As the suites run: fp32 in PyTorch's eager kernels, whose attention keeps no scores on a CPU either.
 _EAGER = TrainingRecipe(
     name="eager",
     states=StateBytes(weight_bytes=4, gradient_bytes=4, master_bytes=0),
@@ -227,7 +243,7 @@ RECIPES: dict[str, TrainingRecipe] = {
             activations=ActivationBytes(flash_attention=False, dropout_masks=True),
             arithmetic="fp16",
         ),
-        # The same with its BF16_Optimizer: 16-bit gradients stay beside an fp32 accumulator of all of them.
+        # The same with its BF16_Optimizer: 16-bit gradients, and an fp32 accumulator of all of them.
         TrainingRecipe(
             name="megatron-deepspeed-bf16",
             states=StateBytes(weight_bytes=2, gradient_bytes=6, master_bytes=4),
@@ -259,7 +275,7 @@ RECIPES: dict[str, TrainingRecipe] = {
             cut=PipelineCut(balanced_stages=True, head_share=0.95),
         ),
         _FSDP2,
-        # With `torch.optim.AdamW` as it is, not torchtitan's fused one: the roots of all second moments in the update.
+        # With plain `torch.optim.AdamW`, not torchtitan's fused one: the update holds the roots of all second moments.
         replace(_FSDP2, name="fsdp2-foreach", update=UpdateForm.FOREACH),
         # DDP keeps what FSDP2 does, whole: fp32 weights, gradients (in its buckets) and moments.
         replace(_FSDP2, name="ddp", update=UpdateForm.FOREACH, deals_rows=False),
@@ -304,15 +320,18 @@ RECIPES: dict[str, TrainingRecipe] = {
 
 
 def recipe(name: str) -> TrainingRecipe:
-    """The recipe called `name`. Raises `UnknownNameError` when there is none."""
+    """Return the recipe called `name`. Raises `UnknownNameError` when there is none."""
     if name not in RECIPES:
         raise UnknownNameError("recipe", name, RECIPES)
     return RECIPES[name]
 
 
 def eager_recipe(case: Case, name: str = "eager", *, casts_weights: bool = False) -> TrainingRecipe:
-    """The eager recipe called `name` in the case's precision and with its optimizer: weights, gradients and moments are
-    in the wide one, since autocast makes its copies one operation at a time. `casts_weights`: as `Widths.of`."""
+    """Return the eager recipe called `name` in the case's precision and with its optimizer.
+
+    Weights, gradients and moments are in the wide dtype, since autocast makes its copies for one operation at a time.
+    `casts_weights` is as in `Widths.of`.
+    """
     precision, optimizer, using = case.precision, case.workload.optimizer, recipe(name)
     wide = precision.master.itemsize
     widths = Widths.of(precision, casts_weights=casts_weights)

@@ -1,10 +1,11 @@
-"""What PyTorch's eager autograd keeps of the forward pass of this project's own model
-(meshmark/reference/transformer.py) on a CPU, operation by operation, to the byte: no formula of a paper, whose models
-fuse and mask other things.
+"""Bytes that PyTorch's eager autograd saves in the forward pass of this project's own model, exact to the byte.
 
-Widths a token: h hidden, f feed-forward, v vocabulary; a heads. Those inside a tensor-parallel region and v are over
-`tp` (arXiv:1909.08053 sec. 3), under sequence parallelism those between two over `sp` (arXiv:2205.05198 sec. 4.2.2).
-What two operations save is counted once: a storage is kept, not a use of it.
+The model is meshmark/reference/transformer.py, on a CPU, operation by operation. No formulas of papers are used,
+because their models fuse and mask other things.
+
+Widths per token: h hidden, f feed-forward, v vocabulary; a heads. Those inside a tensor-parallel region and v are
+divided by `tp` (arXiv:1909.08053 sec. 3). Under sequence parallelism, those between two regions are divided by `sp`
+(arXiv:2205.05198 sec. 4.2.2). A storage that two operations save counts once.
 """
 
 from __future__ import annotations
@@ -18,27 +19,29 @@ from meshmark.spec.precision import Precision
 from meshmark.theory.grid import Column
 
 INDEX_BYTES = 8
-"""One position of the learned embedding; tokens' indices are the batch itself."""
+"""Bytes of one position of the learned embedding. The indices of tokens are the batch itself."""
 RNG_STATE_BYTES = 5056
-"""The CPU's random state, which PyTorch's checkpoint keeps of every block that it will compute again."""
+"""Bytes of the CPU's random state, which PyTorch's checkpoint keeps for every block that it will recompute."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Widths:
-    """Bytes of an element, by where it is."""
+    """Bytes per element, by place."""
 
     stream: int
     """The residual stream and the norms' outputs."""
     low: int
     """Inside attention and feed-forward."""
     wide: int
-    """Statistics, RMSNorm's inside and the loss: float32 at least."""
+    """Statistics, the inside of RMSNorm and the loss: at least float32."""
     autocast: bool = False
-    """A matrix product that finds a wide input or weight saves a low copy of its own."""
+    """True if a matrix product with a wide input or weight saves its own low-precision copy."""
 
     @classmethod
     def of(cls, precision: Precision, *, casts_weights: bool) -> Widths:
-        """`casts_weights`: a mixed precision that runs the stream too in the low one, in place of autocast."""
+        """Return the widths of a precision. With `casts_weights`, mixed precision also runs the stream in low, not by
+        autocast.
+        """
         wide, low = precision.wide.itemsize, precision.compute.itemsize
         autocast = precision.is_mixed and not casts_weights
         return cls(stream=wide if autocast else low, low=low, wide=wide, autocast=autocast)
@@ -49,11 +52,12 @@ class Widths:
 
 
 def norm_bytes(model: ModelSpec, widths: Widths, num_products: int) -> int:
-    """One norm, a token, before `num_products` matrix products: its input, its inside, and what the products save.
+    """Return the bytes per token of one norm before `num_products` matrix products.
 
-    LayerNorm is one operation and saves its input, mean and reciprocal deviation. RMSNorm is written out: the product
-    with the reciprocal root saves both factors in the wide precision, the product with the weight the normed value.
-    Autocast gives every product its own low copy of the output, which itself is then forgotten.
+    It covers the norm's input, its inside, and what the products save. LayerNorm is one operation and saves its input,
+    mean and reciprocal deviation. RMSNorm is written out: the product with the reciprocal root saves both factors in
+    the wide precision, and the product with the weight saves the normed value. Autocast gives every product its own
+    low-precision copy of the output, which is then freed.
     """
     h = model.hidden
     output = 2 * num_products * h if widths.autocast else widths.stream * h
@@ -63,36 +67,50 @@ def norm_bytes(model: ModelSpec, widths: Widths, num_products: int) -> int:
 
 
 def attention_bytes(model: ModelSpec, widths: Widths, tp: Column) -> Column:
-    """Queries, keys, values, output and one logarithm a head. The output lies as the queries do: by head where rotary
-    positions were written, and then the projection saves a copy that lies by token (of one head, the same thing)."""
+    """Return the bytes per token of queries, keys, values, output and one logarithm per head.
+
+    The output has the memory order of the queries: by head after rotary positions. The projection then saves a copy
+    ordered by token (with one head, both orders are the same).
+    """
     copied = (model.family is Family.LLAMA) & (model.num_heads > tp)
     elements = np.where(copied, 3, 2) * model.hidden + 2 * model.kv_hidden
     return (widths.low * elements + widths.wide * model.num_heads) / tp
 
 
 def feed_forward_bytes(model: ModelSpec, widths: Widths, tp: Column) -> Column:
-    """GELU's input and output; SwiGLU's gate, its SiLU, the other factor and the product."""
+    """Return the bytes per token of GELU's input and output, or of SwiGLU's gate, its SiLU, the other factor and the
+    product.
+    """
     return (2 if model.family is Family.GPT else 4) * widths.low * model.ffn_hidden / tp
 
 
 def block_bytes(model: ModelSpec, widths: Widths, tp: Column, sp: Column) -> Column:
-    """One block, a token. Residual sums save nothing: the streams are the norms' inputs."""
+    """Return the bytes per token of one block.
+
+    Residual sums save nothing, because the streams are the norms' inputs.
+    """
     norms = norm_bytes(model, widths, 3) + norm_bytes(model, widths, 1 if model.family is Family.GPT else 2)
     return norms / sp + attention_bytes(model, widths, tp) + feed_forward_bytes(model, widths, tp)
 
 
 def head_bytes(model: ModelSpec, widths: Widths, tp: Column, sp: Column) -> Column:
-    """The last norm, and the log-softmax, which the loss saves instead of the logits, a token."""
+    """Return the bytes per token of the last norm, and of the log-softmax, which the loss saves instead of the
+    logits.
+    """
     return norm_bytes(model, widths, 1) / sp + logit_bytes(model, widths, tp)
 
 
 def logit_bytes(model: ModelSpec, widths: Widths, tp: Column) -> Column:
-    """One tensor of the loss, a token: the log-softmax, its gradient, or the gradient of the logits."""
+    """Return the bytes per token of one tensor of the loss: the log-softmax, its gradient, or the gradient of the
+    logits.
+    """
     return widths.wide * model.vocab_size / tp
 
 
 def cast_weight_bytes(model: ModelSpec, num_layers: int, has_head: bool) -> int:
-    """The low copies of its matrices (all over tp) that autocast makes for a forward pass, which its products save."""
+    """Return the bytes of autocast's low-precision copies of matrices (before division by tp), which its products
+    save.
+    """
     h, f = model.hidden, model.ffn_hidden
     matrices = 2 * h * (h + model.kv_hidden) + (2 if model.family is Family.GPT else 3) * h * f
     return 2 * (num_layers * matrices + (model.vocab_size * h if has_head else 0))

@@ -1,5 +1,4 @@
-"""Sharded data parallelism with its choices: what FSDP's users decide beyond ZeRO's stage 3, and what follows in memory
-and traffic."""
+"""Options of sharded data parallelism: what FSDP's users choose beyond ZeRO stage 3, and its memory and traffic."""
 
 from __future__ import annotations
 
@@ -14,24 +13,24 @@ from meshmark.theory.traffic import step_traffic
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How units (every block, and the root with what is in none) are sharded over data-parallel ranks."""
+    """How units (every block, and the root with all else) are sharded over data-parallel ranks."""
 
     reshards_blocks: bool = True
-    """A block's weights are given up after its forward pass, and gathered again for its backward."""
+    """True if a block's weights are freed after its forward pass, and gathered again for its backward."""
     reshards_root: bool = True
-    """The same of what is in no block."""
+    """True if the same applies to the root."""
     resharded_over: int | None = None
-    """Blocks' weights are resharded over so many neighbours alone; None: over all shards."""
+    """Number of neighbours that blocks' weights are resharded over. None means all shards."""
     replicas: int = 1
-    """Groups of ranks that each hold all shards; gradients are reduced within one, and then among them (HSDP)."""
+    """Groups of ranks that each hold all shards. Gradients are reduced within a group, then among groups (HSDP)."""
 
     @property
     def kept_share(self) -> float:
-        """Of a block's gathered weights, from its forward pass to its backward."""
+        """Share of a block's gathered weights kept from its forward pass to its backward."""
         return 1.0 if not self.reshards_blocks else 1.0 / self.resharded_over if self.resharded_over else 0.0
 
     def misfit(self, layout: Layout) -> str | None:
-        """Why it cannot be laid over `layout`; None where it can."""
+        """Return why it does not fit `layout`, or None if it fits."""
         for name, number in (("replicas", self.replicas), ("neighbours to reshard over", self.resharded_over or 1)):
             if number > 1 and (layout.dp % number or layout.dp <= number):
                 return f"{number} {name} take a larger multiple of {number} data-parallel ranks, got {layout.dp}"
@@ -40,7 +39,7 @@ class Sharding:
 
 @dataclass(frozen=True, kw_only=True)
 class Padding:
-    """Elements that a framework pads what it shards with."""
+    """Elements that a framework adds as padding to what it shards."""
 
     root: int
     blocks: int
@@ -48,21 +47,23 @@ class Padding:
 
 
 def sharded_recipe(recipe: TrainingRecipe, sharding: Sharding) -> TrainingRecipe:
-    """`recipe` of a framework that shards so."""
+    """Return `recipe` for a framework with this sharding."""
     backward = replace(recipe.backward, keeps_root=not sharding.reshards_root, kept_share=sharding.kept_share)
     return replace(recipe, backward=backward, replicas=sharding.replicas)
 
 
 def offloaded_recipe(recipe: TrainingRecipe) -> TrainingRecipe:
-    """`recipe` of a framework whose shards, weights' and gradients' too, are the host's: masters, of which a device
-    gathers copies."""
+    """Return `recipe` for a framework whose shards, including weights and gradients, are in host memory.
+
+    They are the masters, from which a device gathers copies.
+    """
     states = recipe.states
     kept = replace(states, weight_bytes=0.0, gradient_bytes=0.0, master_bytes=states.weight_bytes)
     return replace(recipe, states=kept)
 
 
 def sharding_exceptions(case: Case, rank: int, sharding: Sharding, padding: Padding) -> tuple[TrafficException, ...]:
-    """From stage 3 with everything gathered twice a micro-batch from all ranks."""
+    """Return the exceptions from stage 3 in which everything is gathered twice per micro-batch from all ranks."""
     flows = [flow for flow in step_traffic(case, rank) or () if flow.purpose in _SENT]
     sent = [part for flow in flows for part in _SENT[flow.purpose](case, rank, flow, sharding, padding)]
     chosen = TrafficException(
@@ -84,7 +85,7 @@ class _Sent:
 
 
 def _weights(case: Case, rank: int, flow: Flow, sharding: Sharding, padding: Padding) -> list[_Sent]:
-    """Theory's bytes are those of two gatherings of every element; the second may be from neighbours alone."""
+    """Return the gathers of weights. Theory plans two of every element; the second may come only from neighbours."""
     model = case.workload.model
     element = flow.num_bytes // (2 * model.num_parameters)
     root = model.embedding_parameters + model.head_parameters
@@ -104,7 +105,7 @@ def _weights(case: Case, rank: int, flow: Flow, sharding: Sharding, padding: Pad
 
 
 def _gradients(case: Case, rank: int, flow: Flow, sharding: Sharding, padding: Padding) -> list[_Sent]:
-    """A replica's, and then of a rank's shard among those that hold it too."""
+    """Return the reductions within a replica, and then of a rank's shard among the ranks that also hold it."""
     whole = case.workload.model.num_parameters
     more = flow.num_bytes * (padding.root + padding.blocks) // whole
     shards, among = neighbours(flow, sharding.replicas, rank), across(flow, sharding.replicas, rank)
@@ -120,14 +121,14 @@ _SENT = {Purpose.WEIGHTS: _weights, Purpose.GRADIENTS: _gradients}
 
 
 def neighbours(flow: Flow, groups: int, rank: int) -> tuple[int, ...]:
-    """Of the flow's ranks, cut into `groups` of neighbours, those that stand with `rank`."""
+    """Return the group of `rank` if the flow's ranks are divided into `groups` of neighbours."""
     size = len(flow.ranks) // groups
     start = flow.ranks.index(rank) // size * size
     return flow.ranks[start : start + size]
 
 
 def across(flow: Flow, groups: int, rank: int) -> tuple[int, ...]:
-    """One of each such group, in the same place as `rank`."""
+    """Return the ranks with the same position as `rank` in each such group."""
     size = len(flow.ranks) // groups
     return flow.ranks[flow.ranks.index(rank) % size :: size]
 

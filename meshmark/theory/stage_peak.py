@@ -1,4 +1,4 @@
-"""The most that one stage's rank holds at one instant of a step of eager kernels, with or without a pipeline."""
+"""Peak memory of one stage's rank in a step of eager kernels, with or without a pipeline."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from meshmark.theory.state_bytes import state_bytes
 
 
 def stage_peak(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage, index: int) -> Column:
-    """Of eager kernels, in a backward pass or in the update."""
+    """Return the peak of eager kernels, in a backward pass or in the update."""
     whole, count = eager_pass(model, grid, recipe, stage), stage_parameters(model, stage, grid.tp)
     backward = _backward_peak(model, grid, recipe, stage, index)
     return np.maximum(update_peak(whole, grid, recipe, count), backward)
 
 
 def update_excess(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, index: int) -> Column:
-    """Bytes by which the update of eager kernels holds more at once than any backward pass; zero where it does not."""
+    """Return the bytes by which the update of eager kernels exceeds every backward pass, or zero."""
     stage = recipe.cut.stages(model, int(grid.pp[0]))[index]
     backward = _backward_peak(model, grid, recipe, stage, index)
     found: Column = stage_peak(model, grid, recipe, stage, index) - backward
@@ -39,8 +39,10 @@ def update_excess(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, index: i
 
 
 def _backward_peak(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage, index: int) -> Column:
-    """The most bytes alive at once in a backward pass of eager kernels beyond parameters, masters and moments, with the
-    outputs and gradients that a pipeline has sent."""
+    """Return the peak of a backward pass of eager kernels beyond parameters, masters and moments.
+
+    Includes the outputs and gradients that a pipeline has sent.
+    """
     pp, count = int(grid.pp[0]), stage_parameters(model, stage, grid.tp)
     if pp == 1:
         return eager_peak(eager_pass(model, grid, recipe, stage), grid, recipe, count)
@@ -66,7 +68,7 @@ def _backward_peak(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: 
 
 
 def eager_pass(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage) -> Pass:
-    """One micro-batch of eager kernels through `stage`."""
+    """Return one micro-batch of eager kernels through `stage`."""
     assert recipe.eager is not None
     return Pass(
         model=model,

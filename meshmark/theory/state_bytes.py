@@ -1,4 +1,4 @@
-"""Model states of a rank, by category, under ZeRO and offload."""
+"""Bytes of a rank's model states by category, under ZeRO and offload."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from meshmark.theory.recipe import TrainingRecipe
 
 
 def state_bytes(num_parameters: Column, grid: Grid, recipe: TrainingRecipe) -> dict[str, Column]:
-    """Model states under ZeRO (arXiv:1910.02054 sec. 5): stage 1 divides optimizer states and masters by dp, 2 also
-    gradients, 3 also weights."""
+    """Return the model states under ZeRO (arXiv:1910.02054 sec. 5).
+
+    Stage 1 divides optimizer states and masters by dp, stage 2 also gradients, and stage 3 also weights.
+    """
     shards = (grid.dp * grid.cp).astype(float) / recipe.replicas
 
     def share(num_bytes: float, from_stage: int) -> Column:

@@ -1,4 +1,4 @@
-"""What the planner's `memory` says of one rank of one case: the form in which the suites hold it to measurement."""
+"""The planner's `memory` for one rank of one case, in the form that the suites compare with measurements."""
 
 from __future__ import annotations
 
@@ -31,30 +31,34 @@ class ModelStates:
     gradients: float
     optimizer_states: float
     buffers: float = 0.0
-    """That live from step to step for the sake of communication, and of gradients in their place."""
+    """Persistent communication buffers, and those that hold gradients."""
     tables: float = 0.0
-    """Of rotary positions, which every process keeps, and statistics of batch norms: not in the peak below."""
+    """Rotary positions, which every process keeps, and statistics of batch norms. Not included in the peak below."""
     host_parameters: float = 0.0
-    """Masters that the host keeps in its own memory and updates (ZeRO-Offload, arXiv:2101.06840 sec. 4): on a CPU the
-    same memory as all else, on a GPU not its allocator's."""
+    """Masters that the host keeps in its memory and updates (ZeRO-Offload, arXiv:2101.06840 sec. 4).
+
+    On a CPU this is the same memory as everything else. On a GPU the allocator does not count it.
+    """
     host_gradients: float = 0.0
-    """That the host updates those masters with."""
+    """Gradients with which the host updates those masters."""
     host_optimizer_states: float = 0.0
     host_buffers: float = 0.0
-    """Those gradients, where they are there for life."""
+    """Those gradients, if they are permanent."""
     activations: float | None = None
-    """When the step's first backward pass begins; None where they are not planned."""
+    """Activations when the step's first backward pass begins. None if they are not planned."""
     peak: float | None = None
-    """The most of all at one instant, on this rank at DeepSpeed's stage 2, else on the fullest of the stage; None where
-    activations are not planned, and where the planner does not know the copies: DeepSpeed's in mixed precision, at
-    stage 3 (whose modules gather their weights one by one), and of several groups of parameters, those of a reduction
-    in another format than gradients are held in, what optimizers but AdamW and plain SGD make, a server that
-    more than two replicas tell, and chunks of a pipeline in another order than interleaved 1F1B."""
+    """Peak of the sum: on this rank at DeepSpeed's stage 2, otherwise on the fullest rank of the stage.
+
+    None if activations are not planned, and where the planner does not know the copies. That applies to DeepSpeed in
+    mixed precision, at stage 3 (whose modules gather their weights one by one), and with several parameter groups; to
+    reductions in another dtype than the held gradients; to optimizers but AdamW and plain SGD; to a server with more
+    than two replicas; and to pipeline chunks in another order than interleaved 1F1B.
+    """
     backward_peak: float | None = None
-    """The same of a step's backward passes alone, beside which activations are that adapters declare."""
+    """Peak of the backward passes only. Activations that adapters declare are added to it."""
 
     def with_host(self) -> ModelStates:
-        """Where the host's memory is the device's."""
+        """Return the states for a machine whose host memory is the device's memory."""
         return replace(
             self,
             parameters=self.parameters + self.host_parameters,
@@ -66,27 +70,33 @@ class ModelStates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExtraMemory:
-    """Bytes that a framework really holds beyond (or, negative, short of) the closed form, and why."""
+    """Bytes that a framework holds beyond (or, if negative, short of) the closed form, and why."""
 
     category: str
-    """parameters, gradients, optimizer_states, activations, steady for what is there all the time besides, peak for
-    what is there besides then, or unnamed for what may be there and need not, where no peak is planned."""
+    """parameters, gradients, optimizer_states or activations; steady for permanent memory; peak for memory only at the
+    peak; or unnamed for memory that may but need not be there, where no peak is planned.
+    """
     num_bytes: float
     reason: str
     on_host: bool = False
-    """Whether it is in the host's memory, which is the device's on a CPU alone."""
+    """True if it is in host memory, which is the device's memory only on a CPU."""
 
 
 def declared_bytes(declared: Sequence[ExtraMemory], category: str) -> float:
-    """Of one category; of all that is always there; at the peak of all but gradients, which the recipe's path brings
-    there."""
+    """Return the declared bytes of one category.
+
+    "steady" includes everything permanent. "peak" includes all but gradients, which the recipe's path accounts for.
+    """
     always = ("parameters", "optimizer_states", "steady")
     here = {"steady": always, "peak": (*always, "activations", "peak")}.get(category, (category,))
     return sum(r.num_bytes for r in declared if r.category in here)
 
 
 def declared_peak(plan: ModelStates, declared: Sequence[ExtraMemory]) -> float | None:
-    """Planned peak, with what is declared: of activations where there are any, not in the update."""
+    """Return the planned peak with what is declared.
+
+    Declared activations count in backward passes, not in the update.
+    """
     if plan.peak is None:
         return None
     whole = plan.peak + declared_bytes(declared, "peak")
@@ -97,9 +107,11 @@ def declared_peak(plan: ModelStates, declared: Sequence[ExtraMemory]) -> float |
 
 
 def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) -> ModelStates | None:
-    """What `rank` must hold under `case`'s layout. Of models that are no decoder-only transformers, and of stages that
-    lie as a V, states alone are planned, which follow from the number of parameters; None where that is not known, or
-    not enough."""
+    """Return what `rank` must hold under `case`'s layout.
+
+    For models other than decoder-only transformers, and for folded stages, only states are planned, which follow from
+    the number of parameters. None if that number is unknown, or not sufficient.
+    """
     model, layout = case.workload.model, case.layout
     grid = layout_grid(layout, case.workload.global_batch, layout.coordinates(rank).dp)
     using = recipe or eager_recipe(case)
@@ -149,8 +161,9 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
 
 
 def _kept_weights(case: Case, using: TrainingRecipe) -> float:
-    """Return the bytes of gathered weights that stay from a forward pass to its backward: of blocks, and of the
-    rest."""
+    """Return the bytes of gathered weights, of blocks and of the root, that stay from a forward pass to its
+    backward.
+    """
     layout, model = case.layout, case.workload.model
     if layout.dp * layout.cp <= using.replicas:
         return 0.0
@@ -160,7 +173,7 @@ def _kept_weights(case: Case, using: TrainingRecipe) -> float:
 
 
 def _received(case: Case, rank: int, using: TrainingRecipe) -> float:
-    """What pipeline stages receive, in buffers made once."""
+    """Return the bytes of the receive buffers of pipeline stages, which are allocated once."""
     layout, model = case.layout, case.workload.model
     if layout.pp == 1 or not using.receive_buffers:
         return 0.0
@@ -179,8 +192,11 @@ def _received(case: Case, rank: int, using: TrainingRecipe) -> float:
 
 
 def _host_states(layout: Layout, using: TrainingRecipe, num_parameters: int) -> dict[str, float]:
-    """What the host keeps of states that are offloaded to it: masters, fp32 gradients and moments of a rank's share,
-    16 bytes a parameter less the weights (arXiv:2101.06840 sec. 3.2, with fp32 gradients); nothing of those on disk."""
+    """Return the offloaded states that the host keeps: masters, fp32 gradients and moments of a rank's share.
+
+    These are 16 bytes per parameter minus the weights (arXiv:2101.06840 sec. 3.2, with fp32 gradients). Empty for
+    states on disk.
+    """
     if layout.offload is not Offload.CPU:
         return {}
     share, states = num_parameters / (layout.dp * layout.cp if layout.zero_stage else 1), using.states
@@ -194,8 +210,11 @@ def _host_states(layout: Layout, using: TrainingRecipe, num_parameters: int) -> 
 
 
 def _lasting_gradients(case: Case, using: TrainingRecipe, held: float) -> float:
-    """Of gradients, or in their place, what is there when they have been forgotten: FSDP1's flat ones; DDP's buckets,
-    of which they are views; the flat tensor of DeepSpeed's stage 3, and its bucket. `held`: bytes before the update."""
+    """Return the bytes that remain after gradients are cleared. `held` is the bytes before the update.
+
+    These are FSDP1's flat gradients, DDP's buckets (gradients are views of them), or the flat tensor of DeepSpeed's
+    stage 3 and its bucket.
+    """
     match using.backward.gradient_path:
         case GradientPath.BUCKETS | GradientPath.FLAT_UNITS:
             return held
@@ -205,7 +224,7 @@ def _lasting_gradients(case: Case, using: TrainingRecipe, held: float) -> float:
 
 
 def _temporaries_are_known(case: Case) -> bool:
-    """Of the reduction and of the update."""
+    """Return whether the temporaries of the reduction and of the update are known."""
     optimizer = case.workload.optimizer
     plain = not optimizer.is_matrix_wise and not optimizer.momentum
     planned = case.workload.algorithm.update_memory_is_planned(case.layout.dp)
@@ -213,9 +232,12 @@ def _temporaries_are_known(case: Case) -> bool:
 
 
 def _is_exact(case: Case) -> bool:
-    """Whether activations have been held to what PyTorch saves: with its own choice of kernels, without dropout,
-    selective recomputation (or any under autocast), sequence and context parallelism, and in a pipeline under GPipe's
-    schedule (arXiv:1811.06965), 1F1B and interleaved 1F1B (arXiv:2104.04473)."""
+    """Return whether planned activations were verified against what PyTorch saves.
+
+    They were for PyTorch's own choice of kernels, without dropout, selective recomputation (or any under autocast),
+    sequence and context parallelism; and in a pipeline under GPipe's schedule (arXiv:1811.06965), 1F1B and interleaved
+    1F1B (arXiv:2104.04473).
+    """
     layout, again = case.layout, case.layout.recompute
     plain = again is Recompute.NONE or (again is Recompute.FULL and not case.precision.is_mixed)
     plain = plain and layout.cp == 1 and not layout.sequence_parallel and case.workload.model.dropout == 0
@@ -224,13 +246,13 @@ def _is_exact(case: Case) -> bool:
 
 
 def micro_batch_tokens(case: Case) -> int:
-    """Of one rank."""
+    """Return the tokens of a micro-batch on one rank."""
     layout, workload = case.layout, case.workload
     return workload.global_batch // (layout.dp * layout.num_micro_batches) * workload.model.seq_len
 
 
 def __getattr__(name: str) -> type:
-    """Return a class by its name of an older version, with a `DeprecationWarning`."""
+    """Return a class by its name in an older version, with a `DeprecationWarning`."""
     if name != "Remainder":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warnings.warn("Remainder is now called ExtraMemory", DeprecationWarning, stacklevel=2)

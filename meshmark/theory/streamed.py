@@ -1,5 +1,8 @@
-"""DeepSpeed's ZeRO stage 2, gradient by gradient, as its runtime/zero/stage_1_and_2.py has it: what is alive beside the
-activations when each arrives, when its bucket is full and reduced, and in the update."""
+"""DeepSpeed's ZeRO stage 2, gradient by gradient, as in its runtime/zero/stage_1_and_2.py.
+
+It gives the memory besides activations when each gradient arrives, when its bucket is full and reduced, and in the
+update.
+"""
 
 from __future__ import annotations
 
@@ -15,34 +18,33 @@ from meshmark.theory.operations import Parameter, moments, parameters
 from meshmark.theory.recipe import TrainingRecipe
 
 _MOST_RANKS = 16
-"""Of which the fullest is sought where no rank is asked for."""
+"""Number of ranks among which the fullest is searched if no rank is given."""
 _WIDE = 8
-"""Bytes of an element of the copy, in float64, that the norm is computed of."""
+"""Bytes per element of the float64 copy that the norm is computed from."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Equal parts, of an even number of elements, of the flat sequence of parameters; rank by rank (rows) and layout by
-    layout (columns)."""
+    """Equal parts of even size of the flat sequence of parameters, by rank (rows) and layout (columns)."""
 
     rank: Column
     size: Column
 
     @classmethod
     def of(cls, grid: Grid, num_parameters: Column) -> Parts:
-        """Of the rank asked for, or of all that may be the fullest."""
+        """Return the parts of the given rank, or of all ranks that may be the fullest."""
         every = np.arange(min(int(grid.dp.max()), _MOST_RANKS) if (grid.dp_rank < 0).any() else 1)[:, None]
         rank, shards = np.where(grid.dp_rank >= 0, grid.dp_rank, np.minimum(every, grid.dp - 1)), grid.dp * grid.cp
         return cls(rank=rank, size=2 * np.ceil(num_parameters / (2 * shards)))
 
     def own(self, parameter: Parameter) -> Column:
-        """Elements of a parameter that lie in a rank's part."""
+        """Return the elements of a parameter in a rank's part."""
         low, high = self.rank * self.size, (self.rank + 1) * self.size
         found: Column = np.maximum(np.minimum(parameter.stop, high) - np.maximum(parameter.start, low), 0)
         return found
 
     def first(self, parameter: Parameter) -> Column:
-        """Which part a parameter begins in."""
+        """Return the part in which a parameter begins."""
         found: Column = parameter.start // self.size
         return found
 
@@ -51,22 +53,27 @@ class Parts:
         return found
 
     def whole(self, every: Iterable[Parameter]) -> Column:
-        """Elements of all parameters that reach into a rank's part."""
+        """Return the elements of all parameters that overlap a rank's part."""
         found: Column = np.sum([one.size * (self.own(one) > 0) for one in every], axis=0)
         return found
 
 
 class Bucket:
-    """What gradients are copied into until the next would not fit. They are then reduced: of several ranks' parts, in
-    one flat copy of all of them. Those that reach into the rank's own part move to a tensor made for all of these."""
+    """The bucket that gradients are copied into until the next one would not fit.
+
+    They are then reduced; gradients for the parts of several ranks are reduced in one flat copy. Gradients that
+    overlap the rank's own part move to a tensor for all of these.
+    """
 
     def __init__(self, capacity: int, parts: Parts, part: Column, number: int = 1) -> None:
-        """`number`: of such buckets, filled by turns."""
+        """`number` is how many such buckets are filled in turn."""
         self.capacity, self.parts, self.part, self.number = capacity, parts, part, number
         self.there, self.made = 0.0 * part, 0.0 * part
-        """Elements of the bucket, and of the part, which are there from the first gradient on, or the first of it."""
+        """Elements of the bucket and of the part. They exist from the first gradient on, or from the first one in the
+        part.
+        """
         self.beside = 0.0 * part
-        """Of a gradient too large for the bucket, which is reduced where it is."""
+        """Elements of a gradient too large for the bucket, which is reduced in place."""
         self.filled, self.owns = 0.0 * part, part < 0
         self.first, self.last = part + np.inf, part - np.inf
 
@@ -75,7 +82,7 @@ class Bucket:
         return self.there + self.made + self.beside
 
     def take(self, parameter: Parameter) -> Column:
-        """A gradient arrives; returns the most elements that are there meanwhile, itself not counted."""
+        """Add an arriving gradient. Returns the most elements that exist meanwhile, without the gradient itself."""
         self.there = 0.0 * self.part + self.number * self.capacity
         most = self.reduce(self.filled + parameter.size > self.capacity)
         self.filled = self.filled + parameter.size
@@ -86,7 +93,7 @@ class Bucket:
         return most
 
     def reduce(self, full: Column) -> Column:
-        """Where the bucket is `full`; returns the most elements that are there meanwhile."""
+        """Reduce the bucket where it is `full`. Returns the most elements that exist meanwhile."""
         copied = self.elements + np.where(full & (self.first < self.last), self.filled, 0.0)
         self.made = np.where(full & self.owns, self.part, self.made)
         most: Column = np.maximum(copied, self.elements)
@@ -97,7 +104,7 @@ class Bucket:
 
 
 def streamed_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column, later: bool) -> Column:
-    """Within the backward pass. `later`: the part of the micro-batches before is there too."""
+    """Return the peak of the backward pass. `later`: the part from previous micro-batches exists too."""
     width, parts = recipe.states.gradient_bytes, Parts.of(grid, num_parameters)
     part = parts.whole(parameters(one).values())
     capacity = recipe.backward.bucket_elements or bucket_elements(one.model)
@@ -114,8 +121,12 @@ def streamed_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters:
 
 
 def streamed_update_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column) -> Column:
-    """The norm, of one gradient after another in float64; the rank's part, flat, beside the tensors that reach into it,
-    and with AdamW's two temporaries; the weights of all ranks, which gloo gathers in a copy."""
+    """Return the peak of the update.
+
+    It is the largest of: the norm, computed in float64 of one gradient after another; the rank's flat part, next to
+    the tensors that overlap it, and with AdamW's two temporaries; and the weights of all ranks, which gloo gathers in
+    a copy.
+    """
     width, every, parts = recipe.states.gradient_bytes, parameters(one).values(), Parts.of(grid, num_parameters)
     own = np.array([parts.own(p) for p in every])
     part, flat = parts.whole(every), parts.size + 0.0 * parts.rank

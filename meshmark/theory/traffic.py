@@ -1,8 +1,8 @@
-"""Closed forms of what one rank communicates in one optimizer step: kind, ranks, calls and bytes.
+"""Closed forms of one rank's communication in one optimizer step: kind, ranks, calls and bytes.
 
-Bytes are those of full tensors, as a framework asks for them; `wire_factor` of `meshmark.measure.readings` turns them
-into bytes sent under ring algorithms. Calls are fixed where the algorithm fixes them, and bounded where a framework is
-free to cut or join tensors.
+Bytes are those of full tensors, as a framework requests them. `wire_factor` of `meshmark.measure.readings` converts
+them to bytes sent under ring algorithms. The number of calls is fixed if the algorithm fixes it, and bounded where a
+framework may split or join tensors.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from meshmark.theory.model_theory import theory_of
 from meshmark.theory.partition import held_stage
 
 METERED_STEP = 2
-"""Counted from 0: the step that traffic is planned and metered of, where the steps of an algorithm differ."""
+"""The step, counted from 0, whose traffic is planned and metered, because the steps of an algorithm may differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Of one rank, those that it acts together with."""
+    """The ranks that one rank acts together with."""
 
     axes: str
-    """Joined by +."""
+    """Mesh axes, joined by +."""
     ranks: tuple[int, ...]
 
     @classmethod
@@ -35,7 +35,7 @@ class Group:
 
 
 def _collective(group: Group, kind: str, purpose: Purpose, num_bytes: int, calls: tuple[int, int]) -> list[Flow]:
-    """`calls`: fewest and most. Nothing in a group of one."""
+    """Return a collective, or nothing in a group of one. `calls` is the least and the largest number."""
     fewest, most = calls
     flow = Flow(
         kind=kind,
@@ -50,11 +50,11 @@ def _collective(group: Group, kind: str, purpose: Purpose, num_bytes: int, calls
 
 
 REPLICAS: tuple[Axis, ...] = ("dp", "cp")
-"""Along which ranks hold, or share, the same parameters."""
+"""Axes along which ranks hold, or share, the same parameters."""
 
 
 def parameter_sizes(case: Case, rank: int) -> tuple[int, int]:
-    """Number of parameters, and of the tensors that they are in."""
+    """Return the number of parameters, and of the tensors that they are in."""
     theory = theory_of(case.workload.model)
     count, tensors = theory.num_parameters(case.layout, rank), theory.num_tensors(case.layout, rank)
     assert count is not None and tensors is not None, "step_traffic leaves out what is not planned"
@@ -64,15 +64,21 @@ def parameter_sizes(case: Case, rank: int) -> tuple[int, int]:
 def reductions(
     case: Case, rank: int, purpose: Purpose, num_bytes: int, calls: tuple[int, int], *, kind: str = "all_reduce"
 ) -> list[Flow]:
-    """Return a collective over the ranks that hold the same parameters; `calls` are the fewest and the most."""
+    """Return a collective over the ranks that hold the same parameters.
+
+    `calls` is the least and the largest number.
+    """
     return _collective(Group.along(case.layout, rank, REPLICAS), kind, purpose, num_bytes, calls)
 
 
 def data_parallel_traffic(case: Case, rank: int) -> list[Flow]:
-    """Reduction of gradients and gathering of weights over the data- and context-parallel ranks: one all-reduce a step,
-    or under ZeRO reduce-scatter and all-gather (arXiv:1910.02054, section 7: 2P elements up to stage 2, 3P at stage 3).
-    At stage 3, as FSDP does it, weights are gathered as the products read them, for every micro-batch's forward and
-    again for its backward, and gradients reduced after every micro-batch, so that they stay sharded."""
+    """Return the reduction of gradients and the gathering of weights over the data- and context-parallel ranks.
+
+    There is one all-reduce per step, or under ZeRO a reduce-scatter and an all-gather (arXiv:1910.02054, section 7: 2P
+    elements up to stage 2, 3P at stage 3). At stage 3, as in FSDP, weights are gathered as the products read them, for
+    every micro-batch's forward and again for its backward pass. Gradients are reduced after every micro-batch, so that
+    they stay sharded.
+    """
     if (own := case.workload.algorithm.traffic(case, rank)) is not None:
         return own
     precision, stage, replicas = case.precision, case.layout.zero_stage, Group.along(case.layout, rank, REPLICAS)
@@ -89,13 +95,13 @@ def data_parallel_traffic(case: Case, rank: int) -> list[Flow]:
 
 
 def scalar_flows(case: Case, rank: int, purpose: Purpose, num_bytes: int) -> list[Flow]:
-    """One all-reduce of a scalar over all ranks among which one replica's gradients are split."""
+    """Return one all-reduce of a scalar over all ranks that share one replica's gradients."""
     axes: tuple[Axis, ...] = ("tp", "pp", *(REPLICAS if case.layout.zero_stage else ()))
     return _collective(Group.along(case.layout, rank, axes), "all_reduce", purpose, num_bytes, (1, 1))
 
 
 def scalar_traffic(case: Case, rank: int) -> list[Flow]:
-    """The norm that gradients are clipped by, and under loss scaling whether one of them overflowed."""
+    """Return the all-reduces of the clipping norm and, under loss scaling, of the overflow flag."""
     width, clips = case.precision.wide.itemsize, case.workload.optimizer.clip_norm is not None
     scales = case.precision.loss_scaling is not LossScaling.NONE
     return [
@@ -105,7 +111,7 @@ def scalar_traffic(case: Case, rank: int) -> list[Flow]:
 
 
 def stream_bytes(case: Case) -> int:
-    """Of the residual stream of all tokens that a rank computes in a step."""
+    """Return the bytes of the residual stream of all tokens that a rank computes in a step."""
     layout, workload = case.layout, case.workload
     return (
         workload.tokens_per_step // (layout.dp * layout.cp) * workload.text_model.hidden * case.precision.wide.itemsize
@@ -113,9 +119,12 @@ def stream_bytes(case: Case) -> int:
 
 
 def tensor_parallel_traffic(case: Case, rank: int) -> list[Flow]:
-    """Four all-reduces of B x T x C a block, two in forward and two in backward (arXiv:1909.08053, section 3), and two
-    more where forward is computed again; on the first stage one for the embedding, on the last one for the gradient of
-    the head's input, and three scalars a token for the vocabulary-parallel loss. Each of one micro-batch."""
+    """Return the tensor-parallel traffic of all micro-batches.
+
+    A block has four all-reduces of B x T x C, two forward and two backward (arXiv:1909.08053, section 3), and two more
+    with recomputation. The first stage has one for the embedding. The last stage has one for the gradient of the
+    head's input, and three scalars per token for the vocabulary-parallel loss.
+    """
     layout, workload = case.layout, case.workload
     if layout.tp == 1:
         return []
@@ -159,9 +168,12 @@ def messages(
 
 
 def pipeline_traffic(case: Case, rank: int) -> list[Flow]:
-    """The residual stream forward and its gradient backward over every boundary between two stages (GPipe,
-    arXiv:1811.06965, section 2.2), virtual ones too (arXiv:2104.04473, section 2.2.2), one message a micro-batch. The
-    first and the last stage, which both hold a tied weight, sum its gradient."""
+    """Return the pipeline traffic: one message per micro-batch over every boundary between two stages.
+
+    The residual stream goes forward and its gradient backward (GPipe, arXiv:1811.06965, section 2.2), also between
+    virtual stages (arXiv:2104.04473, section 2.2.2). The first and the last stage, which both hold a tied weight, sum
+    its gradient.
+    """
     layout, model = case.layout, case.workload.model
     if layout.pp == 1:
         return []
@@ -182,7 +194,7 @@ def pipeline_traffic(case: Case, rank: int) -> list[Flow]:
 
 
 def _boundary_bytes(case: Case, boundary: int) -> int:
-    """Of all rows of a step, behind one stage."""
+    """Return the bytes of all rows of a step that cross the boundary after one stage."""
     layout, workload = case.layout, case.workload
     theory = theory_of(workload.model)
     if theory.stream:
@@ -206,8 +218,11 @@ def _tied_weight(case: Case, ranks: tuple[int, int]) -> Flow:
 
 
 def context_parallel_traffic(case: Case, rank: int) -> list[Flow]:
-    """Ring attention (arXiv:2310.01889 sec. 3): in each of cp - 1 hops a rank passes on a block of keys and one of
-    values, and in the backward pass their gradients too; together, or each in a message of its own."""
+    """Return the traffic of ring attention (arXiv:2310.01889 sec. 3).
+
+    In each of cp - 1 hops a rank passes on a block of keys and one of values, and in the backward pass also their
+    gradients, in one message or in separate ones.
+    """
     layout = case.layout
     if layout.cp == 1:
         return []
@@ -225,8 +240,10 @@ def context_parallel_traffic(case: Case, rank: int) -> list[Flow]:
 
 
 def step_traffic(case: Case, rank: int) -> list[Flow] | None:
-    """All of the above; None where it is not planned: how another model than a decoder-only transformer is split, and
-    sequence parallelism."""
+    """Return all traffic of a step, or None if it is not planned.
+
+    It is not planned for sequence parallelism, and where it is unknown how a model is split.
+    """
     theory = theory_of(case.workload.model)
     if theory.num_parameters(case.layout, rank) is None or case.layout.sequence_parallel:
         return None

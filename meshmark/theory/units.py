@@ -1,6 +1,8 @@
-"""The most that FSDP holds in its backward pass (FSDP2, FairScale's): its units are the blocks, and the root, which is
-all else. Weights are gathered for a unit and for the one that comes next, and its gradients are whole until they are
-reduced; those of the root, which is gathered all through the backward pass, until its end."""
+"""Peak memory of FSDP's backward pass (FSDP2's and FairScale's). Its units are the blocks, and the root with all else.
+
+Weights are gathered for a unit and for the next one, and its gradients are whole until they are reduced. The root is
+gathered all through the backward pass, and its gradients stay until the end.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,15 @@ from meshmark.theory.recipe import TrainingRecipe
 
 @dataclass(frozen=True, kw_only=True)
 class _Units:
-    """Of one stage's micro-batch, elements and bytes."""
+    """Sizes of one stage's micro-batch, in elements and bytes."""
 
     one: Pass
     recipe: TrainingRecipe
     shards: Column
     root: Column
-    """Elements in no block."""
+    """Elements outside all blocks."""
     later: bool
-    """Whether shards of gradients are there from micro-batches before."""
+    """True if shards of gradients from earlier micro-batches exist."""
 
     @property
     def low(self) -> float:
@@ -37,39 +39,44 @@ class _Units:
 
     @property
     def block(self) -> Column:
-        """Elements."""
+        """Elements of a block."""
         return self.one.block_parameters
 
     @property
     def gathered_root(self) -> Column:
-        """Bytes; of a root that is kept none, for it is among what the forward pass leaves."""
+        """Bytes of the gathered root.
+
+        Zero for a root that is kept, because it is part of what the forward pass keeps.
+        """
         return self.low * self.root * (not self.recipe.backward.keeps_root)
 
     @property
     def gathered(self) -> Column:
-        """Bytes of a block's weights, net of what is there from the forward pass."""
+        """Bytes of a block's weights, without what is kept from the forward pass."""
         return self.low * self.block - self.one.kept_weights
 
     @property
     def ahead(self) -> Column:
-        """Bytes of a block that comes next; a part that is kept makes way when the block is used, not before."""
+        """Bytes of the block gathered ahead. A kept part is freed when the block is used, not before."""
         backward = self.recipe.backward
         return self.low * self.block * backward.prefetches * (backward.kept_share < 1)
 
     @property
     def waiting(self) -> Column:
-        """Bytes of a block's gradients that are being reduced, until the next unit's are."""
+        """Bytes of a block's gradients in reduction, which stay until the next unit's."""
         return self.wide * self.block * self.recipe.backward.prefetches
 
     def reduced(self, blocks: float) -> Column:
-        """Bytes of this rank's part of so many blocks, but of what is there anyway."""
+        """Return the bytes of this rank's part of reduced blocks, without what exists anyway."""
         return (0.0 if self.later else blocks) * self.recipe.states.gradient_bytes * self.block / self.shards
 
     def reducing(self, elements: Column, last: Column) -> Column:
-        """Bytes of a unit's gradients, of which the last has `last` elements, when its weights are given up. FSDP2
-        holds what they were copied into, gloo's copy, and still the last that was copied, by the variable of a loop
-        (`foreach_reduce` of PyTorch's fsdp/_fully_shard/_fsdp_collectives.py); FairScale their flat tensor, its wide
-        copy, a bucket, and gloo's copy of that."""
+        """Return the bytes of a unit's gradients when its weights are freed. Its last gradient has `last` elements.
+
+        FSDP2 holds the tensor that they were copied into, gloo's copy, and the last copied gradient, through a loop
+        variable (`foreach_reduce` of PyTorch's fsdp/_fully_shard/_fsdp_collectives.py). FairScale holds their flat
+        tensor, its wide copy, a bucket, and gloo's copy of that.
+        """
         part = self.wide * elements / self.shards
         if self.recipe.backward.prefetches:
             return self.low * last + 2 * self.wide * elements + part
@@ -80,7 +87,7 @@ def units_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Co
     shards = grid.dp * grid.cp / recipe.replicas
     root = num_parameters - one.stage.num_layers * one.block_parameters
     units = _Units(one=one, recipe=recipe, shards=shards, root=root, later=later)
-    # When the root is gathered its copy is made; then the first block's, ahead.
+    # When the root is gathered, a copy of it is made; then one of the first block's weights, ahead.
     copies = np.maximum(units.gathered_root, 2 * units.ahead)
     found = [one.loss(recipe.backward.loss_tensors).activations, one.held + units.gathered_root + copies]
     found.append(one.head().activations + units.gathered_root + units.low * one.head_parameters + units.ahead)
@@ -91,7 +98,7 @@ def units_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Co
 
 
 def _of_block(units: _Units, done: int) -> Iterator[Column]:
-    """That after `done` others."""
+    """Yield the bytes during the block after `done` others."""
     one, low, prefetches = units.one, units.low, units.recipe.backward.prefetches
     following = units.ahead if done < one.stage.num_layers - 1 else 0.0
     beside = units.gathered_root + low * one.head_parameters + units.reduced(done)
@@ -104,7 +111,7 @@ def _of_block(units: _Units, done: int) -> Iterator[Column]:
 
 
 def _of_root(units: _Units) -> Iterator[Column]:
-    """When the embedding's gradient is made, and when all of the root are reduced."""
+    """Yield the bytes when the embedding's gradient is made, and when all gradients of the root are reduced."""
     one, root, layers = units.one, units.low * units.root, units.one.stage.num_layers
     end = one.before_block(layers) + units.reduced(layers)
     gathered, tied = units.gathered_root + root + units.waiting, units.low * one.tied_parameters
@@ -115,7 +122,7 @@ def _of_root(units: _Units) -> Iterator[Column]:
 
 
 def _last_of(one: Pass) -> tuple[Column, Column]:
-    """Elements of the last parameter of a block, and of the root."""
+    """Return the elements of the last parameter of a block, and of the root."""
     embedding, block, head = parameter_sizes(one.model, one.stage, one.tp)
     none = [0.0 * one.tp]
     return (block or none)[-1], (head or embedding or none)[-1]

@@ -1,4 +1,4 @@
-"""How an optimizer's step goes over the parameters of a rank, and so what it makes besides."""
+"""How an optimizer step visits a rank's parameters, and which temporaries it makes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from enum import StrEnum
 
 
 class UpdateForm(StrEnum):
-    """Of PyTorch's AdamW (torch/optim/adam.py)."""
+    """Form of a step of PyTorch's AdamW (torch/optim/adam.py)."""
 
     LOOP = "loop"
-    """One parameter after another, with two temporaries of its size: PyTorch's default on a CPU."""
+    """One parameter after another, with two temporaries of its size. PyTorch's default on a CPU."""
     FOREACH = "foreach"
-    """All of a group at once, with the roots of all its second moments: PyTorch's default on a GPU."""
+    """All parameters of a group at once, with the roots of all its second moments. PyTorch's default on a GPU."""
     FUSED = "fused"
-    """In one kernel, in place; so do Apex's and DeepSpeed's."""
+    """One kernel in place, as Apex's and DeepSpeed's do."""

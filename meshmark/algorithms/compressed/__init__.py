@@ -26,7 +26,7 @@ the first step."""
 
 @dataclass(frozen=True, kw_only=True)
 class Compressing(Algorithm):
-    """What algorithms that compress share.
+    """Base of algorithms that compress.
 
     Raises `InputError` for a compressor that the algorithm does not take.
     """
@@ -62,11 +62,11 @@ class Compressing(Algorithm):
         return True
 
     def compresses(self, step: int) -> bool:
-        """Whether less than gradients is sent in `step`."""
+        """Return whether `step` sends less than whole gradients."""
         return True
 
     def sends_gradients(self, step: int) -> bool:
-        """Whether gradients are sent as they are in `step`."""
+        """Return whether `step` sends whole gradients."""
         return not self.compresses(step)
 
     def vectors_kept(self, case: Case, rank: int) -> int:
@@ -78,7 +78,7 @@ class Compressing(Algorithm):
         )
 
     def traffic(self, case: Case, rank: int) -> list[Flow]:
-        """What compression leaves of gradients, all together or in buckets; whole gradients in the warm-up."""
+        """Return the traffic: compressed gradients, all together or in buckets; in the warm-up, whole gradients."""
         count, tensors = parameter_sizes(case, rank)
         flows = []
         if self.sends_gradients(METERED_STEP):
@@ -136,9 +136,11 @@ class Compressed(Compressing):
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorFeedback(Compressing):
-    """What compression loses is added to the next step's gradient (arXiv:1809.07599, 1901.09847).
+    """Compression with error feedback: the part lost is added to the next step's gradient (arXiv:1809.07599,
+    1901.09847).
 
-    Raises `InputError` for PowerSGD with a shorter warm-up than PyTorch's hook needs, and for others with one.
+    Raises `InputError` for PowerSGD with a shorter warm-up than PyTorch's hook needs, and for other compressors with a
+    warm-up.
     """
 
     kind: ClassVar[str] = "error-feedback"
@@ -186,7 +188,7 @@ class ErrorFeedback(Compressing):
 
 @dataclass(frozen=True, kw_only=True)
 class EF21(Compressing):
-    """What is compressed is the change since what was last sent of the gradient (arXiv:2106.05203)."""
+    """EF21: compress the gradient's change since what was last sent of it (arXiv:2106.05203)."""
 
     kind: ClassVar[str] = "ef21"
     takes: ClassVar[frozenset[CompressorKind]] = CONTRACTIONS

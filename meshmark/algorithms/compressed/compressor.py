@@ -9,7 +9,7 @@ from enum import StrEnum
 from meshmark.errors import InputError
 
 MOST_LEVELS = 127
-"""That a signed byte tells apart on each side of zero."""
+"""Number of levels that a signed byte distinguishes on each side of zero."""
 
 
 class CompressorKind(StrEnum):
@@ -40,13 +40,16 @@ class Compressor:
 
     kind: CompressorKind
     percent: int = 10
-    """Of a tensor's elements, rounded down, that sparse ones send; one at least."""
+    """Percentage of a tensor's elements that sparse compressors send, rounded down; at least one element."""
     levels: int = 64
     """QSGD's, from zero to the tensor's norm."""
     rank: int = 1
     """PowerSGD's."""
     rounds: int = 1
-    """Of a contraction: what is left of the tensor is compressed again, so often in all (arXiv:2206.03665)."""
+    """Number of rounds of a contraction.
+
+    Each further round compresses what the earlier ones left (arXiv:2206.03665).
+    """
 
     def __post_init__(self) -> None:
         if not 1 <= self.percent <= 100:

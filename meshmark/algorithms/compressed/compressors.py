@@ -23,12 +23,12 @@ from meshmark.reference.initial import random_bits
 
 Array = NDArray[np.floating]
 _DRAWN_BITS = 24
-"""Of a draw between 0 and 1: as many as float32 has."""
+"""Random bits of a draw between 0 and 1: as many as float32 represents."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """What random numbers are a function of."""
+    """The values that random numbers are a function of."""
 
     seed: int
     """The workload's."""
@@ -63,7 +63,7 @@ def compressed(compressor: Compressor, x: Array, draw: Draw) -> Array:
 
 
 def signs(x: Array) -> Array:
-    """One bit each: that of zero is plus."""
+    """Return the signs, one bit each. The sign of zero is plus."""
     return np.where(x >= 0, x.dtype.type(1), x.dtype.type(-1))
 
 

@@ -61,7 +61,7 @@ class Twice(ErrorFeedbackTransition):
 
 
 class Late(ErrorFeedbackTransition):
-    """What is left is added a step later."""
+    """The rest that was not sent is added one step too late."""
 
     before: list[Tensors] | None = None
 
@@ -73,7 +73,7 @@ class Late(ErrorFeedbackTransition):
 
 
 class NotTakenOff(ErrorFeedbackTransition):
-    """What was sent is left as well."""
+    """What was sent is not subtracted from the rest."""
 
     def directions(self, gradients: Sequence[Tensors]) -> list[Tensors]:
         wanted = self.wanted(gradients)

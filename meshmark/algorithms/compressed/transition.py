@@ -41,7 +41,7 @@ class CompressedTransition(Replicas):
     """Each tells its own gradients, before they are compressed."""
 
     order: Sequence[int] = ()
-    """Of replicas, in which a sum is taken that is not exact; as they stand where none is given."""
+    """Order of replicas in which an inexact sum is taken; their own order if empty."""
 
     def __init__(self, workload: Workload, rules: Sequence[UpdateRule], exact: bool = True) -> None:
         """`exact`: sums are taken in float64, not in the format of what is summed."""
@@ -61,16 +61,16 @@ class CompressedTransition(Replicas):
         return self.taken
 
     def whole(self, gradients: Sequence[Tensors]) -> list[Tensors]:
-        """What each steps on in the warm-up."""
+        """Return what each replica steps on in the warm-up."""
         return averaged(self.widened(gradients))
 
     def directions(self, gradients: Sequence[Tensors]) -> list[Tensors]:
-        """What each steps on."""
+        """Return what each replica steps on."""
         told = [{name: self.told(x, self.draw(i, name)) for name, x in g.items()} for i, g in enumerate(gradients)]
         return averaged(self.widened(told))
 
     def told(self, x: Array, draw: Draw) -> Array:
-        """What all know of a replica's `x`."""
+        """Return what all replicas receive of one replica's `x`."""
         found = self.once(x, draw)
         for _ in range(1, self.compressor.rounds):
             found = found + self.once(x - found, draw)
@@ -114,13 +114,13 @@ class InFormatTransition(CompressedTransition):
 
 class ErrorFeedbackTransition(CompressedTransition):
     left: list[Tensors] | None = None
-    """By replica: what was not sent."""
+    """What was not sent, by replica."""
 
     def directions(self, gradients: Sequence[Tensors]) -> list[Tensors]:
         return averaged(self.widened(self.sent(gradients)))
 
     def sent(self, gradients: Sequence[Tensors]) -> list[Tensors]:
-        """By replica."""
+        """Return what each replica sends, by replica."""
         wanted = self.wanted(gradients)
         told: list[Tensors] = [
             {name: self.told(x, self.draw(i, name)) for name, x in p.items()} for i, p in enumerate(wanted)
@@ -193,7 +193,7 @@ class DoubleSqueezeTransition(ErrorFeedbackTransition):
         return [back for _ in gradients]
 
     def sent_back(self, told: Sequence[Tensors]) -> Tensors:
-        """What all know of what the server makes of what it is told."""
+        """Return what all replicas receive of the server's result from `told`."""
         wanted = self.wanted_back({name: in_order([t[name] for t in told]) for name in told[0]})
         found = {name: self.told_back(name, x) for name, x in wanted.items()}
         self.left_of_server = combined((1, wanted), (-1, found))

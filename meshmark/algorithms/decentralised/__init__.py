@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Decentralised(Algorithm):
-    """What algorithms along a graph share."""
+    """Base of algorithms that communicate along a graph."""
 
     replicas_differ: ClassVar[bool] = True
     vectors_mixed: ClassVar[int] = 1
@@ -33,7 +33,7 @@ class Decentralised(Algorithm):
     """Vectors at the fullest moment of the update, besides parameters, what is kept, and messages: gradients that are
     sent or are yet to become what is kept, or where a replica stood before."""
     sends_before_gradients: ClassVar[bool] = False
-    """Whether messages are there in the backward pass."""
+    """Whether messages are in memory during the backward pass."""
     graph: Graph
     """Who mixes whom in."""
 
@@ -56,7 +56,7 @@ class Decentralised(Algorithm):
         return told[0] == told[1] and heard[0] == heard[1]
 
     def traffic(self, case: Case, rank: int) -> list[Flow]:
-        """What the graph tells of this replica, and what it hears; as one message, or one a tensor."""
+        """Return what this replica sends and receives along the graph, as one message or one for each tensor."""
         count, tensors = parameter_sizes(case, rank)
         num_bytes = self.vectors_mixed * count * case.precision.master.itemsize
         calls = (1, self.vectors_mixed * tensors)
@@ -219,7 +219,7 @@ class ExactDiffusion(OfPlainSGD):
 
 
 def _is_plain_sgd(optimizer: OptimizerSpec) -> bool:
-    """Whether it is SGD without weight decay and clipping."""
+    """Return whether the optimizer is SGD without weight decay and clipping."""
     return optimizer.kind is OptimizerKind.SGD and not optimizer.weight_decay and optimizer.clip_norm is None
 
 

@@ -27,7 +27,7 @@ from meshmark.spec.workload import Workload
 
 
 class Stale(DecentralisedTransition):
-    """What is heard is of the step before, or one's own where nothing was heard yet."""
+    """Messages are from the step before, or a replica's own values if none has arrived yet."""
 
     before: list[Tensors] | None = None
 
@@ -42,14 +42,14 @@ class Stale(DecentralisedTransition):
 
 
 class Late(DecentralisedTransition):
-    """By the matrix of the step before."""
+    """Replicas mix by the matrix of the step before."""
 
     def matrix(self) -> Matrix:
         return self.graph.matrix(len(self.rules), max(self.steps - 1, 0))
 
 
 class Early(DecentralisedTransition):
-    """By the matrix of the next step."""
+    """Replicas mix by the matrix of the next step."""
 
     def matrix(self) -> Matrix:
         return self.graph.matrix(len(self.rules), self.steps + 1)
@@ -85,7 +85,7 @@ class NotSubtracted(GradientTrackingTransition):
 
 
 class NotShared(GradientTrackingTransition):
-    """What is tracked is not mixed."""
+    """The tracked gradient is not mixed."""
 
     def mix(self, sent: Sequence[Tensors]) -> list[Tensors]:
         (there, _), (_, own) = parted(super().mix(sent)), parted(sent)
@@ -100,7 +100,7 @@ class Uncorrected(ExactDiffusionTransition):
 
 
 class WholeWeights(ExactDiffusionTransition):
-    """By W itself, not by (I + W) / 2."""
+    """Replicas mix by W, not by (I + W) / 2."""
 
     def matrix(self) -> Matrix:
         return DecentralisedTransition.matrix(self)

@@ -16,7 +16,7 @@ from meshmark.errors import InputError
 
 Matrix = tuple[tuple[float, ...], ...]
 STOCHASTIC = 1e-9
-"""By how much a sum of weights may miss one: rounding of as many terms as there are replicas."""
+"""Difference from one allowed in a sum of weights: the rounding of as many terms as there are replicas."""
 
 
 class GraphKind(StrEnum):
@@ -28,7 +28,7 @@ class GraphKind(StrEnum):
     EXPONENTIAL = "exponential"
     """i hears from i - 1, i - 2, i - 4, ... (arXiv:2110.13363), all of equal weight with oneself."""
     ONE_PEER = "one-peer"
-    """One of these at a time, in turn, half and half (arXiv:2110.13363)."""
+    """A single one of these neighbours at each step, in turn, with weight one half (arXiv:2110.13363)."""
     MATCHING = "matching"
     """Pairs drawn anew for every step, half and half; of an odd number one stays alone."""
     OWN = "own"
@@ -41,9 +41,9 @@ class Graph:
 
     kind: GraphKind
     seed: int = 0
-    """Of a matching's draws."""
+    """Seed of a matching's draws."""
     rows: Matrix = ()
-    """Of one's own matrix."""
+    """Rows of the matrix of kind own."""
 
     def __post_init__(self) -> None:
         if (self.kind is GraphKind.OWN) != bool(self.rows):
@@ -71,7 +71,7 @@ class Graph:
         return None
 
     def matrix(self, count: int, step: int) -> Matrix:
-        """That `step` (counted from 0) mixes `count` replicas by."""
+        """Return the matrix by which `step` (counted from 0) mixes `count` replicas."""
         assert self.refusal(count) is None, self.refusal(count)
         if self.rows:
             return self.rows

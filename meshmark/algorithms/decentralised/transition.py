@@ -36,7 +36,7 @@ class DecentralisedTransition(Replicas):
         self.graph, self.optimizer = cast(Decentralised, workload.algorithm).graph, workload.optimizer
 
     def matrix(self) -> Matrix:
-        """Of the next step."""
+        """Return the matrix of the next step."""
         return self.graph.matrix(len(self.rules), self.steps)
 
     def sent(self, parameters: Sequence[Tensors], gradients: Sequence[Tensors]) -> list[Tensors]:

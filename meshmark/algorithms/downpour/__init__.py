@@ -45,10 +45,9 @@ class Downpour(Algorithm):
         )
 
     def traffic(self, case: Case, rank: int) -> list[Flow]:
-        """What a replica pushes to the server beside the first one, and fetches from it.
+        """Return what a replica pushes to the server, which is with the first replica, and fetches from it.
 
-        The server's own end is not counted: in which of its steps a replica that waits for nobody pushes is not
-        determined.
+        The server's own end is not counted. A replica that waits for nobody may push in any of the server's steps.
         """
         line = case.layout.group("dp", rank)
         if rank == line[0]:

@@ -39,11 +39,11 @@ class ParameterServer:
         return f"p{self.push_every}f{self.fetch_every}{lead}"
 
     def pushes_after(self, step: int) -> bool:
-        """Whether a replica pushes what it has gathered, up to `step`."""
+        """Return whether a replica pushes what it has gathered, up to and including `step`."""
         return step % self.push_every == 0
 
     def fetches_after(self, step: int) -> bool:
-        """Whether it goes on from the server's parameters in the step after `step`."""
+        """Return whether a replica fetches, and begins the step after `step` with the server's parameters."""
         return (step + 1) % self.fetch_every == 0
 
 
@@ -52,4 +52,4 @@ SERVERS = (
     ParameterServer(),
     ParameterServer(push_every=2, fetch_every=3, lead=1),
 )
-"""That have a name: one that shows all that there is, the paper's, and one whose replicas keep closer together."""
+"""Settings that have a name: one that shows every effect, the paper's, and one whose replicas keep closer together."""

@@ -71,7 +71,7 @@ class Turns:
 
     order: Sequence[int]
     together: bool = False
-    """Whether all of them push before one fetches."""
+    """Whether all replicas push before one fetches."""
 
 
 class DownpourTransition(Replicas):
@@ -84,12 +84,12 @@ class DownpourTransition(Replicas):
         """y, by version: of those that a fetch returned."""
         self.right: ObservedRun | None = None
         self.wrong: dict[Push, str] = {}
-        """What cannot be, by replica and step."""
+        """Impossible pushes, by replica and step, with the reason."""
         self.turns: Server | None = None
         self.gathered: list[Tensors] = [{} for _ in rules]
         """u_i, where replicas take turns."""
         self.turns_of: Callable[[int], Turns] = lambda step: Turns(range(len(rules)))
-        """By step."""
+        """Turns of the replicas, by step."""
 
     def randomize(self, run: int, seed: int) -> None:
         """Which replica comes first to a server is chance, and with it where each goes on."""
@@ -187,8 +187,11 @@ def gathered(steps: Sequence[Tensors]) -> Tensors:
 
 
 def impossible(spec: ParameterServer, run: ObservedRun) -> Iterator[tuple[Push, str]]:
-    """What cannot be of an order that is told: every push is applied once, versions of a replica never go back, a fetch
-    returns all that its replica knows to be there and nothing that is yet to come, and nobody is too far ahead."""
+    """Yield the pushes that are impossible in the reported order, with the reason.
+
+    In a possible order every push is applied once, and versions of a replica never go back. A fetch returns everything
+    that its replica knows to be there and nothing that is yet to come. No replica is too far ahead.
+    """
     pushes = pushes_of(run)
     times = Counter(t[0] for steps in run.server_versions for t in steps if t and t[0] is not None)
     for replica, steps in enumerate(run.server_versions):

@@ -81,7 +81,7 @@ def local_sgd_faults(algorithm: LocalSGD, run: ObservedRun) -> Iterator[FaultHyp
 
 
 def _together(run: ObservedRun, step: int) -> bool:
-    """Whether all replicas are at one place after `step`."""
+    """Return whether all replicas have the same parameters after `step`."""
     first, *others = (replica[step + 1] for replica in run.parameters)
     return all(
         name in there and np.allclose(there[name], first[name], rtol=_SAME, atol=0)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SignMomenta(Served):
-    """What algorithms whose momenta travel as signs share. Raises `InputError` without a warm-up."""
+    """Base of algorithms that send momenta as signs. Raises `InputError` without a warm-up."""
 
     takes: ClassVar[frozenset[CompressorKind]] = frozenset({CompressorKind.SIGN})
     warms_up: ClassVar[bool] = True
@@ -153,7 +153,10 @@ class ZeroOneAdam(SignMomenta):
         return step < self.warmup_steps or self.averages_after(step)
 
     def adapts(self, step: int) -> bool:
-        """Whether the variance moves in `step`, by whole gradients: at the powers of two of the warm-up (section 5)."""
+        """Return whether `step` updates the variance from whole gradients.
+
+        It does so at the powers of two within the warm-up (section 5).
+        """
         counted = step + 1
         return step < self.warmup_steps and not counted & (counted - 1)
 

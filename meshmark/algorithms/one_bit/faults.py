@@ -101,7 +101,7 @@ class _NotTakenBack(ZeroOneAdamTransition):
 
 
 class _NotEmptied(ZeroOneAdamTransition):
-    """What was stepped by goes on to be counted."""
+    """The sum of steps is not emptied, and continues to be counted."""
 
     def together(self, after: Sequence[Tensors]) -> list[Tensors]:
         stepped = self.stepped

@@ -3,8 +3,8 @@
 RATIOS = (0.01, 10.0)
 """Least and most of a tensor's norm over its update's, in the warm-up."""
 AVERAGED = 0.9
-"""Of the running mean of these, what a step keeps."""
+"""Fraction of the running mean of these ratios that a step keeps."""
 FACTORS = (0.5, 4.0)
 """Least and most of what that mean is multiplied by once momenta are compressed."""
 NEAR = 0.1
-"""By how much of itself that may change in a step."""
+"""Largest relative change of that factor in a step."""

@@ -61,7 +61,7 @@ class MomentsTransition(DoubleSqueezeTransition):
         return combined((beta, before), (1 - beta, squares))
 
     def divided(self, momentum: Tensors) -> Tensors:
-        """By the root of the variance."""
+        """Return the momentum divided by the root of the variance."""
         eps, v = self.adam.eps, self.variance
         return {n: m / (np.sqrt(v[n]) + eps) * (v[n] > 0) for n, m in self.widened([momentum])[0].items()}
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Stale(Algorithm):
-    """What pipelines whose gradients are of older weights share."""
+    """Base of pipelines that compute gradients of older weights."""
 
     stale_weights: ClassVar[bool] = True
 

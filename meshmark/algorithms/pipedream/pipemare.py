@@ -68,7 +68,7 @@ class PipeMareRule:
         return PipelinedStep(loss=losses, gradients=total, after=made[-1])
 
     def velocity_at_start(self, here: Tensors) -> Tensors:
-        """Of a step."""
+        """Return the velocity at the start of a step."""
         return self.velocity or {name: 0 * x for name, x in here.items()}
 
     def passed_back(self, ahead: Tensors, newest: Tensors, index: int, delays: dict[str, int]) -> Tensors:

@@ -49,7 +49,7 @@ class ByMicroBatch:
     layout: Layout
     versions: Versions
     stashed: bool = True
-    """Whether a backward pass has the weights of its forward pass; without, it has the newest, which is wrong."""
+    """Whether a backward pass uses the weights of its forward pass. If not, it uses the newest, which is wrong."""
 
     def step(self, history: Sequence[Tensors], batch: Batch, compute: Compute) -> PipelinedStep:
         stages, rate = stages_of(self.workload, self.layout.pp, history[-1]), self.workload.optimizer.learning_rate
