@@ -260,6 +260,16 @@ def test_frameworks_train_it_as_float64_does(tmp_path: Path, monkeypatch: pytest
         assert furthest(assess_replicas(traces, trial.case.workload)) < 1e-13, trial.case.id
 
 
+@pytest.mark.parametrize("couples", ["", "\n    couples_rows = True"])
+def test_a_mean_for_a_sum_is_named_also_where_rows_are_coupled(tmp_path: Path, couples: str) -> None:
+    """With a mean, `couples_rows = True` was advised, and then every framework was right."""
+    target = written(tmp_path, loss="return model(x).square().mean(), torch.tensor(float(len(x)))")
+    path = Path(target.removesuffix(":W"))
+    path.write_text(path.read_text().replace("class W:", f"class W:{couples}"))
+    with pytest.raises(InputError, match=r"is the mean of those of its two halves, .* not their sum; return the sum"):
+        describe(target)
+
+
 def test_one_command_judges_it_under_several_frameworks(tmp_path: Path) -> None:
     """With no edit of the package: equivalence, and memory and traffic to the byte."""
     suites = [f"suites/test_{name}.py" for name in ("equivalence", "memory", "communication")]

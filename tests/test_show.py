@@ -78,6 +78,12 @@ def test_show_tells_what_is_recorded_of_a_case(tmp_path: Path, capsys: pytest.Ca
     assert "hung on rank 1" in told and "File a.py, line 7" in told and "\x1b" not in told
 
 
+def test_show_prefers_the_one_case_that_begins_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leave(tmp_path, make_good(), make_good(case=make_case("fabric-ddp")))
+    assert main(["show", "ddp-dp2", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("ddp-dp2.mb2-mini-fp32\n")
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [("mini", "is part of 2 cases: ddp-dp2.mb2-mini-fp32, gpipe"), ("dpd-dp2", "do you mean ddp-dp2.mb2-mini-fp32")],

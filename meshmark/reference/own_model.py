@@ -844,13 +844,21 @@ def _expect_a_sum_and_a_weight(
             f"{' and '.join(f'{float(w)}' for _, w in halves)}, do not add up to that of the "
             f"whole, {float(weight)}; return a sum over rows and how many count, no mean"
         )
-    apart = abs(float(total) - sum(float(s) for s, _ in halves)) / max(abs(float(total)), 1e-30)
+    size, (first, second) = max(abs(float(total)), 1e-30), (float(s) for s, _ in halves)
+    apart = abs(float(total) - (first + second)) / size
+    mean = sum(float(s) * float(w) for s, w in halves) / float(weight)
+    if apart > _COUPLED and abs(float(total) - mean) <= _COUPLED * size:
+        raise InputError(
+            f"workload {target!r}: the loss of a batch, {float(total):.6g}, is the mean of those of its two halves, "
+            f"{first:.6g} and {second:.6g}, not their sum; return the sum over rows, such as reduction='sum' gives, "
+            "and the number of rows as its weight"
+        )
     if apart > _COUPLED and not couples_rows:
         raise InputError(
-            f"workload {target!r}: the losses of two halves of a batch do not add up to that of the whole (off by "
-            f"{apart:.1e}): either loss() returns no sum over rows, or rows enter one another's loss, as in a "
-            "contrastive one. Frameworks compute that by micro-batches; to have it judged so, set couples_rows = True "
-            "in the workload"
+            f"workload {target!r}: the losses of two halves of a batch, {first:.6g} and {second:.6g}, do not add up to "
+            f"that of the whole, {float(total):.6g}: either loss() returns no sum over rows, or rows enter one "
+            "another's loss, as in a contrastive one. Frameworks compute that by micro-batches; to have it judged so, "
+            "set couples_rows = True in the workload"
         )
 
 

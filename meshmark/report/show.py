@@ -24,6 +24,8 @@ def matching(records: Sequence[Record], asked: str) -> list[Record]:
     """
     ids = dict.fromkeys(record.case.id for record in records)
     found = [asked] if asked in ids else [case for case in ids if asked in case]
+    starts = [case for case in found if case.startswith(asked)]
+    found = starts if len(starts) == 1 else found
     if len(found) == 1:
         return [record for record in records if record.case.id == found[0]]
     if found:
