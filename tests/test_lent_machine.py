@@ -26,14 +26,15 @@ CHECKED = "2.11"
 
 PRIVATE = {
     "_BatchNorm": "torch.nn.modules.batchnorm",
-    "_local_tensor": "torch.distributed.tensor:DTensor",
     "_modules": "torch.nn:Module",
     "_numels": "torch.distributed.fsdp._flat_param:FlatParameter",
     "_param_infos": "torch.distributed.fsdp._flat_param:FlatParameter",
     "_parameters": "torch.nn:Module",
     "_shapes": "torch.distributed.fsdp._flat_param:FlatParameter",
     "_shard_param_infos": "torch.distributed.fsdp._flat_param:FlatParameter",
+    "_sleep": "torch.cuda",
     "_cuda_clearCublasWorkspaces": "torch._C",
+    "_destroy": "torch.library:Library",
     "_distributed_c10d": "torch._C",
     "_dump_fr_trace": "torch._C._distributed_c10d",
     "_dump_nccl_trace": "torch._C._distributed_c10d",
@@ -68,8 +69,8 @@ PRIVATE = {
 it is. Any of them may go with the next release: a new use is looked up in `CHECKED`, then written here."""
 _OF_CUDA_BUILDS = {"_cuda_clearCublasWorkspaces", "_dump_nccl_trace"}
 _OTHERS = {
-    "_exit",
     "_CFuncPtr",
+    "_allocate_or_extend_buffers",
     "_format_config",
     "_forward_module",
     "_fsdp_kwargs",
