@@ -107,7 +107,7 @@ What a framework does so is proved without Meshmark in [adapters/gaps](../adapte
 ## How it was obtained
 
 - Layouts: {LAYOUTS}. DDP and Accelerate keep whole replicas; FSDP2, Accelerate's FSDP2 and DeepSpeed run ZeRO-3.
-- The smallest error of a gradient that would have been seen: {_detects(found)} of its norm.
+- The smallest error of a gradient that would have been seen: {detection_range(found)} of its norm.
 - Activations are counted in one plain process, by PyTorch's hooks on saved tensors, under each case's micro-batch.
 - Versions: {versions}.
 """
@@ -160,7 +160,8 @@ def _beyond(result: CaseResult) -> list[str]:
     ]
 
 
-def _detects(found: Sequence[CaseResult]) -> str:
+def detection_range(found: Sequence[CaseResult]) -> str:
+    """Return the smallest and the largest detection limit of the cases, as a text."""
     limits = [
         float(verdict.evidence["detection_limit"])
         for result in found

@@ -27,6 +27,7 @@ from meshmark.report.markdown import inline
 from meshmark.report.markdown import table as markdown
 from meshmark.report.results import CaseResult, newest, results
 from meshmark.text import clip, pluralize
+from studies.architectures import detection_range
 
 PAGE, RESULTS = Path("reports/trainers.md"), Path("results/trainers")
 MODELS = (
@@ -91,7 +92,7 @@ asked for. What the others do instead is in the table; it is what they do by the
 
 - *optimises*: every gradient and update of five steps is held against one process in float64. What fails is explained
   by the fault that would look like it. The smallest error of a gradient that would have been seen is
-  {_detects(every)} of its norm.
+  {detection_range(every)} of its norm.
 - *memory and traffic*: bytes by category and collectives by group, against theory and what the adapter declares.
 - *resumes*: half of the steps, a checkpoint by the trainer's own means, and the other half in new processes are one
   run.
@@ -152,15 +153,6 @@ def _resumes(result: CaseResult, records: Sequence[Record]) -> str:
 def _first_paragraph(name: str) -> str:
     text = inspect.getdoc(load_adapter(builtin_adapters()[name])) or ""
     return " ".join(text.partition("\n\n")[0].split())
-
-
-def _detects(found: Sequence[CaseResult]) -> str:
-    limits = [
-        float(verdict.evidence["detection_limit"])
-        for result in found
-        if result.observed and (verdict := result.observed.verdict("equivalence"))
-    ]
-    return f"{min(limits):.1e} to {max(limits):.1e}" if limits else "unknown"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

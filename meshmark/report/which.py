@@ -195,7 +195,8 @@ def measured_rows(found: Sequence[CaseResult]) -> Rows:
 
 def _least(found: Sequence[CaseResult], measure: Measure, need: str, what: str) -> Iterator[str]:
     """Yield the answer that a measure decides, for the largest number of ranks measured."""
-    shares = {r.case.id: (share, r.case) for r in found if (share := _shares(found, measure).get(r.case.id))}
+    of_ddp = _shares(found, measure)
+    shares = {r.case.id: (share, r.case) for r in found if (share := of_ddp.get(r.case.id))}
     if not shares:
         return
     most = max(case.world_size for _, case in shares.values())
