@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 REPORT ?= results/report.md
 
 .PHONY: help install env report conformance test lint types docs clean \
-        tables twins validate convergence throttled scale dry-runs coatnet architectures trainers roster roster-page \
+        tables twins validate convergence throttled scale versions dry-runs coatnet architectures trainers roster roster-page \
         power power-page power-long chaos fuzz gate cluster-test size bench gpu horovod
 
 help:  ## List the targets.
@@ -84,6 +84,9 @@ validate: install  ## How far off the planner is, with goals: reports/validation
 
 convergence: install  ## Algorithms against their papers' rates, and to a target: reports/convergence.md.
 	OMP_NUM_THREADS=1 $(BIN)/python -m studies.convergence
+
+versions: install  ## The suites under the oldest and the newest versions, in environments of their own: reports/versions.md.
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.versions $(SETS)
 
 throttled: install  ## Steps of algorithms on throttled links, as root: baselines/throttled.csv.
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.throttled

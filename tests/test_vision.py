@@ -291,7 +291,7 @@ def observe(runner: Runner, trained: Workload) -> Record:
 @pytest.mark.parametrize("trained", [BN, RESNET, COATNET_BN], ids=lambda w: w.name)
 def test_ddp_trains_images_correctly(runner: Runner, trained: Workload) -> None:
     record = observe(runner, trained)
-    assert [v.suite for v in record.verdicts if v.passed] == ["equivalence", "memory", "communication"]
+    assert [v.suite for v in record.verdicts if v.passed] == ["equivalence", "memory", "communication"], record.outcome
     equivalence = record.verdict("equivalence")
     assert equivalence is not None and float(equivalence.evidence["detection_limit"]) < 2e-5
     judged = {quantity for quantity in record.equivalence.deviations if quantity.kind is QuantityKind.BUFFERS}
