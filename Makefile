@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # `make report REPORT=reports/report.md` publishes. Nothing that git tracks is touched unless asked.
 REPORT ?= results/report.md
 
-.PHONY: help install env report conformance test lint types docs clean \
+.PHONY: help install env report conformance test test-slow lint types docs clean \
         tables twins validate convergence throttled scale versions dry-runs coatnet architectures trainers roster roster-page \
         power power-page power-long chaos fuzz gate cluster-test size bench gpu horovod
 
@@ -53,8 +53,13 @@ horovod: install  ## Build Horovod into the environment, for the adapters that n
 # longest come first (tests/conftest.py), which xdist would reorder. pytest-benchmark, which no test of Meshmark uses,
 # warns of several at once. A hundred processes that kept no bytecode would each compile Meshmark anew. More than one
 # OpenMP thread a process makes threads of three files wait for one another in a loop: tests then take four times as long.
-test: install  ## Test Meshmark.
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -p no:benchmark
+TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -p no:benchmark
+
+test: install  ## Test Meshmark, without what is slow.
+	$(TEST) -m "not slow"
+
+test-slow: install  ## The tests that `make test` leaves out, such as mutants that train for long. CI runs both.
+	$(TEST) -m slow
 
 lint: install  ## Check style.
 	$(BIN)/ruff check .

@@ -492,6 +492,7 @@ def test_torchrun_s_failures_are_told_as_the_forkserver_s(torchrun: TorchrunLaun
     assert "in happen" in outcome.traceback and "about to raise" in outcome.log_tail
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left")
 def test_a_hang_under_torchrun_ends_at_the_limit_with_stacks_and_its_processes(
     torchrun: TorchrunLauncher, results: Path

@@ -302,6 +302,7 @@ def test_ddp_trains_images_correctly(runner: Runner, trained: Workload) -> None:
     assert memory is not None and memory.summary.endswith("activations: not planned")
 
 
+@pytest.mark.slow
 def test_a_pipeline_trains_images_in_stages_of_unequal_size(runner: Runner) -> None:
     """Weights of targets reach the last stage, and each stage tells its own batch norms."""
     record = runner.observe(Case(adapter="gpipe", workload=AMOEBANET, layout=STAGES))
@@ -312,6 +313,7 @@ def test_a_pipeline_trains_images_in_stages_of_unequal_size(runner: Runner) -> N
     assert first is not None and last is not None and first.parameters != last.parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_caught_and_named(runner: Runner, name: str) -> None:
     mutant = BY_NAME[name]
