@@ -16,10 +16,10 @@ from meshmark.plan.layout_columns import (
     DIMENSIONS,
     cell,
     expect_known,
-    expect_planned,
     integer,
     layout_of,
     model_of,
+    narrow_of,
 )
 from meshmark.plan.model_names import known_models, size_note
 from meshmark.plan.rows import Row
@@ -41,6 +41,8 @@ class LayoutRows:
     """Name of the GPU. Empty if the table does not name one."""
     recipe: TrainingRecipe | None
     """The recipe, or None if the table does not name one."""
+    narrow: str
+    """Precision of products narrower than 16 bits, or an empty string."""
     rows: Column
     """Positions in the table."""
     grid: Grid
@@ -53,18 +55,17 @@ def batches(table: Sequence[Row], machine: Gpu | None = None) -> Iterator[Layout
     """
     expect_known(list(table[0]))
     model, layout = _once(model_of, ("model", *DIMENSIONS)), _once(layout_of, ("layout", *DEGREES))
-    groups: dict[tuple[ModelSpec, str, TrainingRecipe | None], list[tuple[int, Layout]]] = {}
+    groups: dict[tuple[ModelSpec, str, TrainingRecipe | None, str], list[tuple[int, Layout]]] = {}
     for i, row in enumerate(table):
-        expect_planned(row, i)
         spec = model(row, i)
-        key = (spec, cell(row, "gpu"), _recipe_of(row, i, machine, spec.family))
+        key = (spec, cell(row, "gpu"), _recipe_of(row, i, machine, spec.family), narrow_of(row, i))
         groups.setdefault(key, []).append((i, layout(row, i)))
-    for (spec, gpu_name, using), members in groups.items():
+    for (spec, gpu_name, using, narrow), members in groups.items():
         rows = [i for i, _ in members]
         grid = _grid([layout for _, layout in members], [integer(table[i], "micro_batch", i, usual=1) for i in rows])
         _check_gpus(table, rows, grid)
         _check_shards(spec, rows, grid)
-        yield LayoutRows(model=spec, gpu_name=gpu_name, recipe=using, rows=np.array(rows), grid=grid)
+        yield LayoutRows(model=spec, gpu_name=gpu_name, recipe=using, narrow=narrow, rows=np.array(rows), grid=grid)
 
 
 def _once(read: Callable[[Row, int], _Read], columns: Sequence[str]) -> Callable[[Row, int], _Read]:

@@ -21,7 +21,7 @@ from meshmark.plan.step_time import PARTS
 from meshmark.spec.hardware import GIB, Gpu, gpu
 from meshmark.theory.grid import Column
 from meshmark.theory.memory import CATEGORIES
-from meshmark.theory.recipe import TrainingRecipe
+from meshmark.theory.recipe import TrainingRecipe, narrowed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +65,12 @@ def _settings(table: Sequence[Row], setting: Setting) -> Iterator[tuple[LayoutRo
         named = setting.framework.recipe_on(machine, batch.model.family) if setting.framework else None
         using = setting.recipe or named or batch.recipe or recipe_of(DEFAULT_FRAMEWORK, machine)
         stack = stack_of(using.name)
+        if batch.narrow:
+            try:
+                using = narrowed(using, batch.narrow)
+                machine.peak(using.products.arithmetic if using.products else using.arithmetic)
+            except InputError as error:
+                raise InputError(f"row {batch.rows[0] + 2}: {error}") from error
         yield (
             batch,
             machine,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from meshmark.errors import UnknownNameError
+from meshmark.errors import InputError, UnknownNameError
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.optimizer import OptimizerSpec
@@ -141,6 +141,37 @@ class PipelineCut:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NarrowProducts:
+    """Matrix products of the blocks' linear layers in 8 bits or fewer. Attention and the head stay as they are."""
+
+    name: str
+    arithmetic: str
+    """The dtype whose peak these products are compared with."""
+    num_bytes: float
+    """Bytes of a value, including its share of a block's scale."""
+
+    @property
+    def cast_bytes(self) -> float:
+        """Bytes to cast one value: it is read in 16 bits and written along its rows and along its columns.
+
+        The product that makes a weight's gradient contracts over tokens, and tensor cores read both operands along the
+        contracted dimension.
+        """
+        return 2.0 + 2.0 * self.num_bytes
+
+
+NARROW: dict[str, NarrowProducts] = {
+    narrow.name: narrow
+    for narrow in (
+        NarrowProducts(name="fp8", arithmetic="fp8", num_bytes=1.0),
+        NarrowProducts(name="mxfp8", arithmetic="fp8", num_bytes=1.0 + 1.0 / 32.0),
+        NarrowProducts(name="nvfp4", arithmetic="fp4", num_bytes=0.5 + 1.0 / 16.0),
+    )
+}
+"""Precisions of products narrower than 16 bits: a scale per tensor, per 32 values, and per 16 values."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingRecipe:
     """Bytes by category, and other choices of a framework that decide memory and traffic. Contains no measured
     numbers.
@@ -176,6 +207,8 @@ class TrainingRecipe:
     """
     arithmetic: str = "bf16"
     """The dtype whose peak the matrix products are compared with."""
+    products: NarrowProducts | None = None
+    """Narrower products in the blocks' linear layers, or None."""
 
 
 # As the suites run: fp32 in PyTorch's eager kernels, whose attention keeps no scores on a CPU either.
@@ -324,6 +357,19 @@ def recipe(name: str) -> TrainingRecipe:
     if name not in RECIPES:
         raise UnknownNameError("recipe", name, RECIPES)
     return RECIPES[name]
+
+
+def narrowed(using: TrainingRecipe, precision: str) -> TrainingRecipe:
+    """Return the recipe with linear layers in `precision`: fp8, mxfp8 or nvfp4.
+
+    Sharded weights are gathered in 8 bits, as Megatron's `fp8_param_gather` and torchao's
+    `enable_fsdp_float8_all_gather` do. Memory is planned as in 16 bits. Raises `InputError` for a recipe in fp32.
+    """
+    if precision not in NARROW:
+        raise UnknownNameError("precision of products", precision, NARROW)
+    if using.eager or using.arithmetic == "fp32":
+        raise InputError(f"recipe {using.name!r} has products in fp32, not in {precision}")
+    return replace(using, products=NARROW[precision], wire=replace(using.wire, gather_bytes=1.0))
 
 
 def eager_recipe(case: Case, name: str = "eager", *, casts_weights: bool = False) -> TrainingRecipe:
