@@ -102,7 +102,7 @@ def test_the_example_is_predicted_row_by_row_by_its_frameworks(tmp_path: Path) -
     with target.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [b.recipe and b.recipe.name for b in batches(read_rows(source))] == [
-        "fsdp-fused-loss", "megatron-core", "fsdp2-foreach", "zero",
+        "fsdp-fused-loss", "megatron-core", "fsdp2-foreach", "deepspeed-bf16",
     ]  # fmt: skip
     assert DEFAULT_FRAMEWORK not in {row["framework"] for row in rows}
     assert [float(row["predicted_memory_gib"]) > 0 for row in rows] == [True] * 5
@@ -126,6 +126,28 @@ def test_a_precision_that_would_be_planned_as_another_is_refused(said: str) -> N
     for same in ("", "bf16", "amp_bf16", "bf16-mixed", "fp16"):
         assert predict_rows([{**ROW, "precision": same}])
     assert predict_rows([{**ROW, "framework": "", "recipe": "fp32", "precision": "fp32"}])
+
+
+def test_shards_within_a_node_hold_more_and_wait_less_for_a_slow_network() -> None:
+    """HSDP: a row's replicas each hold all shards, gather within themselves, and reduce among one another."""
+    row = {"model": "llama-8b", "gpu": "a100-80", "framework": "torchtitan", "layout": "dp64.zero3"}
+    rows = [{**row, "replicas": str(count)} for count in (1, 2, 8, 64)]
+    found = predict_rows(rows)
+    assert (np.diff(found["predicted_memory_gib"]) > 0).all()
+    owners = [{**row, "framework": "internevo", "layout": "dp64.zero1", "replicas": count} for count in ("1", "2", "8")]
+    shown = predict_rows(owners)["predicted_data_communication_seconds"]
+    assert shown[2] < 0.5 * shown[1] < 0.5 * shown[0], "weights stay in the node; gradients leave behind the backward"
+    states = found["predicted_parameters_gib"][2] / found["predicted_parameters_gib"][0]
+    assert states == pytest.approx(8, rel=0.01)
+    alone = {**row, "layout": "dp64.zero1", "framework": "internevo", "replicas": "64"}
+    whole = predict_rows([alone, {**alone, "layout": "dp64", "replicas": ""}])["predicted_optimizer_gib"]
+    assert whole[0] == whole[1], "with one rank a replica nothing is sharded"
+    for changed, told in (
+        ({"replicas": "3"}, "3 replicas do not divide dp 64"),
+        ({"layout": "dp64"}, "zero_stage is 0"),
+    ):
+        with pytest.raises(InputError, match=told):
+            predict_rows([{**row, "framework": "", "replicas": "2", **changed}])
 
 
 def test_narrow_products_are_planned_and_llm_foundry_s_runs_in_8_bits_take_as_long() -> None:

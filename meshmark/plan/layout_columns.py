@@ -49,6 +49,7 @@ READ = (
     *DIMENSIONS,
     "layout",
     *DEGREES,
+    "replicas",
     "micro_batch",
     "global_batch",
     "gpus",

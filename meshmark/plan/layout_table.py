@@ -62,7 +62,11 @@ def batches(table: Sequence[Row], machine: Gpu | None = None) -> Iterator[Layout
         groups.setdefault(key, []).append((i, layout(row, i)))
     for (spec, gpu_name, using, narrow), members in groups.items():
         rows = [i for i, _ in members]
-        grid = _grid([layout for _, layout in members], [integer(table[i], "micro_batch", i, usual=1) for i in rows])
+        grid = _grid(
+            [layout for _, layout in members],
+            [integer(table[i], "micro_batch", i, usual=1) for i in rows],
+            [_replicas(table[i], i, layout) for i, layout in members],
+        )
         _check_gpus(table, rows, grid)
         _check_shards(spec, rows, grid)
         yield LayoutRows(model=spec, gpu_name=gpu_name, recipe=using, narrow=narrow, rows=np.array(rows), grid=grid)
@@ -96,7 +100,17 @@ def _recipe_of(row: Row, position: int, machine: Gpu | None, family: Family) -> 
         raise InputError(f"row {position + 2}: {error}") from error
 
 
-def _grid(layouts: Sequence[Layout], micro_batches: Sequence[int]) -> Grid:
+def _replicas(row: Row, position: int, layout: Layout) -> int:
+    """Return the groups of data-parallel ranks that each hold all shards."""
+    count = integer(row, "replicas", position, usual=1)
+    if (layout.dp * layout.cp) % count:
+        raise InputError(f"row {position + 2}: {count} replicas do not divide dp {layout.dp} x cp {layout.cp}")
+    if count > 1 and not layout.zero_stage:
+        raise InputError(f"row {position + 2}: {count} replicas, but zero_stage is 0, which shards nothing")
+    return count
+
+
+def _grid(layouts: Sequence[Layout], micro_batches: Sequence[int], replicas: Sequence[int]) -> Grid:
     codes: Mapping[str, Sequence[object]] = {"schedule": SCHEDULES, "recompute": RECOMPUTES, "offload": OFFLOADS}
     columns = {
         field: np.array(
@@ -104,7 +118,7 @@ def _grid(layouts: Sequence[Layout], micro_batches: Sequence[int]) -> Grid:
         )
         for field in DEGREES.values()
     }
-    return make_grid(micro_batch=np.array(micro_batches), **columns)
+    return make_grid(micro_batch=np.array(micro_batches), replicas=np.array(replicas), **columns)
 
 
 def _check_gpus(table: Sequence[Row], rows: Sequence[int], grid: Grid) -> None:

@@ -91,6 +91,8 @@ class Wire:
     """True if ZeRO-1 waits for the backward pass, then all-reduces whole gradients and gathers weights without
     overlap.
     """
+    shows_gathers: bool = False
+    """True if ZeRO-1 gathers weights after the update and before the next step, behind no computation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,6 +316,32 @@ RECIPES: dict[str, TrainingRecipe] = {
         replace(_FSDP2, name="ddp", update=UpdateForm.FOREACH, deals_rows=False),
         # A fused loss (llm-foundry's, Liger's): a logit in bf16 and its gradient. llm-foundry's FSDP1 shards evenly.
         replace(_FSDP2, name="fsdp-fused-loss", activations=ActivationBytes(logit_bytes=4), deals_rows=False),
+        # DeepSpeed since 2023, and Gemini: bf16 and flash attention, and a trainer's own loss, as FSDP2's above.
+        TrainingRecipe(
+            name="deepspeed-bf16",
+            states=StateBytes(weight_bytes=2, gradient_bytes=2, master_bytes=4),
+            buffers=BufferBytes(flat_buffer_bytes=2e9, outside_bytes=0.9e9),
+            activations=ActivationBytes(logit_bytes=14),
+        ),
+        # InternEvo's HybridZeroOptimizer (github:InternLM/InternEvo 00a2a34): bf16 gradients in buckets, reduced behind
+        # the last backward pass, and weights that their owners send after the update (configs/7B_sft.py:
+        # overlap_sync_grad True, overlap_sync_param False). FlashAttention; norms, rotation and gate are PyTorch's.
+        TrainingRecipe(
+            name="internevo",
+            states=StateBytes(weight_bytes=2, gradient_bytes=2, master_bytes=4, shard_gradient_bytes=4),
+            buffers=BufferBytes(flat_buffer_bytes=1e9, outside_bytes=0.9e9),
+            wire=Wire(shows_gathers=True),
+            activations=ActivationBytes(logit_bytes=14),
+            cut=PipelineCut(ends_count=True),
+        ),
+        # MaxText and Pax on JAX: fp32 weights sharded, bf16 products, element-wise work fused by XLA, attention of
+        # cuDNN (`attention=cudnn_flash_te` in github:NVIDIA/dgxc-benchmarking maxtext/configure.sh).
+        TrainingRecipe(
+            name="xla",
+            states=StateBytes(weight_bytes=4, gradient_bytes=4, master_bytes=0),
+            buffers=BufferBytes(outside_bytes=0.9e9),
+            activations=ActivationBytes(logit_bytes=8, fused_elementwise=True),
+        ),
         # 4 + 4 + 8 = 16, everything in fp32.
         TrainingRecipe(
             name="fp32",
