@@ -15,7 +15,8 @@ from meshmark.theory.grid import Column
 from studies.errors_of import errors_of
 from studies.papers import paper
 
-TABLE = "published_runs_bf16"
+TABLES = ("published_runs_bf16", "published_runs")
+"""The runs of the first look, and those that were gathered after it."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Blind:
 
 def blind() -> Blind:
     """All rows; where the network of a source's nodes is known and another than the GPU's usual one, with that."""
-    table = paper(TABLE)
+    table = [row for name in TABLES for row in paper(name)]
     names = ("step_seconds", "fits", "step_seconds_low", "step_seconds_high")
     columns = {name: np.zeros(len(table)) for name in names}
     for node in sorted({row["note_node_gb_per_s"] for row in table}):
