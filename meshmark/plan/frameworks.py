@@ -91,6 +91,7 @@ FRAMEWORKS: dict[str, Framework] = {
         Framework(name="pax", recipe="xla", axes=("dp", "tp", "pp"), zero_stages=(0, 3)),
         Framework(name="ddp", recipe="ddp", axes=("dp",), zero_stages=(0,), adapter="ddp"),
         Framework(name="fsdp2", recipe="fsdp2-foreach", axes=("dp",), zero_stages=(3,), adapter="fsdp2"),
+        Framework(name="fsdp1", recipe="fsdp1-bf16", axes=("dp",), zero_stages=(3,)),
         Framework(name="torchtitan", recipe="fsdp2", axes=("dp", "tp", "pp", "cp"), zero_stages=(0, 3)),
         Framework(name="composer", recipe="fsdp-fused-loss", axes=("dp",), zero_stages=(3,)),
     )

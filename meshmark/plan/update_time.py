@@ -69,7 +69,9 @@ def data_seconds(grid: Grid, load: StageLoad, gpu: Gpu, recipe: TrainingRecipe, 
     if recipe.wire.reduces_under_zero1:
         sharded = reduced + gather + copies
     elif recipe.wire.shows_gathers:
-        sharded = np.maximum(scatter - hidden, 0.0) + gather
+        nodes = np.maximum(grid.shards * grid.tp / gpu.gpus_per_node, 1.0)
+        chain = np.where(nodes > 1.0, rates.network.hop_seconds * nodes * num_tensors, 0.0)
+        sharded = np.maximum(scatter - hidden, 0.0) + gather + chain
     else:
         sharded = np.maximum(scatter - hidden, 0.0) + np.maximum(gather - 0.5 * hidden, 0.0)
     # Weights are gathered for the forward and again for the backward pass of every micro-batch.

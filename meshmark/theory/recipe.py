@@ -92,7 +92,10 @@ class Wire:
     overlap.
     """
     shows_gathers: bool = False
-    """True if ZeRO-1 gathers weights after the update and before the next step, behind no computation."""
+    """True if ZeRO-1 gathers weights after the update and before the next step, behind no computation.
+
+    Each tensor's owner then broadcasts it through all nodes.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,6 +313,9 @@ RECIPES: dict[str, TrainingRecipe] = {
             cut=PipelineCut(balanced_stages=True, head_share=0.95),
         ),
         _FSDP2,
+        # FSDP1 with everything in bf16 on the wire, as github:foundation-model-stack/fms-fsdp has it (its
+        # policies/mixed_precision.py): gradients too are reduced in 16 bits.
+        replace(_FSDP2, name="fsdp1-bf16", wire=Wire(reduce_bytes=2, gather_bytes=2), deals_rows=False),
         # With plain `torch.optim.AdamW`, not torchtitan's fused one: the update holds the roots of all second moments.
         replace(_FSDP2, name="fsdp2-foreach", update=UpdateForm.FOREACH),
         # DDP keeps what FSDP2 does, whole: fp32 weights, gradients (in its buckets) and moments.
