@@ -507,7 +507,7 @@ def test_overlap_is_what_the_user_says_it_is(capsys: pytest.CaptureFixture[str])
         return {**best["seconds"], "step": best["step_seconds"]}
 
     shown, hidden = step("--overlap", "tp=0,dp=0.5"), step("--overlap", "tp=0.5,dp=0.5")
-    assert hidden["tensor_communication"] == pytest.approx(shown["tensor_communication"] / 2)
+    assert hidden["tensor_communication"] == pytest.approx(shown["tensor_communication"] / 2, rel=0.01)
     assert step("--precision", "fp8")["matmul"] < shown["matmul"] < 2.0 * step("--precision", "fp8")["matmul"]
     for text, told in (
         ("tp=2", "tp is '2'"),
