@@ -130,7 +130,7 @@ def _precision(row: Row) -> str:
 
 
 def run_lines() -> list[str]:
-    """Return the section: the answer, its parts, and every run."""
+    """Return the section: the answer, and its parts."""
     found = blind()
     lines = [*_answer(found), "", *_goals(found), "", *_TEXT, ""]
     keys: list[tuple[str, Callable[[Row], str]]] = [
@@ -144,7 +144,8 @@ def run_lines() -> list[str]:
         lines += [_head(title), "|---" * (9 + title.count("|") + 1) + "|"]
         lines += [f"| {name} | {_cells(part)} |" for name, part in found.by(key)]
         lines += [f"| all{' |' * title.count('|')} | {_cells(found)} |", ""]
-    return [*lines, *_rivals(found), "", *_choices(found), "", *_every(found)]
+    lines += [*_rivals(found), "", *_choices(found), ""]
+    return [*lines, "Every run, with what is assumed of it: [validation-runs.md](validation-runs.md)."]
 
 
 def _stated(row: Row) -> str:
@@ -250,10 +251,14 @@ def _choices(found: Blind) -> list[str]:
     return [*lines, *(f"| {one.name} | {one.layouts} | {100 * one.regret:.1f} |" for one in alternatives(found))]
 
 
-def _every(found: Blind) -> list[str]:
+def every_run_lines() -> list[str]:
+    """Return the page of all runs, each with its prediction and what its source does not state."""
+    found = blind()
     notes = list(dict.fromkeys(_note(row) for row in found.rows))
     lines = [
-        "### Every run of these",
+        "# Every run that nothing is fitted to",
+        "",
+        "Made by `make validate`; not edited by hand. What they say together: [validation.md](validation.md).",
         "",
         "| run | measured s | predicted s | interval s | error % | fits | assumed |",
         "|---|---|---|---|---|---|---|",
