@@ -134,3 +134,31 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print how much of the budget a long run used."""
     if cpu_minutes() > 1:
         terminalreporter.write_line(f"{cpu_minutes():.1f} CPU-minutes of a budget of {CPU_MINUTES} for all tests")
+
+
+def torch_modes() -> dict[str, object]:
+    """Return PyTorch's process-wide modes that a test could leave changed; none where PyTorch is not imported."""
+    if "torch" not in sys.modules:
+        return {}
+    import torch
+
+    torch.autocast_increment_nesting()
+    return {
+        "autocast blocks": torch.autocast_decrement_nesting(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "dtype of autocast": torch.get_autocast_dtype("cpu"),
+        "cache of autocast": torch.is_autocast_cache_enabled(),
+        "gradients": torch.is_grad_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def torch_modes_are_left_as_they_were() -> Iterator[None]:
+    """Fail the test that changes a mode, not one that happens to run after it in the same process."""
+    before = torch_modes()
+    yield
+    if before:
+        assert torch_modes() == before

@@ -207,21 +207,45 @@ class _Modes:
 
     grad: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    """Device, whether autocast is on, and its dtype."""
+    nesting: int
+    """Number of `torch.autocast` blocks around the code. Autocast drops its cast weights where it falls to 0."""
 
     @classmethod
     def now(cls, devices: tuple[str, ...]) -> _Modes:
-        told = ((device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices)
-        return cls(torch.is_grad_enabled(), tuple(told))
+        autocast = tuple((each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in devices)
+        return cls(torch.is_grad_enabled(), autocast, _autocast_nesting())
+
+    @classmethod
+    def of_a_script(cls, devices: tuple[str, ...]) -> _Modes:
+        """The modes in which a script starts."""
+        return cls(True, tuple((each, False, torch.get_autocast_dtype(each)) for each in devices), 0)
 
     def restore(self) -> None:
         torch.set_grad_enabled(self.grad)
         for device, enabled, dtype in self.autocast:
             torch.set_autocast_enabled(device, enabled)
             torch.set_autocast_dtype(device, dtype)
+        for _ in range(_autocast_nesting(), self.nesting):
+            torch.autocast_increment_nesting()
+        for _ in range(self.nesting, _autocast_nesting()):
+            torch.autocast_decrement_nesting()
+        # What the code on the other side has cast may be of weights that have changed since.
+        torch.clear_autocast_cache()
+
+
+def _autocast_nesting() -> int:
+    """Return the number of `torch.autocast` blocks around the code. PyTorch tells it only when it changes."""
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())
 
 
 class _Beside:
-    """Work that runs beside this thread's own, and stops where it says so."""
+    """Work that runs beside this thread's own, and stops where it says so.
+
+    The two share one thread, and so its modes of autograd and autocast. Each switch puts back those of the side that
+    it goes to, also where it goes there to end the work: the blocks that the work leaves then undo what they did.
+    """
 
     def __init__(self, work: Callable[[], None], devices: tuple[str, ...]) -> None:
         import greenlet  # ranks of engines need none
@@ -231,15 +255,17 @@ class _Beside:
         self._greenlet = greenlet.greenlet(functools.partial(self._begin, work))
 
     def _begin(self, work: Callable[[], None]) -> None:
-        """With the modes that a script starts in; whoever first asks may be under `no_grad`."""
-        _Modes(True, tuple((device, False, torch.get_autocast_dtype(device)) for device in self._devices)).restore()
+        """Run the work in the modes that a script starts in; whoever first asks may be under `no_grad`."""
+        _Modes.of_a_script(self._devices).restore()
         work()
 
     def stop(self, moment: Moment) -> None:
         """Called by the work: go on outside, until the work is resumed."""
         inside = _Modes.now(self._devices)
-        self._greenlet.parent.switch(moment)
-        inside.restore()
+        try:
+            self._greenlet.parent.switch(moment)
+        finally:
+            inside.restore()
 
     def resume(self) -> Moment | None:
         """Let the work go on to its next stop and return where that is; None where it has ended instead."""
@@ -297,6 +323,7 @@ class LoopEngine(DataParallelEngine):
         assert self._beside is not None
         moment = self._beside.resume()
         if moment is not until:
+            self._beside.leave()
             found = f"came to {moment.value!r}" if moment else "ended"
             raise AdapterError(
                 f"rank {self.context.rank}, step {self._step}: {type(self.loop).__name__} {found}, expected "
