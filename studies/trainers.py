@@ -65,6 +65,7 @@ def page(records: Sequence[Record], clauses: Sequence[AdapterColumn]) -> str:
     """Return the page of what the records and the judged clauses say."""
     every = [result for result in results([r for r in records if not r.conformance.scenario]) if not result.skipped]
     rows = [_row(result, clauses) for result in sorted(every, key=lambda result: adapters().index(result.case.adapter))]
+    rows.sort(key=lambda row: row["optimises"] != _RIGHT)
     environment = newest(records).environment
     versions = ", ".join(f"{name} {number}" for name, number in sorted(environment.versions.items()))
     right = sum(row["optimises"] == _RIGHT for row in rows)

@@ -214,7 +214,7 @@ def _answer(found: Sequence[AdapterColumn]) -> list[str]:
     return [
         "# Conformance",
         headline,
-        markdown([_counted(column) for column in found]),
+        markdown(sorted(map(_counted, found), key=lambda row: (row["known gaps"], row["no answer"]))),
         "## Every cell",
         markdown(rows),
         "*yes*: the clause holds, by measurement. **no**: it does not. *gap*: the framework, in a documented "
@@ -231,7 +231,7 @@ def _counted(column: AdapterColumn) -> dict[str, object]:
         "layout": column.base.layout.id,
         **dict(zip(("hold", "known gaps", "no answer"), (counts[result] for result in shown), strict=True)),
         "other": counts.total() - sum(counts[result] for result in shown),
-        "launches take": f"{column.launch_seconds:.0f} s",
+        "launches, s": f"{column.launch_seconds:.0f}",
     }
 
 
@@ -301,6 +301,6 @@ def _origin(kept: Conformance, command: str) -> list[str]:
             f"{environment.machine}, {environment.num_cpus} CPUs, {environment.device} and {environment.backend}, "
             f"commit {environment.commit or 'unknown'}, {environment.date}. {versions}."
         ),
-        "*Launches take*: of one adapter, all scenarios together, without the noise floors, which each workload and "
+        "*Launches*: of one adapter, all scenarios together, without the noise floors, which each workload and "
         "precision needs once for all adapters.",
     ]
