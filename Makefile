@@ -2,10 +2,10 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-# `make report REPORT=reports/report.md` publishes. Nothing that git tracks is touched unless asked.
+# `make keep NAME=report` publishes it. Nothing that git tracks is touched unless asked.
 REPORT ?= results/report.md
 
-.PHONY: help install env report conformance test test-slow lint types docs clean \
+.PHONY: help install env report pages keep conformance test test-slow lint types docs clean \
         tables twins validate convergence throttled scale versions dry-runs coatnet architectures trainers roster roster-page \
         power power-page power-long chaos fuzz gate cluster-test size bench gpu horovod
 
@@ -36,10 +36,16 @@ report: install  ## Run the suites on this machine's CPU (2 and 4 ranks); leave 
 	rm -f results/report/records.jsonl
 	$(BIN)/meshmark run suites/report.toml; status=$$?; $(BIN)/meshmark report results/report -o $(REPORT) && exit $$status
 
+pages: install  ## Render the pages of reports/ from committed records, and mark those that are stale. Runs nothing.
+	OMP_NUM_THREADS=1 $(BIN)/python -m studies.pages
+
+keep: install  ## Keep results/NAME (report, conformance, scale, trainers) as the records of its page, and render it.
+	$(BIN)/python -m studies.pages --keep $(NAME)
+
 conformance: install  ## Hold every adapter of the core to every clause: reports/conformance.md.
 	rm -f results/conformance/records.jsonl
 	$(BIN)/python -m pytest suites/test_conformance.py --results results/conformance; status=$$?; \
-	$(BIN)/meshmark report results/conformance -o reports/conformance.md && exit $$status
+	$(BIN)/python -m studies.pages --keep conformance && exit $$status
 
 gpu:  ## Run on this machine's GPU with its own PYTHON=, in pieces: results/gpu. One piece: python -m benchmarks.gpu NAME.
 	$(PYTHON) -m benchmarks.gpu
@@ -98,7 +104,7 @@ throttled: install  ## Steps of algorithms on throttled links, as root: baseline
 
 scale: install  ## Single ranks of worlds of 8 and 64, each alone, against the plan: reports/scale.md.
 	rm -f results/scale/records.jsonl
-	$(BIN)/meshmark run suites/scale.toml; status=$$?; $(BIN)/meshmark report results/scale -o reports/scale.md && exit $$status
+	$(BIN)/meshmark run suites/scale.toml; status=$$?; $(BIN)/python -m studies.pages --keep scale && exit $$status
 
 dry-runs: install  ## Theory at 1,024 and 16,384 ranks, each seen from single ranks: reports/dry-runs.md.
 	$(BIN)/python -m studies.dry_runs
@@ -110,7 +116,7 @@ architectures: install  ## Models of Hugging Face Transformers under four framew
 	$(BIN)/python -m studies.architectures
 
 trainers: install  ## What trainers that own their loop really optimise: reports/trainers.md.
-	$(BIN)/python -m studies.trainers
+	$(BIN)/python -m studies.trainers && $(BIN)/python -m studies.pages --keep trainers
 
 roster: install  ## Every adapter, variants too, by capability: reports/roster.md. Goes on where it was cut off.
 	$(BIN)/python -m benchmarks.roster
