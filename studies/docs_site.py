@@ -12,13 +12,12 @@ from typing import Any
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.conformance.reproducers import Reproducer, failed_clauses, read_reproducers
-from meshmark.records.record_file import read_records
 from meshmark.report.markdown import inline, table
 from meshmark.report.results import CaseResult, results
 from meshmark.report.which import measured_rows
+from studies import pages
 
 ROOT = Path(__file__).parents[1]
-MEASURED = ROOT / "baselines" / "epyc-2cpu"
 FRAMEWORKS = {
     "pytorch": "PyTorch",
     "deepspeed": "DeepSpeed",
@@ -43,6 +42,12 @@ def on_files(files: Any, config: Any) -> Any:  # noqa: ANN401
     return files
 
 
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:  # noqa: ANN401
+    """Mark a page of reports/ as stale or not as of today, which its committed text cannot know."""
+    place = Path(page.file.src_uri)
+    return pages.marked(place.stem, markdown) if place.parent.name == "reports" else markdown
+
+
 def framework_page(name: str) -> str:
     """Return the page of a framework: its adapters, its defects, what was measured, and what is refused.
 
@@ -51,7 +56,7 @@ def framework_page(name: str) -> str:
     adapters = {key: load_adapter(target) for key, target in builtin_adapters().items()}
     own = {key: adapter for key, adapter in adapters.items() if _framework_of(adapter) == name}
     defects = [each for each in read_reproducers() if _page_of(each) == name]
-    measured = results(read_records(MEASURED, latest=True).records)
+    measured = results(pages.measured())
     parts = [
         f"# {FRAMEWORKS[name]}",
         f"Run it on two ranks:\n\n    pytest suites --adapters {next(iter(own))} --world 2",
