@@ -5,8 +5,8 @@ BIN := $(VENV)/bin
 # `make keep NAME=report` publishes it. Nothing that git tracks is touched unless asked.
 REPORT ?= results/report.md
 
-.PHONY: help install env report pages keep conformance test lint types docs clean \
-        tables twins validate convergence throttled scale dry-runs coatnet architectures trainers roster roster-page \
+.PHONY: help install env report pages keep conformance test test-slow lint types docs clean \
+        tables twins validate convergence throttled scale versions dry-runs coatnet architectures trainers roster roster-page \
         power power-page power-long chaos fuzz gate cluster-test size bench gpu horovod
 
 help:  ## List the targets.
@@ -59,8 +59,13 @@ horovod: install  ## Build Horovod into the environment, for the adapters that n
 # longest come first (tests/conftest.py), which xdist would reorder. pytest-benchmark, which no test of Meshmark uses,
 # warns of several at once. A hundred processes that kept no bytecode would each compile Meshmark anew. More than one
 # OpenMP thread a process makes threads of three files wait for one another in a loop: tests then take four times as long.
-test: install  ## Test Meshmark.
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -p no:benchmark
+TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -p no:benchmark
+
+test: install  ## Test Meshmark, without what is slow.
+	$(TEST) -m "not slow"
+
+test-slow: install  ## The tests that `make test` leaves out, such as mutants that train for long. CI runs both.
+	$(TEST) -m slow
 
 lint: install  ## Check style.
 	$(BIN)/ruff check .
@@ -90,6 +95,9 @@ validate: install  ## How far off the planner is, with goals: reports/validation
 
 convergence: install  ## Algorithms against their papers' rates, and to a target: reports/convergence.md.
 	OMP_NUM_THREADS=1 $(BIN)/python -m studies.convergence
+
+versions: install  ## The suites under the oldest and the newest versions, in environments of their own: reports/versions.md.
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.versions $(SETS)
 
 throttled: install  ## Steps of algorithms on throttled links, as root: baselines/throttled.csv.
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.throttled

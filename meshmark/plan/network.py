@@ -26,16 +26,31 @@ def tensor_collective_seconds(grid: Grid, whole_bytes: Column, rates: Rates, gpu
     return np.where(t > 1, latency + whole_bytes * (t - 1) / t / bandwidth, 0.0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DataGroup:
+    """Data-parallel ranks that take part in a collective together."""
+
+    ranks: Column
+    stride: Column | int = 1
+    """Data-parallel ranks from one member to the next. More than one for replicas' ranks with the same shard."""
+
+
 def data_collective_seconds(
-    grid: Grid, num_parameters: Column, bytes_per_parameter: float, rates: Rates, gpus_per_node: int
+    grid: Grid,
+    num_parameters: Column,
+    bytes_per_parameter: float,
+    rates: Rates,
+    gpus_per_node: int,
+    group: DataGroup | None = None,
 ) -> Column:
     """Return the time of one data-parallel collective of `num_parameters` per rank, without latency.
 
     Ranks of a group inside a node reduce there first. A node then sends (n - 1)/n of the bytes to the other n - 1,
-    once for each of its groups. All groups share the node's adapters.
+    once for each of its groups. All groups share the node's adapters. Without `group` all data-parallel ranks take
+    part.
     """
-    shards = grid.dp * grid.cp
-    members = np.clip(gpus_per_node // np.minimum(grid.tp, gpus_per_node), 1, shards)
+    shards, stride = (group.ranks, group.stride) if group else (grid.data_ranks, 1)
+    members = np.clip(gpus_per_node // np.minimum(grid.tp, gpus_per_node) // stride, 1, shards)
     nodes = np.maximum(1.0, shards / members)
     moved = num_parameters * bytes_per_parameter
     inside = moved * (shards - 1) / shards / rates.network.tp_bandwidth

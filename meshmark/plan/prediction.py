@@ -34,8 +34,9 @@ class Prediction:
 
     @property
     def peak_flops(self) -> float:
-        """Peak FLOP/s in the arithmetic of the matrix products."""
-        return self.gpu.peak(self.recipe.arithmetic)
+        """Peak FLOP/s in the arithmetic of the matrix products, the narrow ones if there are any."""
+        narrow = self.recipe.products
+        return self.gpu.peak(narrow.arithmetic if narrow else self.recipe.arithmetic)
 
     @property
     def memory_bytes(self) -> Column:

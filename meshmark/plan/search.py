@@ -195,6 +195,28 @@ def _fewest(too_few: int, gpus_per_node: int, examine: Callable[[int], Predictio
     return None
 
 
+ASSUMPTIONS = {
+    "elementwise": "memory rate",
+    "tensor_communication": "tp overlap",
+    "context_communication": "cp ring",
+    "launch_floor": "launch floor",
+    "point_to_point": "pp sends",
+    "bubble": "pp bubble",
+    "message_wait": "polling",
+    "data_communication": "dp overlap",
+    "optimizer": "update",
+    "host": "host",
+}
+"""What is assumed of each part of a step beyond its matrix products and attention, which all layouts share."""
+
+
+def decides(found: Search, row: int) -> tuple[str, float]:
+    """Return the assumption that most of a layout's step depends on beyond its products, and its share of the step."""
+    prediction = found.prediction
+    part = max(ASSUMPTIONS, key=lambda name: getattr(prediction.time, name)[row])
+    return ASSUMPTIONS[part], float(getattr(prediction.time, part)[row] / prediction.step_seconds[row])
+
+
 def reason(found: Search) -> str:
     """Explain why the best layout wins: where the next layout of another shape loses time."""
     prediction, grid = found.prediction, found.prediction.grid

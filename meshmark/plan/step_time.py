@@ -20,7 +20,7 @@ from meshmark.plan.network import (
 )
 from meshmark.plan.rates import Rates
 from meshmark.plan.update_time import StageLoad, data_seconds, optimizer_seconds, tied_seconds
-from meshmark.spec.hardware import Gpu
+from meshmark.spec.hardware import GPUS, Gpu
 from meshmark.spec.layout import Recompute
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.theory.activations import tokens
@@ -31,6 +31,8 @@ from meshmark.theory.parameters import stage_parameters
 from meshmark.theory.partition import Stage
 from meshmark.theory.recipe import TrainingRecipe
 
+_H100 = GPUS["h100"]
+"""The GPU whose share of narrower products others take that have none."""
 PARTS = (
     "matmul",
     "attention",
@@ -197,7 +199,8 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
     )
     some = (grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE)) & recipe.activations.flash_attention
     weights, reached = layer_matrix_parameters(model) / t, peak * _gemm_efficiency(model, rates)
-    matmul = 2.0 * num_tokens * weights * np.where(full, 4.0, np.where(some, 3.5, 3.0)) / reached
+    products = 2.0 * num_tokens * weights * np.where(full, 4.0, np.where(some, 3.5, 3.0))
+    matmul = _linear_seconds(products, model, gpu, recipe, rates)
     core = 2.0 * num_tokens * model.seq_len * model.hidden / t
     if recipe.activations.flash_attention:
         forward = core / (peak * rates.kernels.attention_efficiency)
@@ -230,12 +233,38 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
     return {
         "matmul": matmul,
         "attention": attention,
-        "elementwise": (traffic + accumulate) / memory,
+        "elementwise": (traffic + accumulate + num_tokens * _cast_bytes(model, grid, recipe)) / memory,
         "tensor_communication": count * one * (1.0 - rates.network.tensor_overlap),
         "context_communication": ring,
         "floor": np.where(t > 1, floor, 0.0),
         "collective": one,
     }
+
+
+def _linear_seconds(products: Column, model: ModelSpec, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Column:
+    """Return the time of a block's linear layers.
+
+    Narrower products reach the share of their own peak that the best shapes do, compared with those in 16 bits. What a
+    product takes beyond its arithmetic, which a narrow model shows most of, stays as long.
+    """
+    wide = gpu.peak(recipe.arithmetic) * rates.kernels.gemm_efficiency
+    beyond = rates.kernels.gemm_half_width / model.hidden
+    if recipe.products is None:
+        return products * (1.0 + beyond) / wide
+    known = gpu if gpu.matmul_share and gpu.fp8_share else _H100
+    share = (known.fp8_share or 1.0) / (known.matmul_share or 1.0)
+    narrow = gpu.peak(recipe.products.arithmetic) * rates.kernels.gemm_efficiency * share
+    return products / narrow + products * beyond / wide
+
+
+def _cast_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> Column | float:
+    """Return bytes per token to cast the inputs of a layer's four products, and the gradients of their outputs."""
+    if recipe.products is None:
+        return 0.0
+    gated = 1.0 if model.family == "gpt" else 2.0
+    inputs = 3.0 * model.hidden + model.ffn_hidden
+    outputs = 3.0 * model.hidden + 2.0 * model.kv_hidden + gated * model.ffn_hidden
+    return recipe.products.cast_bytes * (inputs + outputs) / grid.tp
 
 
 def _gemm_efficiency(model: ModelSpec, rates: Rates) -> float:

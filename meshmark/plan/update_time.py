@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshmark.plan.network import (
+    DataGroup,
     crosses_nodes,
     data_collective_seconds,
     offload_bandwidth,
@@ -40,11 +41,15 @@ class StageLoad:
 def data_seconds(grid: Grid, load: StageLoad, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Column:
     """Return the exposed data-parallel communication, by ZeRO stage."""
 
-    def seconds(bytes_per_parameter: float) -> Column:
-        return data_collective_seconds(grid, load.num_parameters, bytes_per_parameter, rates, gpu.gpus_per_node)
+    within = DataGroup(ranks=grid.shards)
+    among = DataGroup(ranks=grid.replicas, stride=grid.shards)
+
+    def seconds(bytes_per_parameter: float, group: DataGroup | None = None) -> Column:
+        whole, per_node = load.num_parameters, gpu.gpus_per_node
+        return data_collective_seconds(grid, whole, bytes_per_parameter, rates, per_node, group)
 
     num_tensors = _MATRICES_PER_LAYER * load.num_layers + 2.0
-    spans, shards = crosses_nodes(grid, gpu.gpus_per_node), grid.dp * grid.cp
+    spans, shards = crosses_nodes(grid, gpu.gpus_per_node), grid.data_ranks
     buckets = np.ceil(load.num_parameters * recipe.wire.reduce_bytes / _BUCKET_BYTES)
     num_reductions = num_tensors if recipe.wire.reduces_by_tensor else np.minimum(num_tensors, buckets)
     tree = np.where(spans, rates.network.tree_tensor_seconds * np.log2(np.maximum(shards, 2)) * num_reductions, 0.0)
@@ -58,9 +63,15 @@ def data_seconds(grid: Grid, load: StageLoad, gpu: Gpu, recipe: TrainingRecipe, 
     hops = rates.network.hop_seconds * shards * num_tensors * grid.pp
     hops = np.where(spans & (grid.pp > 1) & recipe.wire.reduces_by_tensor, hops, 0.0)
     plain = np.maximum(reduced - last + tree - hidden, 0.0) + last + hops
-    scatter, gather = seconds(recipe.wire.reduce_bytes), seconds(recipe.wire.gather_bytes)
+    scatter, gather = seconds(recipe.wire.reduce_bytes, within), seconds(recipe.wire.gather_bytes, within)
+    # Replicas then all-reduce the shard that each of their ranks has.
+    scatter = scatter + seconds(2.0 * recipe.wire.reduce_bytes, among) / grid.shards
     if recipe.wire.reduces_under_zero1:
         sharded = reduced + gather + copies
+    elif recipe.wire.shows_gathers:
+        nodes = np.maximum(grid.shards * grid.tp / gpu.gpus_per_node, 1.0)
+        chain = np.where(nodes > 1.0, rates.network.hop_seconds * nodes * num_tensors, 0.0)
+        sharded = np.maximum(scatter - hidden, 0.0) + gather + chain
     else:
         sharded = np.maximum(scatter - hidden, 0.0) + np.maximum(gather - 0.5 * hidden, 0.0)
     # Weights are gathered for the forward and again for the backward pass of every micro-batch.
@@ -89,7 +100,7 @@ def optimizer_seconds(grid: Grid, num_parameters: Column, gpu: Gpu, recipe: Trai
 
     Norm, clipping and zeroing read or write the gradients; the update reads and writes states, gradient and weights.
     """
-    shards = grid.dp * grid.cp
+    shards = grid.shards
     held = num_parameters / np.where(grid.zero_stage >= 2, shards, 1)
     updated = num_parameters / np.where(grid.zero_stage >= 1, shards, 1)
     states = recipe.states.master_bytes + recipe.states.moment_bytes

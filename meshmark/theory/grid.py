@@ -42,6 +42,8 @@ class Grid:
     offload: Column
     dp_rank: Column
     """The data-parallel rank whose memory is computed, if ranks hold different amounts. -1 is the fullest."""
+    replicas: Column
+    """Groups of neighbouring data-parallel ranks that each hold all shards (HSDP, or ZeRO within a group)."""
 
     def __len__(self) -> int:
         return len(self.dp)
@@ -49,6 +51,17 @@ class Grid:
     @property
     def num_gpus(self) -> Column:
         return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def data_ranks(self) -> Column:
+        """Ranks that train on different tokens and reduce their gradients: data- and context-parallel ones."""
+        return self.dp * self.cp
+
+    @property
+    def shards(self) -> Column:
+        """Ranks that ZeRO's shards are divided over."""
+        found: Column = self.dp * self.cp // self.replicas
+        return found
 
     @property
     def global_batch(self) -> Column:
@@ -99,6 +112,7 @@ class GridColumns(TypedDict, total=False):
     recompute: npt.ArrayLike
     offload: npt.ArrayLike
     dp_rank: npt.ArrayLike
+    replicas: npt.ArrayLike
 
 
 def make_grid(**columns: Unpack[GridColumns]) -> Grid:
@@ -121,6 +135,7 @@ def make_grid(**columns: Unpack[GridColumns]) -> Grid:
         "recompute": 0,
         "offload": 0,
         "dp_rank": -1,
+        "replicas": 1,
     }
     if unknown := set(columns) - set(defaults):
         raise InputError(f"a grid has no column {', '.join(sorted(unknown))}; it has {', '.join(defaults)}")
@@ -132,7 +147,7 @@ def make_grid(**columns: Unpack[GridColumns]) -> Grid:
             for k, a in zip(defaults, arrays, strict=True)
         }
     )
-    for name in ("dp", "tp", "pp", "cp", "micro_batch", "num_micro_batches", "virtual_stages"):
+    for name in ("dp", "tp", "pp", "cp", "micro_batch", "num_micro_batches", "virtual_stages", "replicas"):
         if len(grid) and (low := int(getattr(grid, name).min())) < 1:
             raise InputError(f"{name} is {low} in a layout, expected at least 1")
     return grid

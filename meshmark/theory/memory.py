@@ -156,7 +156,7 @@ def stage_memory(
     states = state_bytes(_stated(num_parameters, model, grid, recipe, stage), grid, recipe)
     if own := recipe.states.matrix_wise:
         kept = optimizer_state_bytes(own.optimizer, model, stage, own.dtype)
-        states["optimizer"] = kept / np.where(grid.zero_stage >= 1, (grid.dp * grid.cp).astype(float), 1.0)
+        states["optimizer"] = kept / np.where(grid.zero_stage >= 1, grid.shards.astype(float), 1.0)
     held = held_bytes(model, grid, recipe, stage, index)
     logits = _logit_bytes(model, grid, recipe, stage)
     if recipe.eager:
@@ -193,7 +193,7 @@ def stage_memory(
 
 def _stated(num_parameters: Column, model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage) -> Column:
     """Return the parameters that would be planned if every shard were as full as the fullest."""
-    shards = (grid.dp * grid.cp).astype(float) / recipe.replicas
+    shards = grid.shards.astype(float) / recipe.replicas
     if not recipe.deals_rows:
         return num_parameters
     return np.where(grid.zero_stage < 3, num_parameters, shards * dealt_parameters(model, stage, grid.tp, shards))
@@ -239,7 +239,7 @@ def _working_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: 
         0.0,
         layer_activation_bytes(model, _without_recompute(grid), recipe),
     )
-    shards = (grid.dp * grid.cp).astype(float)
+    shards = grid.shards.astype(float)
     largest = max(2 * model.block_parameters, model.vocab_size * model.hidden)
     gathered = np.where(
         (grid.zero_stage >= 3) & (shards > 1),

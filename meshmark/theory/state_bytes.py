@@ -14,7 +14,7 @@ def state_bytes(num_parameters: Column, grid: Grid, recipe: TrainingRecipe) -> d
 
     Stage 1 divides optimizer states and masters by dp, stage 2 also gradients, and stage 3 also weights.
     """
-    shards = (grid.dp * grid.cp).astype(float) / recipe.replicas
+    shards = grid.shards.astype(float) / recipe.replicas
 
     def share(num_bytes: float, from_stage: int) -> Column:
         return num_bytes * num_parameters / np.where(grid.zero_stage >= from_stage, shards, 1)
