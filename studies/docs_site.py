@@ -45,7 +45,8 @@ def on_files(files: Any, config: Any) -> Any:  # noqa: ANN401
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:  # noqa: ANN401
     """Mark a page of reports/ as stale or not as of today, which its committed text cannot know."""
     place = Path(page.file.src_uri)
-    return pages.marked(place.stem, markdown) if place.parent.name == "reports" else markdown
+    known = place.parent.name == "reports" and place.stem in pages.PAGES
+    return pages.marked(place.stem, markdown) if known else markdown
 
 
 def framework_page(name: str) -> str:
