@@ -31,7 +31,7 @@ def wide(x: Tensor) -> Iterator[None]:
         yield
 
 
-class OtherOperations(DDP):
+class OtherParts(DDP):
     """`ddp` whose modules compute by the classes in `parts`. It saves other activations than PyTorch's kernels."""
 
     parts: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = {}
@@ -191,71 +191,71 @@ class ReentrantBlock(Block):
         return checkpoint(super().forward, x_BTC, use_reentrant=True) if self.training else super().forward(x_BTC)
 
 
-class OneHotEmbeddingDDP(OtherOperations):
+class OneHotEmbeddingDDP(OtherParts):
     parts = {nn.Embedding: OneHotEmbedding}
 
 
-class IndexedEmbeddingDDP(OtherOperations):
+class IndexedEmbeddingDDP(OtherParts):
     parts = {nn.Embedding: IndexedEmbedding}
 
 
-class NormByHandDDP(OtherOperations):
+class NormByHandDDP(OtherParts):
     parts = {nn.LayerNorm: NormByHand}
 
 
-class NormByMomentsDDP(OtherOperations):
+class NormByMomentsDDP(OtherParts):
     parts = {nn.LayerNorm: NormByMoments}
 
 
-class EinsumDDP(OtherOperations):
+class EinsumDDP(OtherParts):
     parts = {nn.Linear: EinsumLinear}
 
 
-class TransposedWeightsDDP(OtherOperations):
+class TransposedWeightsDDP(OtherParts):
     parts = {nn.Linear: TransposedLinear}
 
 
-class HalvedProductsDDP(OtherOperations):
+class HalvedProductsDDP(OtherParts):
     parts = {nn.Linear: HalvedLinear}
 
 
-class ProductsByRowsDDP(OtherOperations):
+class ProductsByRowsDDP(OtherParts):
     parts = {nn.Linear: LinearByRows}
 
 
-class HeadByHeadDDP(OtherOperations):
+class HeadByHeadDDP(OtherParts):
     parts = {Attention: HeadByHead}
 
 
-class QueriesInChunksDDP(OtherOperations):
+class QueriesInChunksDDP(OtherParts):
     parts = {Attention: QueriesInChunks}
 
 
-class OnlineSoftmaxDDP(OtherOperations):
+class OnlineSoftmaxDDP(OtherParts):
     parts = {Attention: OnlineSoftmax}
 
 
-class GeluByHandDDP(OtherOperations):
+class GeluByHandDDP(OtherParts):
     parts = {FeedForward: GeluByHand}
 
 
-class SequenceFirstDDP(OtherOperations):
+class SequenceFirstDDP(OtherParts):
     parts = {FeedForward: SequenceFirst}
 
 
-class FeedForwardInChunksDDP(OtherOperations):
+class FeedForwardInChunksDDP(OtherParts):
     parts = {FeedForward: FeedForwardInChunks}
 
 
-class CheckpointedBlocksDDP(OtherOperations):
+class CheckpointedBlocksDDP(OtherParts):
     parts = {Block: CheckpointedBlock}
 
 
-class ReentrantCheckpointsDDP(OtherOperations):
+class ReentrantCheckpointsDDP(OtherParts):
     parts = {Block: ReentrantBlock}
 
 
-class CompiledDDP(OtherOperations):
+class CompiledDDP(OtherParts):
     """Blocks are graphs of AOTAutograd, run without Inductor's kernels."""
 
     def wrap(self, case: Case, context: RankContext) -> DistributedDataParallel:
@@ -300,17 +300,17 @@ class WideLoss(DDPEngine):
         return super().loss_share(outputs.double(), batch).float()
 
 
-class LossByHandDDP(OtherOperations):
+class LossByHandDDP(OtherParts):
     engine = LossByHand
 
 
-class LossByOneHotDDP(OtherOperations):
+class LossByOneHotDDP(OtherParts):
     engine = LossByOneHot
 
 
-class MeanOfMicroBatchDDP(OtherOperations):
+class MeanOfMicroBatchDDP(OtherParts):
     engine = MeanOfMicroBatch
 
 
-class WideLossDDP(OtherOperations):
+class WideLossDDP(OtherParts):
     engine = WideLoss

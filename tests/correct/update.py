@@ -12,14 +12,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshmark.adapter.engine import RankContext
+from meshmark.reference.build import parameter_shapes
+from meshmark.reference.data import Batch
 from meshmark.reference.objective import build_optimizer
 from meshmark.reference.optimizers import parameter_groups, reference_optimizer
 from meshmark.spec.case import Case
+from meshmark.spec.precision import Dtype
 from meshmark.theory.flow import Flow, Purpose, TrafficException
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
+from meshmark.theory.states import ExtraMemory
 from meshmark.theory.update_form import UpdateForm
-from tests.correct.reduction import ByHand, TensorByTensor, TensorByTensorHand
+from tests.correct.reduction import TensorByTensor, TensorByTensorHand, beside_gradients
 
 # --- Norm and clipping.
 
@@ -73,9 +76,7 @@ class SharedNormHand(TensorByTensorHand):
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         group = case.layout.group("dp", rank)
-        norm = Flow(
-            kind="all_reduce", axes="dp", ranks=group, purpose=Purpose.NORM, num_bytes=4, fewest=1, most=1
-        )
+        norm = Flow(kind="all_reduce", axes="dp", ranks=group, purpose=Purpose.NORM, num_bytes=4, fewest=1, most=1)
         return (TrafficException(sends=(norm,), reason="ranks share out the norm's tensors"),)
 
 
@@ -156,6 +157,13 @@ class DecayedLastHand(OtherAdamW):
 class WideUpdateHand(OtherAdamW):
     rule = staticmethod(in_float64)
 
+    @classmethod
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
+        """Seven float64 tensors: gradient, moments, change; the parameter, the change times the rate, and their sum."""
+        largest = max(map(math.prod, parameter_shapes(case.workload.model).values()))
+        num_bytes = 7 * Dtype.FP64.itemsize * largest
+        return (beside_gradients(cls, case, rank, num_bytes, "the update's temporaries are in float64"),)
+
 
 class OtherForm(TensorByTensorHand):
     """PyTorch's AdamW in another of its forms."""
@@ -191,13 +199,14 @@ class GroupEachHand(TensorByTensorHand):
 
 
 class LazyOptimizer(TensorByTensor):
-    """The optimizer is built when it is first needed; and again at every step, from the states of the last one."""
+    """The optimizer is built at every step, with the states of the last one: before the loss scaler, which knows
+    optimizers by their id, first meets it."""
 
-    def update(self) -> Tensor | None:
+    def backward(self, batch: Batch) -> Tensor:
         last = self.optimizer
         self.optimizer = type(last)(last.param_groups)
         self.optimizer.state.update(last.state)
-        return super().update()
+        return super().backward(batch)
 
 
 class LazyOptimizerHand(TensorByTensorHand):
