@@ -1,26 +1,29 @@
 """Correct engines by other hands, each judged by every suite: `python -m benchmarks.correct_engines` leaves
 reports/correct-engines.md.
 
-Exits with 1 when one is accused, or when more than one run in a hundred cannot be judged.
+`--precision` runs a part: the page is of all parts that ran on the same commit. Exits with 1 when one is accused, or when more than one run in a hundred cannot be judged.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshmark.environment import describe
+from meshmark.environment import Environment, describe
 from meshmark.launch.cluster import Cluster, ClusterSpec
 from meshmark.launch.launchers import ForkserverLauncher
 from meshmark.records.record import Record, Status
 from meshmark.report.markdown import table as markdown
 from meshmark.run.runner import Runner, RunOptions
+from meshmark.serial import decode, encode
 from tests.correct.registry import ENGINES, PRECISIONS, cases
 
+PARTS = Path("results/correct-engines/runs.jsonl")
 MOST_UNDECIDED = 0.01
 """Share of runs that may be *cannot tell*."""
 
@@ -29,6 +32,8 @@ MOST_UNDECIDED = 0.01
 class Run:
     """What the suites said of one correct engine in one precision."""
 
+    code: str
+    """Commit and version of torch."""
     engine: str
     precision: str
     accused: tuple[str, ...]
@@ -45,13 +50,19 @@ class Run:
         return "cannot tell" if self.undecided else f"right{self.way}"
 
 
-def run_of(record: Record) -> Run:
+def read_parts() -> list[Run]:
+    """Return the runs of earlier parts."""
+    return [decode(Run, json.loads(line)) for line in PARTS.read_text().splitlines()] if PARTS.exists() else []
+
+
+def run_of(record: Record, code: str) -> Run:
     """Return what the suites said. A pass that did not come to its end counts as an accusation."""
     told = [(v.undecided, f"{v.suite}: {v.summary}") for v in record.verdicts if not v.passed]
     ended = () if record.outcome.status is Status.OK else (f"{record.outcome.status}: {record.outcome.message}",)
     equivalence = record.verdict("equivalence")
     differs = equivalence is not None and "bits differ" in equivalence.summary
     return Run(
+        code=code,
         engine=record.case.adapter,
         precision=str(record.case.precision),
         accused=(*ended, *(text for undecided, text in told if not undecided)),
@@ -71,8 +82,8 @@ def complaints(runs: Sequence[Run]) -> list[str]:
     return found
 
 
-def page(runs: Sequence[Run], text: str) -> str:
-    """Return the page in Markdown. `text` names the machine and the versions."""
+def page(runs: Sequence[Run], here: Environment) -> str:
+    """Return the page in Markdown."""
     by_case = {(run.engine, run.precision): run for run in runs}
     names = list(dict.fromkeys(run.engine for run in runs))
     precisions = list(dict.fromkeys(run.precision for run in runs))
@@ -89,7 +100,7 @@ def page(runs: Sequence[Run], text: str) -> str:
         f"equivalence, memory and communication on two ranks: {len(runs)} runs, {accused} accused, {undecided} cannot "
         "be told.",
         "",
-        f"{text}. The engines are in `tests/correct`; `make correct-engines` writes this page.",
+        f"{here.machine}, commit {here.commit}, {here.date}, torch {here.versions['torch']}. The engines are in `tests/correct`; `make correct-engines` writes this page.",
         "",
         "*Bits differ* stands where an engine computes in another correct way than the twin in 16 bits "
         "([how to read it](../docs/reading.md#a-verdict-in-bf16-or-fp16)).",
@@ -112,18 +123,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = [c for c in cases() if parsed.k in c.adapter and str(c.precision) in parsed.precision.split(",")]
     if not wanted:
         parser.error(f"no engine's name contains {parsed.k!r}, or no such precision: nothing would be shown")
-    runs = []
+    here = describe("cpu", "gloo", 1)
+    code = f"{here.commit}, torch {here.versions['torch']}"
+    runs = {(run.engine, run.precision): run for run in read_parts() if run.code == code}
     with tempfile.TemporaryDirectory() as folder, Cluster(ClusterSpec()) as cluster:
         runner = Runner(ForkserverLauncher(cluster), ENGINES, RunOptions(), Path(folder))
         for case in wanted:
-            runs.append(run_of(runner.observe(case)))
-            print(case.id, runs[-1].result, *runs[-1].accused, *runs[-1].undecided, flush=True)
+            run = run_of(runner.observe(case), code)
+            runs[run.engine, run.precision] = run
+            print(case.id, run.result, *run.accused, *run.undecided, flush=True)
         runner.close()
-    found = complaints(runs)
-    here = describe("cpu", "gloo", 1)
-    text = f"{here.machine}, commit {here.commit}, {here.date}, torch {here.versions['torch']}"
-    parsed.output.write_text(page(runs, text))
-    print(f"{parsed.output}: {'; '.join(found) or f'{len(runs)} runs, no correct engine accused'}")
+    PARTS.parent.mkdir(parents=True, exist_ok=True)
+    PARTS.write_text("".join(json.dumps(encode(run)) + "\n" for run in runs.values()))
+    in_order = [runs[key] for case in cases() if (key := (case.adapter, str(case.precision))) in runs]
+    found = complaints(in_order)
+    parsed.output.write_text(page(in_order, here))
+    print(f"{parsed.output}: {'; '.join(found) or f'{len(in_order)} runs, no correct engine accused'}")
     return 1 if found else 0
 
 
