@@ -1,7 +1,8 @@
 """Correct engines by other hands, each judged by every suite: `python -m benchmarks.correct_engines` leaves
 reports/correct-engines.md.
 
-`--precision` runs a part: the page is of all parts that ran on the same commit. Exits with 1 when one is accused, or when more than one run in a hundred cannot be judged.
+What has run on the same commit before is not run again, so that it may come in pieces (`--precision`, `-k`). Exits
+with 1 when one is accused, or when more than one run in a hundred cannot be judged.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def page(runs: Sequence[Run], here: Environment) -> str:
     by_case = {(run.engine, run.precision): run for run in runs}
     names = list(dict.fromkeys(run.engine for run in runs))
     precisions = list(dict.fromkeys(run.precision for run in runs))
-    rows = [
+    rows: list[dict[str, object]] = [
         {"engine": name, "file": f"`{ENGINES[name].split(':')[0].split('.')[-1]}.py`"}
         | {p: by_case[name, p].result if (name, p) in by_case else "-" for p in precisions}
         for name in names
@@ -100,7 +101,8 @@ def page(runs: Sequence[Run], here: Environment) -> str:
         f"equivalence, memory and communication on two ranks: {len(runs)} runs, {accused} accused, {undecided} cannot "
         "be told.",
         "",
-        f"{here.machine}, commit {here.commit}, {here.date}, torch {here.versions['torch']}. The engines are in `tests/correct`; `make correct-engines` writes this page.",
+        f"{here.machine}, commit {here.commit}, {here.date}, torch {here.versions['torch']}. The engines are in "
+        "`tests/correct`; `make correct-engines` writes this page.",
         "",
         "*Bits differ* stands where an engine computes in another correct way than the twin in 16 bits "
         "([how to read it](../docs/reading.md#a-verdict-in-bf16-or-fp16)).",
@@ -126,15 +128,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     here = describe("cpu", "gloo", 1)
     code = f"{here.commit}, torch {here.versions['torch']}"
     runs = {(run.engine, run.precision): run for run in read_parts() if run.code == code}
-    with tempfile.TemporaryDirectory() as folder, Cluster(ClusterSpec()) as cluster:
+    PARTS.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder, Cluster(ClusterSpec()) as cluster, PARTS.open("a") as file:
         runner = Runner(ForkserverLauncher(cluster), ENGINES, RunOptions(), Path(folder))
         for case in wanted:
-            run = run_of(runner.observe(case), code)
-            runs[run.engine, run.precision] = run
-            print(case.id, run.result, *run.accused, *run.undecided, flush=True)
+            key = case.adapter, str(case.precision)
+            if key not in runs or here.commit.endswith("-dirty"):
+                runs[key] = run_of(runner.observe(case), code)
+                print(json.dumps(encode(runs[key])), file=file, flush=True)
+            print(case.id, runs[key].result, *runs[key].accused, *runs[key].undecided, flush=True)
         runner.close()
-    PARTS.parent.mkdir(parents=True, exist_ok=True)
-    PARTS.write_text("".join(json.dumps(encode(run)) + "\n" for run in runs.values()))
     in_order = [runs[key] for case in cases() if (key := (case.adapter, str(case.precision))) in runs]
     found = complaints(in_order)
     parsed.output.write_text(page(in_order, here))
