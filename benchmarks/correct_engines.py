@@ -88,11 +88,10 @@ def page(runs: Sequence[Run], here: Environment) -> str:
     by_case = {(run.engine, run.precision): run for run in runs}
     names = list(dict.fromkeys(run.engine for run in runs))
     precisions = list(dict.fromkeys(run.precision for run in runs))
-    rows: list[dict[str, object]] = [
-        {"engine": name, "file": f"`{ENGINES[name].split(':')[0].split('.')[-1]}.py`"}
-        | {p: by_case[name, p].result if (name, p) in by_case else "-" for p in precisions}
-        for name in names
-    ]
+    rows: list[dict[str, object]] = []
+    for name in names:
+        told = {p: by_case[name, p].result if (name, p) in by_case else "not run" for p in precisions}
+        rows.append({"engine": name, "file": f"`{ENGINES[name].split(':')[0].split('.')[-1]}.py`", **told})
     accused, undecided = sum(bool(r.accused) for r in runs), sum(bool(r.undecided) and not r.accused for r in runs)
     lines = [
         "# Correct engines by other hands",
@@ -105,7 +104,8 @@ def page(runs: Sequence[Run], here: Environment) -> str:
         "`tests/correct`; `make correct-engines` writes this page.",
         "",
         "*Bits differ* stands where an engine computes in another correct way than the twin in 16 bits "
-        "([how to read it](../docs/reading.md#a-verdict-in-bf16-or-fp16)).",
+        "([how to read it](../docs/reading.md#a-verdict-in-bf16-or-fp16)). Activations and peaks are not judged of engines "
+        "that compute the model by other operations (`activations_known=False` in their recipe); all else is.",
         "",
         markdown(rows),
         "",
