@@ -104,8 +104,8 @@ def page(runs: Sequence[Run], here: Environment) -> str:
         "`tests/correct`; `make correct-engines` writes this page.",
         "",
         "*Bits differ* stands where an engine computes in another correct way than the twin in 16 bits "
-        "([how to read it](../docs/reading.md#a-verdict-in-bf16-or-fp16)). Activations and peaks are not judged of engines "
-        "that compute the model by other operations (`activations_known=False` in their recipe); all else is.",
+        "([how to read it](../docs/reading.md#a-verdict-in-bf16-or-fp16)). Activations and peaks are not judged of "
+        "engines that compute the model by other operations (`activations_known=False` in their recipe); all else is.",
         "",
         markdown(rows),
         "",
