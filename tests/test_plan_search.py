@@ -300,7 +300,7 @@ def test_unknown_names_give_near_matches(call: object, message: str) -> None:
             "divides",
         ),
         (lambda: make_grid(tp=[0]), "tp is 0"),
-        (lambda: make_grid(ep=[2]), "no column ep"),
+        (lambda: make_grid(width=[2]), "no column width"),
         (lambda: model_of_size(175), "at least 1e7"),
         (lambda: Rates(name="x", kernels=KernelRates(gemm_efficiency=57.0)), "a share between 0 and 1"),
         (lambda: Rates(name="x", network=NetworkRates(tp_bandwidth=-1.0)), "0 or more"),

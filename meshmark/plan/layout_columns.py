@@ -50,6 +50,8 @@ READ = (
     "layout",
     *DEGREES,
     "replicas",
+    "ep",
+    "etp",
     "micro_batch",
     "global_batch",
     "gpus",
@@ -121,7 +123,8 @@ def model_of(row: Row, position: int) -> ModelSpec:
     """
     fields = {DIMENSIONS[column]: _dimension(row, column, position) for column in DIMENSIONS if cell(row, column)}
     where, name = f"row {position + 2}", cell(row, "model")
-    if not {"num_layers", "hidden"} & fields.keys():
+    # A row may say only how many layers of a named model there are, as proxies of large ones do.
+    if not {"num_layers", "hidden"} & fields.keys() or ("hidden" not in fields and name in known_models()):
         if not name:
             raise InputError(f"{where} has no model; give a column model, or columns {', '.join(_NEEDED)}")
         try:

@@ -26,6 +26,7 @@ from meshmark.plan.rows import Row
 from meshmark.spec.hardware import MOST_GPUS, Gpu, gpu
 from meshmark.spec.layout import AXES, Layout
 from meshmark.spec.model_spec import Family, ModelSpec
+from meshmark.spec.planned_model import PlannedModel
 from meshmark.theory.grid import OFFLOADS, RECOMPUTES, SCHEDULES, Column, Grid, make_grid
 from meshmark.theory.recipe import TrainingRecipe, recipe
 
@@ -66,6 +67,7 @@ def batches(table: Sequence[Row], machine: Gpu | None = None) -> Iterator[Layout
             [layout for _, layout in members],
             [integer(table[i], "micro_batch", i, usual=1) for i in rows],
             [_replicas(table[i], i, layout) for i, layout in members],
+            [_experts(table[i], i, layout, spec) for i, layout in members],
         )
         _check_gpus(table, rows, grid)
         _check_shards(spec, rows, grid)
@@ -110,7 +112,33 @@ def _replicas(row: Row, position: int, layout: Layout) -> int:
     return count
 
 
-def _grid(layouts: Sequence[Layout], micro_batches: Sequence[int], replicas: Sequence[int]) -> Grid:
+def _experts(row: Row, position: int, layout: Layout, spec: ModelSpec) -> tuple[int, int]:
+    """Return the expert-parallel degree and the tensor-parallel degree of each expert."""
+    ep, etp = (integer(row, column, position, usual=1) for column in ("ep", "etp"))
+    told = expert_misfit(spec, ep, etp, layout.dp * layout.cp * layout.tp)
+    if told:
+        raise InputError(f"row {position + 2}: {told}")
+    return ep, etp
+
+
+def expert_misfit(spec: ModelSpec, ep: int, etp: int, ranks: int) -> str:
+    """Return why a model's experts cannot be divided this way over `ranks` ranks of a stage. Empty if they can."""
+    count = spec.num_experts if isinstance(spec, PlannedModel) else 0
+    if ep * etp == 1:
+        return ""
+    if not count:
+        return f"ep {ep} and etp {etp}, but {spec.name!r} has no experts"
+    if count % ep:
+        return f"ep {ep} does not divide {count} experts of {spec.name!r}"
+    return "" if ranks % (ep * etp) == 0 else f"ep {ep} x etp {etp} do not divide dp x cp x tp, {ranks}"
+
+
+def _grid(
+    layouts: Sequence[Layout],
+    micro_batches: Sequence[int],
+    replicas: Sequence[int],
+    experts: Sequence[tuple[int, int]],
+) -> Grid:
     codes: Mapping[str, Sequence[object]] = {"schedule": SCHEDULES, "recompute": RECOMPUTES, "offload": OFFLOADS}
     columns = {
         field: np.array(
@@ -118,7 +146,8 @@ def _grid(layouts: Sequence[Layout], micro_batches: Sequence[int], replicas: Seq
         )
         for field in DEGREES.values()
     }
-    return make_grid(micro_batch=np.array(micro_batches), replicas=np.array(replicas), **columns)
+    ep, etp = np.array(experts).T
+    return make_grid(micro_batch=np.array(micro_batches), replicas=np.array(replicas), ep=ep, etp=etp, **columns)
 
 
 def _check_gpus(table: Sequence[Row], rows: Sequence[int], grid: Grid) -> None:

@@ -58,6 +58,27 @@ def data_collective_seconds(
     return np.where(shards > 1, np.where(nodes > 1, across, inside), 0.0)
 
 
+def expert_seconds(grid: Grid, token_bytes: Column, chosen: float, rates: Rates, gpus_per_node: int) -> Column:
+    """Return the time to send a rank's tokens to their `chosen` experts and back, forward and backward.
+
+    `token_bytes` are those of one copy of each. A token goes to another node once, however many of its experts are
+    there, over the rank's share of the network, and is copied within the node (DeepEP and HybridEP, Megatron-Core's
+    dispatchers). Experts' ranks are neighbours. Tensor ranks of an expert gather its tokens and reduce its outputs.
+    """
+    ranks = grid.ep * grid.etp
+    near = np.minimum(ranks, gpus_per_node)
+    nodes = ranks / near
+    network = rates.network
+    sent_bytes = chosen * token_bytes
+    inside = sent_bytes * (near - 1.0) / near / network.tp_bandwidth
+    others = (nodes - 1.0) * (1.0 - (1.0 - 1.0 / nodes) ** chosen)
+    across = token_bytes * others / (network.node_bandwidth / gpus_per_node)
+    latency = np.where(ranks > near, network.hop_seconds, network.tp_latency_seconds)
+    gathered = sent_bytes * (grid.etp - 1.0) / network.tp_bandwidth
+    seconds: Column = 4.0 * (latency + np.maximum(inside, across) + gathered)
+    return np.where((ranks > 1) & (sent_bytes > 0), seconds, 0.0)
+
+
 def crosses_nodes(grid: Grid, gpus_per_node: int) -> Column:
     """Return whether the data-parallel groups span nodes."""
     members = np.maximum(gpus_per_node // np.minimum(grid.tp, gpus_per_node), 1)

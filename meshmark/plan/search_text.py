@@ -45,6 +45,8 @@ def print_search(found: Search, top: int, elapsed: float) -> None:
 def _interval(found: Search, row: int) -> str:
     """Return a sentence with the interval of a step time, or that it is unknown."""
     interval = found.prediction.step_seconds_interval
+    if interval is None and found.prediction.model.expert_parameters:
+        return "No interval: half of the published runs of mixtures took 20 % longer or more (reports/validation.md)."
     if interval is None:
         return f"How far runs are from such a prediction is not known of rates {found.prediction.rates.name}."
     low, high = (float(column[row]) for column in interval)
@@ -59,12 +61,18 @@ def _breakdown(found: Search, row: int) -> str:
     return ", ".join(f"{part.replace('_', ' ')} {100 * shares[part]:.0f} %" for part in parts)
 
 
+def _id(found: Search, row: int) -> str:
+    """Return a layout's id, with its expert-parallel degree."""
+    grid = found.prediction.grid
+    return grid.layout(row).id + (f".ep{grid.ep[row]}" if grid.ep[row] > 1 else "")
+
+
 def _line(found: Search, row: int) -> str:
     p = found.prediction
     count, size = p.grid.num_micro_batches[row], p.grid.micro_batch[row]
     assumption, share = decides(found, row)
     return (
-        f"{p.grid.layout(row).id:50} {f'{count} of {size} seq':>15} "
+        f"{_id(found, row):50} {f'{count} of {size} seq':>15} "
         f"{p.tokens_per_second_per_gpu[row]:10.1f} {100 * p.mfu[row]:5.1f}% "
         f"{p.step_seconds[row]:9.3f} {p.memory_bytes[row] / GIB:7.1f} {found.headroom_bytes(row) / GIB:+7.1f}"
         f"  {assumption} {100 * share:.0f} %{', tight' if p.tight[row] else ''}"
@@ -104,7 +112,8 @@ def _layout_json(found: Search, row: int) -> dict[str, object]:
     p = found.prediction
     return {
         "layout": dataclasses.asdict(p.grid.layout(row)),
-        "id": p.grid.layout(row).id,
+        "id": _id(found, row),
+        "ep": int(p.grid.ep[row]),
         "micro_batch": int(p.grid.micro_batch[row]),
         "tight": bool(p.tight[row]),
         "decides": dict(zip(("assumption", "share"), decides(found, row), strict=True)),

@@ -29,6 +29,9 @@ class StageLoad:
     """Parameters that data parallelism reduces on the heaviest pipeline stage, and the computation that overlaps it."""
 
     num_parameters: Column
+    """Those that every data-parallel rank holds: all but experts."""
+    experts: Column
+    """Parameters of the experts on one rank."""
     embedding: Column
     """Parameters of the embedding, which gets its gradient last."""
     num_layers: int
@@ -41,12 +44,16 @@ class StageLoad:
 def data_seconds(grid: Grid, load: StageLoad, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Column:
     """Return the exposed data-parallel communication, by ZeRO stage."""
 
+    same = DataGroup(ranks=grid.expert_shards * grid.replicas, stride=np.maximum(grid.ep * grid.etp // grid.tp, 1))
     within = DataGroup(ranks=grid.shards)
     among = DataGroup(ranks=grid.replicas, stride=grid.shards)
 
     def seconds(bytes_per_parameter: float, group: DataGroup | None = None) -> Column:
         whole, per_node = load.num_parameters, gpu.gpus_per_node
-        return data_collective_seconds(grid, whole, bytes_per_parameter, rates, per_node, group)
+        found = data_collective_seconds(grid, whole, bytes_per_parameter, rates, per_node, group)
+        if group is not among and load.experts.any():
+            found = found + data_collective_seconds(grid, load.experts, bytes_per_parameter, rates, per_node, same)
+        return found
 
     num_tensors = _MATRICES_PER_LAYER * load.num_layers + 2.0
     spans, shards = crosses_nodes(grid, gpu.gpus_per_node), grid.data_ranks
@@ -95,12 +102,14 @@ def tied_seconds(
     return np.where((grid.pp > 1) & model.tied_embeddings, embedding * recipe.wire.reduce_bytes / bandwidth, 0.0)
 
 
-def optimizer_seconds(grid: Grid, num_parameters: Column, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Column:
+def optimizer_seconds(
+    grid: Grid, num_parameters: Column, gpu: Gpu, recipe: TrainingRecipe, rates: Rates, ranks: Column | None = None
+) -> Column:
     """Return the time of the optimizer.
 
     Norm, clipping and zeroing read or write the gradients; the update reads and writes states, gradient and weights.
     """
-    shards = grid.shards
+    shards = grid.shards if ranks is None else ranks
     held = num_parameters / np.where(grid.zero_stage >= 2, shards, 1)
     updated = num_parameters / np.where(grid.zero_stage >= 1, shards, 1)
     states = recipe.states.master_bytes + recipe.states.moment_bytes
