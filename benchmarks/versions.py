@@ -125,7 +125,8 @@ def new_failures(records: Sequence[Record], sets: dict[str, list[Record]]) -> li
 
 def page(sets: dict[str, list[Record]]) -> str:
     """Return the page, in Markdown: outcomes by adapter, what fails, and the versions of each set."""
-    adapters = dict.fromkeys(record.case.adapter for records in sets.values() for record in records)
+    ran = [r for records in sets.values() for r in records if r.outcome.status is not Status.SKIPPED]
+    adapters = dict.fromkeys(record.case.adapter for record in ran)
     outcomes = [
         {"adapter": code(adapter), **{name: _outcome(adapter, records) for name, records in sets.items()}}
         for adapter in adapters
@@ -165,7 +166,7 @@ def _outcome(adapter: str, records: Sequence[Record]) -> str:
     own = [record for record in records if record.case.adapter == adapter]
     ran = [record for record in own if record.outcome.status is not Status.SKIPPED]
     if not ran:
-        return inline(own[0].outcome.message) if own else "not run"
+        return f"skipped: {inline(own[0].outcome.message)}" if own else "not run"
     right = sum(not wrong(record) for record in ran)
     return f"{right} of {len(ran)}"
 

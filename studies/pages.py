@@ -123,6 +123,8 @@ PAGES: dict[str, Page] = {
     ),
     "coatnet": Page(anew="make coatnet: measures for 6 minutes; it keeps no records"),
     "validation": Page(anew="make validate: fits rates for minutes, from baselines/ alone; tests hold it", needs=()),
+    "versions": Page(anew="make versions: installs and runs other versions of frameworks; it keeps no records"),
+    "validation-runs": Page(anew="make validate: as validation.md", needs=()),
     "dry-runs": Page(anew="make dry-runs: runs ranks of worlds of 16,384; it keeps no records"),
     "power": Page(anew="make power: 29 minutes; what it measured was not kept", needs=(*MEASURES, "tests/broken")),
     "gate": Page(anew="make gate: 35 minutes of launches; its pairs were not kept", needs=("meshmark/regression",)),

@@ -33,6 +33,12 @@ def test_a_reproducer_shows_its_defect(reproducer: Reproducer) -> None:
     assert any(end.startswith("expected: ") and "; got: " in end for end in ends), f"it shows nothing: {ends}"
 
 
+def test_no_reproducer_is_long() -> None:
+    """A maintainer reads it at a glance: fewer than 40 lines with code."""
+    lengths = {each.name: sum(bool(line.strip()) for line in each.source.splitlines()) for each in REPRODUCERS}
+    assert {name: length for name, length in lengths.items() if length >= 40} == {}
+
+
 @pytest.mark.parametrize("name, target", known_adapters().items())
 def test_a_known_gap_names_a_reproducer_of_an_installed_distribution(name: str, target: str) -> None:
     names = {each.name for each in REPRODUCERS}
