@@ -42,6 +42,8 @@ ROSTER: dict[str, str] = {
     "fsdp2-noreshard": "meshmark.adapters.fsdp2:FSDP2NoReshard",
     "fsdp2-reshard2": "meshmark.adapters.fsdp2:FSDP2Reshard2",
     "fsdp2-hsdp": "meshmark.adapters.fsdp2:FSDP2HSDP",
+    "fsdp2-nosync": "meshmark.adapters.fsdp2:FSDP2NoSync",
+    "fsdp2-hsdp-noallreduce": "meshmark.adapters.fsdp2:FSDP2HSDPNoAllReduce",
     "fsdp2-offload": "meshmark.adapters.fsdp2:FSDP2Offload",
     "fsdp2-recommended": "meshmark.adapters.fsdp2:FSDP2Recommended",
     "deepspeed-zero0": "meshmark.adapters.deepspeed.replicated:DeepSpeedZero0",

@@ -17,7 +17,7 @@ from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.ulysses import UlyssesAttention
 from meshmark.adapters.fairscale import FairScaleFSDP
 from meshmark.adapters.fsdp1 import FSDP1
-from meshmark.adapters.fsdp2 import FSDP2
+from meshmark.adapters.fsdp2 import FSDP2, FSDP2HSDP
 from meshmark.adapters.pipeline_nd import PipelineFSDP2
 from meshmark.adapters.tensor_parallel import TensorParallel
 from meshmark.judge.faults import Fault
@@ -58,6 +58,13 @@ class KeepsWeights(Adapter):
         return Keeping().build(case, context)
 
 
+class FSDP2ReducesEach(Adapter):
+    """HSDP whose replicas reduce every micro-batch, though once a step was asked for."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return FSDP2HSDP().build(case, context)
+
+
 class FullShard(Adapter):
     """FSDP1, whatever strategy was chosen."""
 
@@ -77,6 +84,19 @@ class ShardsOverAll(Adapter):
 
     def build(self, case: Case, context: RankContext) -> Engine:
         return AccelerateFSDP2().build(case, context)
+
+
+class ForgetsPartialSums(Broken):
+    """What was reduced within a replica before the last micro-batch never gets to the other replicas."""
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        with super().micro_batch(last):
+            yield
+        for part in self.module.modules():  # type: ignore[attr-defined]
+            state = getattr(part, "_get_fsdp_state", lambda: None)()
+            for group in getattr(state, "_fsdp_param_groups", ()):
+                group._partial_reduce_output = None
 
 
 class ReplicasAlone(Broken):
@@ -211,6 +231,9 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("fsdp2-hsdp fsdp2-reshard2", ShardsPlainly, suite="communication", layout=FOUR),
     *_on("fsdp2-recommended", KeepsWeights, suite="communication", layout=TWO),
     *_on("fsdp2-hsdp", g.AveragedTwice, F.SCALED, layout=FOUR),
+    *_on("fsdp2-nosync", ShardsPlainly, suite="communication", layout=TWO),
+    *_on("fsdp2-hsdp-noallreduce", FSDP2ReducesEach, suite="communication", layout=FOUR),
+    *_on("fsdp2-hsdp-noallreduce", ForgetsPartialSums, layout=FOUR),
     *_on("fsdp1-shard-grad-op", FullShard, suite="communication", layout=TWO),
     *_on("fsdp1-hybrid", FullShard, suite="communication", layout=FOUR),
     *_on("fsdp1 fsdp1-shard-grad-op", g.OverMicroBatches, F.SCALED, layout=TWO),
