@@ -16,8 +16,8 @@ from benchmarks.reach import mutate
 from benchmarks.reach.attempts import End, read_readings, tried_before
 from benchmarks.reach.launcher import CoveringLauncher
 from benchmarks.reach.measured import Measured, load
-from benchmarks.reach.mutants import MutatingLauncher
 from benchmarks.reach.mutate import Mutation, change_of, install, mutations
+from benchmarks.reach.mutating_launcher import MutatingLauncher
 from benchmarks.reach.options import SOURCES, Excluded, Standing, excluded, stale, standing
 from benchmarks.reach.page import page
 from benchmarks.reach.runs import SUITES_OF_FOUR, SUITES_OF_TWO
@@ -88,6 +88,7 @@ def test_every_exclusion_has_a_reason_and_is_no_judged_or_unjudged_standing() ->
 
 _INTROSPECT = """
 import json
+from benchmarks.reach.mutating_launcher import MutatingLauncher
 from benchmarks.reach.options import SOURCES
 print(json.dumps({source.name: source.options() for source in SOURCES}))
 """

@@ -9,32 +9,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import NoReturn
 
 from benchmarks.reach.attempts import TRIED, Attempt, End, tried_before
-from benchmarks.reach.launcher import UNTRACED
-from benchmarks.reach.mutate import Mutation, change_of, install, mutations
+from benchmarks.reach.mutate import Mutation, change_of, mutations
+from benchmarks.reach.mutating_launcher import MutatingLauncher
 from benchmarks.reach.runs import RESULTS, Pass, done, passes
 from benchmarks.reach.scope import DISTRIBUTIONS, MODULES, framework_of, statements
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.conformance.clauses import CLAUSES
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.launch.cluster import Cluster, ClusterSpec
-from meshmark.launch.launch import LaunchResult, launch_with
-from meshmark.launch.launchers import ForkedRanks, ForkserverLauncher
-from meshmark.launch.rank import run_forked_rank
-from meshmark.launch.ranks import RankInfo
 from meshmark.records.record import Record, Status
-from meshmark.records.request import Request
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.serial import encode
 from meshmark.spec.case import Case
@@ -46,60 +37,6 @@ PATIENCE_SECONDS = 25.0
 SEED = 20261124
 MOST_PASSES = 6
 """Of the suites; clauses come on top."""
-
-
-# --- Launching.
-
-
-class MutatedRanks(ForkedRanks):
-    """Ranks that run a mutant."""
-
-    def __init__(self, *arguments: object, mutation: Mutation, folder: str) -> None:
-        super().__init__(*arguments)  # type: ignore[arg-type]
-        self._mutation, self._folder = mutation, folder
-
-    def start(self) -> None:
-        for info in self._ranks:
-            self._pids[info.rank] = self._server.call(
-                run_mutated_rank, self._request, info, self._mutation, self._folder
-            )
-
-
-class MutatingLauncher(ForkserverLauncher):
-    """Launcher whose ranks run `mutation`, where there is one."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        super().__init__(cluster)
-        self.mutation: Mutation | None = None
-        self.changed = 0
-        """Functions that were changed in ranks of the last launch, 0 also where the module was imported later."""
-        self.complaint = ""
-        """Why a rank could not be given the mutation."""
-
-    def launch(self, request: Request, world_size: int, *, alone: bool = False) -> LaunchResult:
-        mutation = self.mutation
-        if mutation is None or request.task in UNTRACED:
-            return super().launch(request, world_size, alone=alone)
-        with TemporaryDirectory(prefix="mutant") as folder:
-
-            def start(request: Request, ranks: Sequence[RankInfo]) -> ForkedRanks:
-                return MutatedRanks(self._server(request), request, ranks, mutation=mutation, folder=folder)
-
-            result = launch_with(start, self.cluster, request, world_size, alone=alone)
-            left = [path.read_text() for path in Path(folder).iterdir()]
-        self.changed = max((int(text) for text in left if text.isdigit()), default=0)
-        self.complaint = next((text for text in left if not text.isdigit()), "")
-        return result
-
-
-def run_mutated_rank(request: Request, info: RankInfo, mutation: Mutation, folder: str) -> NoReturn:
-    """Run a rank with `mutation`, and leave in `folder` how many functions have it."""
-    try:
-        told = str(install(mutation))
-    except Exception as error:  # then nothing is known of the mutant, which is not its end
-        told = f"not mutated: {error!r}"
-    (Path(folder) / str(os.getpid())).write_text(told)
-    run_forked_rank(request, info)
 
 
 # --- Choosing.

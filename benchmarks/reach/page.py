@@ -66,8 +66,8 @@ def page(found: Measured, attempts: Sequence[Attempt] = (), readings: Mapping[st
         f"{', '.join(f'{name} {version}' for name, version in found.versions.items())}.",
         f"Made by `make reach` on {inline(found.made_on)} at {found.commit}: {found.num_suites} cases of the suites "
         f"and {found.num_scenarios} passes of conformance, under coverage.py, in {found.seconds / 60:.0f} minutes of "
-        f"launches. {found.num_unjudged} more passes, such as those that kill a rank, came to no end and count for nothing. "
-        + (f"{found.left} cases of the list were not run, those in bf16. " if found.left else "")
+        f"launches. {found.num_unjudged} more passes, such as those that kill a rank, came to no end and do not count. "
+        + (f"{found.left} units of the list were not run. " if found.left else "")
         + "[How reach is measured](../docs/reach.md) has the rules.",
         "## Lines",
         table([_row(entry, share) for entry, share in sorted(shares.items(), key=lambda item: item[1].share)]),
