@@ -47,6 +47,8 @@ ROSTER: dict[str, str] = {
     "fsdp2-offload": "meshmark.adapters.fsdp2:FSDP2Offload",
     "fsdp2-recommended": "meshmark.adapters.fsdp2:FSDP2Recommended",
     "deepspeed-zero0": "meshmark.adapters.deepspeed.replicated:DeepSpeedZero0",
+    "deepspeed-whole-buckets": "meshmark.adapters.deepspeed.variants:DeepSpeedWholeBuckets",
+    "deepspeed-reduce-to-ranks": "meshmark.adapters.deepspeed.variants:DeepSpeedReduceToRanks",
     "deepspeed-offload": "meshmark.adapters.deepspeed.variants:DeepSpeedOffload",
     "deepspeed-offload-params": "meshmark.adapters.deepspeed.variants:DeepSpeedOffloadParams",
     "deepspeed-checkpointing": "meshmark.adapters.deepspeed.checkpointing:DeepSpeedCheckpointing",

@@ -44,7 +44,16 @@ CLAUSES_OF = (
 SUITES_OF_TWO = (
     *("ddp", "fsdp2", "deepspeed", "megatron", "gpipe", "pipeline", "accelerate", "accelerate-fsdp2"),
     *("fairscale-oss", "fairscale-fsdp", "fsdp1", "fsdp1-shard-grad-op", "ddp-zero1", "tp", "ddp-static"),
-    *("fsdp2-noreshard", "fsdp2-nosync", "fsdp2-offload", "fsdp2-recommended", "ddp-recommended", "deepspeed-zero0"),
+    *(
+        "deepspeed-whole-buckets",
+        "deepspeed-reduce-to-ranks",
+        "fsdp2-noreshard",
+        "fsdp2-nosync",
+        "fsdp2-offload",
+        "fsdp2-recommended",
+        "ddp-recommended",
+        "deepspeed-zero0",
+    ),
     *("deepspeed-offload", "deepspeed-offload-params", "deepspeed-recommended", "deepspeed-pipeline"),
     *("deepspeed-ulysses", "megatron-gpt", "fabric-ddp", "fabric-fsdp", "fabric-deepspeed", "accelerate-fsdp1"),
     *("accelerate-deepspeed", "fairscale-oss-ddp", "fairscale-fsdp-unflattened", "fairscale-fsdp-noreshard"),

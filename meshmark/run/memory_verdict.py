@@ -43,8 +43,8 @@ _MEND_ACTIVATIONS = (
 )
 _MEND_MORE = (
     "the allocator counts bytes that are in no plan: first see whether they grow with depth (`--model layers=8`), with "
-    "micro-batches (`--layouts`) or with steps (`--endurance`). What grows is kept for too long, and is the framework's "
-    "to mend. Only a size that follows from the framework's algorithm goes into `Adapter.extra_memory`, with the reason"
+    "micro-batches (`--layouts`) or with steps (`--endurance`). What grows is kept for too long, which the framework "
+    "is to mend. Only a size that follows from its algorithm goes into `Adapter.extra_memory`, with the reason"
 )
 _MEND_GROWTH = (
     "memory grows from step to step, which no declaration covers: find out what the framework keeps, for example with "

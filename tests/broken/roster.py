@@ -38,6 +38,7 @@ SHARED = Layout(cp=2, zero_stage=3, num_micro_batches=4)
 REDUCED = Layout(dp=2, num_micro_batches=4)
 TWO, FOUR = Layout(dp=2, zero_stage=3, num_micro_batches=4), Layout(dp=4, zero_stage=3, num_micro_batches=2)
 
+PARTED = Layout(dp=2, zero_stage=2, num_micro_batches=4)
 AGAIN = replace(TWO, recompute=Recompute.FULL)
 
 
@@ -131,6 +132,15 @@ class AsTheorySays(Adapter):
 
     def build(self, case: Case, context: RankContext) -> Engine:
         return DeepSpeed().build(case, context)
+
+
+class BucketsNotReduced(Broken):
+    """Every rank keeps its part of its own gradients, as if the bucket had been reduced."""
+
+    zero: Any
+
+    def prepare(self) -> None:
+        self.zero.gradient_reduction_w_predivide = lambda tensor, dtype: tensor
 
 
 class AveragedOverTokens(Broken):
@@ -231,6 +241,8 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("fsdp2-hsdp fsdp2-reshard2", ShardsPlainly, suite="communication", layout=FOUR),
     *_on("fsdp2-recommended", KeepsWeights, suite="communication", layout=TWO),
     *_on("fsdp2-hsdp", g.AveragedTwice, F.SCALED, layout=FOUR),
+    *_on("deepspeed-whole-buckets", BucketsNotReduced, F.NOT_REDUCED, layout=PARTED),
+    *_on("deepspeed-reduce-to-ranks", AsTheorySays, suite="communication", layout=PARTED),
     *_on("fsdp2-nosync", ShardsPlainly, suite="communication", layout=TWO),
     *_on("fsdp2-hsdp-noallreduce", FSDP2ReducesEach, suite="communication", layout=FOUR),
     *_on("fsdp2-hsdp-noallreduce", ForgetsPartialSums, layout=FOUR),
