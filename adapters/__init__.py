@@ -38,6 +38,7 @@ ROSTER: dict[str, str] = {
     "pipeline-dualpipev": "meshmark.adapters.pipeline_orders:DualPipeV",
     "fsdp1": "meshmark.adapters.fsdp1:FSDP1",
     "fsdp1-shard-grad-op": "meshmark.adapters.fsdp1:FSDP1ShardGradOp",
+    "fsdp1-nosync": "meshmark.adapters.fsdp1:FSDP1NoSync",
     "fsdp1-hybrid": "meshmark.adapters.fsdp1:FSDP1Hybrid",
     "fsdp2-noreshard": "meshmark.adapters.fsdp2:FSDP2NoReshard",
     "fsdp2-reshard2": "meshmark.adapters.fsdp2:FSDP2Reshard2",

@@ -243,6 +243,7 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("fsdp2-hsdp", g.AveragedTwice, F.SCALED, layout=FOUR),
     *_on("deepspeed-whole-buckets", BucketsNotReduced, F.NOT_REDUCED, layout=PARTED),
     *_on("deepspeed-reduce-to-ranks", AsTheorySays, suite="communication", layout=PARTED),
+    *_on("fsdp1-nosync", FullShard, suite="communication", layout=TWO),
     *_on("fsdp2-nosync", ShardsPlainly, suite="communication", layout=TWO),
     *_on("fsdp2-hsdp-noallreduce", FSDP2ReducesEach, suite="communication", layout=FOUR),
     *_on("fsdp2-hsdp-noallreduce", ForgetsPartialSums, layout=FOUR),
