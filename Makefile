@@ -2,12 +2,18 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-# `make report REPORT=reports/report.md` publishes. Nothing that git tracks is touched unless asked.
+# `make keep NAME=report` publishes it. Nothing that git tracks is touched unless asked.
 REPORT ?= results/report.md
 
+<<<<<<< HEAD
 .PHONY: help install env report conformance test lint types docs clean \
         tables twins validate convergence throttled scale dry-runs coatnet architectures trainers roster roster-page \
         reach reach-mutants power power-page power-long chaos fuzz gate cluster-test size bench gpu horovod
+=======
+.PHONY: help install env report pages keep conformance test test-slow lint types docs clean \
+        tables twins validate convergence throttled scale versions dry-runs coatnet architectures trainers roster roster-page \
+        power power-page power-long chaos fuzz gate cluster-test size bench gpu horovod
+>>>>>>> main
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1  /p' Makefile | awk -F '  ' '{printf "make %-14s %s\n", $$1, $$2}'
@@ -36,10 +42,16 @@ report: install  ## Run the suites on this machine's CPU (2 and 4 ranks); leave 
 	rm -f results/report/records.jsonl
 	$(BIN)/meshmark run suites/report.toml; status=$$?; $(BIN)/meshmark report results/report -o $(REPORT) && exit $$status
 
+pages: install  ## Render the pages of reports/ from committed records, and mark those that are stale. Runs nothing.
+	OMP_NUM_THREADS=1 $(BIN)/python -m studies.pages
+
+keep: install  ## Keep results/NAME (report, conformance, scale, trainers) as the records of its page, and render it.
+	$(BIN)/python -m studies.pages --keep $(NAME)
+
 conformance: install  ## Hold every adapter of the core to every clause: reports/conformance.md.
 	rm -f results/conformance/records.jsonl
 	$(BIN)/python -m pytest suites/test_conformance.py --results results/conformance; status=$$?; \
-	$(BIN)/meshmark report results/conformance -o reports/conformance.md && exit $$status
+	$(BIN)/python -m studies.pages --keep conformance && exit $$status
 
 gpu:  ## Run on this machine's GPU with its own PYTHON=, in pieces: results/gpu. One piece: python -m benchmarks.gpu NAME.
 	$(PYTHON) -m benchmarks.gpu
@@ -53,8 +65,13 @@ horovod: install  ## Build Horovod into the environment, for the adapters that n
 # longest come first (tests/conftest.py), which xdist would reorder. pytest-benchmark, which no test of Meshmark uses,
 # warns of several at once. A hundred processes that kept no bytecode would each compile Meshmark anew. More than one
 # OpenMP thread a process makes threads of three files wait for one another in a loop: tests then take four times as long.
-test: install  ## Test Meshmark.
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -p no:benchmark
+TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -p no:benchmark
+
+test: install  ## Test Meshmark, without what is slow.
+	$(TEST) -m "not slow"
+
+test-slow: install  ## The tests that `make test` leaves out, such as mutants that train for long. CI runs both.
+	$(TEST) -m slow
 
 lint: install  ## Check style.
 	$(BIN)/ruff check .
@@ -85,12 +102,15 @@ validate: install  ## How far off the planner is, with goals: reports/validation
 convergence: install  ## Algorithms against their papers' rates, and to a target: reports/convergence.md.
 	OMP_NUM_THREADS=1 $(BIN)/python -m studies.convergence
 
+versions: install  ## The suites under the oldest and the newest versions, in environments of their own: reports/versions.md.
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.versions $(SETS)
+
 throttled: install  ## Steps of algorithms on throttled links, as root: baselines/throttled.csv.
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.throttled
 
 scale: install  ## Single ranks of worlds of 8 and 64, each alone, against the plan: reports/scale.md.
 	rm -f results/scale/records.jsonl
-	$(BIN)/meshmark run suites/scale.toml; status=$$?; $(BIN)/meshmark report results/scale -o reports/scale.md && exit $$status
+	$(BIN)/meshmark run suites/scale.toml; status=$$?; $(BIN)/python -m studies.pages --keep scale && exit $$status
 
 dry-runs: install  ## Theory at 1,024 and 16,384 ranks, each seen from single ranks: reports/dry-runs.md.
 	$(BIN)/python -m studies.dry_runs
@@ -102,7 +122,7 @@ architectures: install  ## Models of Hugging Face Transformers under four framew
 	$(BIN)/python -m studies.architectures
 
 trainers: install  ## What trainers that own their loop really optimise: reports/trainers.md.
-	$(BIN)/python -m studies.trainers
+	$(BIN)/python -m studies.trainers && $(BIN)/python -m studies.pages --keep trainers
 
 roster: install  ## Every adapter, variants too, by capability: reports/roster.md. Goes on where it was cut off.
 	$(BIN)/python -m benchmarks.roster

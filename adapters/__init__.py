@@ -88,6 +88,8 @@ ROSTER: dict[str, str] = {
     "accelerate-hsdp": "meshmark.adapters.accelerate:AccelerateHSDP",
     "accelerate-fsdp2-launched": "meshmark.adapters.accelerate.launched:AccelerateFSDP2Launched",
     "accelerate-fsdp1": "meshmark.adapters.accelerate.fsdp1:AccelerateFSDP1",
+    "accelerate-loop": "meshmark.adapters.accelerate.loop:AccelerateScript",
+    "accelerate-loop-recommended": "meshmark.adapters.accelerate.loop:AccelerateScriptRecommended",
     "plain-loop": "meshmark.adapters.plain_loop:PlainLoop",
     "hf-trainer": "meshmark.adapters.hf_trainer:HFTrainer",
     "hf-trainer-fsdp2": "meshmark.adapters.hf_trainer:HFTrainerFSDP2",

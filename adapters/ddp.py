@@ -29,7 +29,7 @@ from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException
 from meshmark.theory.model_theory import theory_of
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.states import ExtraMemory
-from meshmark.theory.traffic import step_traffic
+from meshmark.theory.traffic import METERED_STEP, step_traffic
 
 # Functions of its own, for DDP lets PyTorch's run on NCCL alone (it knows them by name), though gloo sums bf16 too.
 _HOOKS: dict[Dtype, Callable[[dist.ProcessGroup, Any], Future[Tensor]]] = {
@@ -122,7 +122,20 @@ class DDPStatic(DDP):
             most_calls=1,
             reason="ranks count which parameters the graph uses, once",
         )
-        return (*super().one_time_traffic(case, rank), used)
+        laid_out = tuple(
+            OneTimeTraffic(
+                kind="broadcast",
+                steps=(METERED_STEP,),
+                least_bytes=flow.num_bytes,
+                most_bytes=flow.num_bytes,
+                least_calls=flow.fewest,
+                most_calls=flow.most,
+                reason=exception.reason,
+            )
+            for exception in _layout_of_buckets(case, rank)
+            for flow in exception.sends
+        )
+        return (*(laid_out or super().one_time_traffic(case, rank)), used)
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
@@ -132,16 +145,20 @@ class DDPStatic(DDP):
         def each(flow: Flow) -> Flow:
             return replace(flow, num_bytes=count * flow.num_bytes, fewest=count, most=count * flow.most)
 
-        laid_out = _layout_of_buckets(case, rank) if count == 1 < case.layout.dp else ()
         return (
             *exceptions_for(step_traffic(case, rank) if count > 1 else None, Purpose.GRADIENTS, reason, each),
-            *laid_out,
+            *_layout_of_buckets(case, rank),
         )
 
 
 def _layout_of_buckets(case: Case, rank: int) -> tuple[TrafficException, ...]:
-    """Told once, in the third forward pass: one number a tensor, one of all and one a bucket (`sync_bucket_indices` of
-    PyTorch's reducer.cpp)."""
+    """Return what the metered step sends once, in the third forward pass of a static graph; nothing if that pass is in
+    another step.
+
+    It is one number a tensor, one for all of them, and one a bucket (`sync_bucket_indices` in PyTorch's reducer.cpp).
+    """
+    if not case.layout.num_micro_batches == 1 < case.layout.dp:
+        return ()
     itemsize = case.precision.accumulation.itemsize
     shapes = {n: shape for n, shape in parameter_shapes(case.workload.model).items() if case.workload.trains(n)}
     sizes = [itemsize * math.prod(shape) for shape in reversed(shapes.values())]

@@ -57,6 +57,7 @@ def page(records: Sequence[Record], adapters: Adapters, trials: Sequence[Trial],
     observed = [record for record in plain if record.task is Task.OBSERVE]
     tables = [_matrix(title, observed, adapters, found) for title in _PARTS]
     overview = [_overview(name, adapters[name], plain, records, found) for name in adapters]
+    overview.sort(key=lambda row: [row[column] for column in ("cases right", "clauses", "fastest")].count("not run"))
     parts = [
         "# The roster: system by capability",
         f"Made by `make roster` on {inline(made_on)}, of {_commits(records)}.\n\n{_INTRO}",

@@ -11,14 +11,14 @@ from typing import Any
 
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import builtin_adapters, load_adapter
+from meshmark.conformance.finding import ClauseResult
 from meshmark.conformance.reproducers import Reproducer, failed_clauses, read_reproducers
-from meshmark.records.record_file import read_records
 from meshmark.report.markdown import inline, table
 from meshmark.report.results import CaseResult, results
 from meshmark.report.which import measured_rows
+from studies import pages
 
 ROOT = Path(__file__).parents[1]
-MEASURED = ROOT / "baselines" / "epyc-2cpu"
 FRAMEWORKS = {
     "pytorch": "PyTorch",
     "deepspeed": "DeepSpeed",
@@ -43,6 +43,13 @@ def on_files(files: Any, config: Any) -> Any:  # noqa: ANN401
     return files
 
 
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:  # noqa: ANN401
+    """Mark a page of reports/ as stale or not as of today, which its committed text cannot know."""
+    place = Path(page.file.src_uri)
+    known = place.parent.name == "reports" and place.stem in pages.PAGES
+    return pages.marked(place.stem, markdown) if known else markdown
+
+
 def framework_page(name: str) -> str:
     """Return the page of a framework: its adapters, its defects, what was measured, and what is refused.
 
@@ -51,12 +58,14 @@ def framework_page(name: str) -> str:
     adapters = {key: load_adapter(target) for key, target in builtin_adapters().items()}
     own = {key: adapter for key, adapter in adapters.items() if _framework_of(adapter) == name}
     defects = [each for each in read_reproducers() if _page_of(each) == name]
-    measured = results(read_records(MEASURED, latest=True).records)
+    measured = results(pages.measured())
     parts = [
         f"# {FRAMEWORKS[name]}",
         f"Run it on two ranks:\n\n    pytest suites --adapters {next(iter(own))} --world 2",
         "## What it gets wrong",
         _defects(defects),
+        "## What it keeps",
+        _clauses(own),
         "## What was measured",
         _measured([r for r in measured if r.case.adapter in own], measured),
         "## Adapters",
@@ -89,6 +98,30 @@ def _defects(defects: Sequence[Reproducer]) -> str:
         issue = f" [Upstream issue]({each.upstream})." if each.upstream else ""
         lines.append(f"- [{each.title}](../reports/gaps.md#{each.name}). {each.symptom}{fails}{issue}")
     return "\n".join(lines)
+
+
+def _clauses(adapters: dict[str, type[Adapter]]) -> str:
+    """Return what came of the clauses, a line an adapter."""
+    lines = []
+    for column in pages.clauses_of("conformance").columns:
+        if column.base.adapter in adapters:
+            by = {
+                result: [name for name, finding in column.findings.items() if finding.result is result]
+                for result in ClauseResult
+            }
+            parts = [
+                f"{word} {', '.join(by[result])}"
+                for result, word in (
+                    (ClauseResult.PASS, "keeps"),
+                    (ClauseResult.KNOWN_GAP, "**fails**, a known gap:"),
+                    (ClauseResult.FAIL, "**fails**"),
+                    (ClauseResult.UNSUPPORTED, "gives no answer to"),
+                )
+                if by[result]
+            ]
+            lines.append(f"- **{column.title}** ({column.base.layout.id}) {'; '.join(parts)}.")
+    about = "The evidence of each is on the page [Conformance](../reports/conformance.md)."
+    return "\n".join([*lines, "", about]) if lines else "Its clauses are in [the roster](../reports/roster.md)."
 
 
 def _measured(own: Sequence[CaseResult], every: Sequence[CaseResult]) -> str:

@@ -18,11 +18,11 @@ from pathlib import Path
 
 from meshmark.adapter.loop import GREENLET
 from meshmark.adapter.registry import builtin_adapters, load_adapter
-from meshmark.conformance.clauses import CLAUSES, judge_clause
 from meshmark.conformance.finding import ClauseResult
 from meshmark.judge.faults import Diagnosis, Fault
 from meshmark.records.record import Record
 from meshmark.records.record_file import read_records
+from meshmark.report.conformance import AdapterColumn, columns
 from meshmark.report.markdown import inline
 from meshmark.report.markdown import table as markdown
 from meshmark.report.results import CaseResult, newest, results
@@ -61,10 +61,11 @@ def run(chosen: Sequence[str]) -> None:
         subprocess.run([*base, *models, *suites], check=False)
 
 
-def page(records: Sequence[Record]) -> str:
-    """Return the page of what the records say."""
+def page(records: Sequence[Record], clauses: Sequence[AdapterColumn]) -> str:
+    """Return the page of what the records and the judged clauses say."""
     every = [result for result in results([r for r in records if not r.conformance.scenario]) if not result.skipped]
-    rows = [_row(result, records) for result in sorted(every, key=lambda result: adapters().index(result.case.adapter))]
+    rows = [_row(result, clauses) for result in sorted(every, key=lambda result: adapters().index(result.case.adapter))]
+    rows.sort(key=lambda row: row["optimises"] != _RIGHT)
     environment = newest(records).environment
     versions = ", ".join(f"{name} {number}" for name, number in sorted(environment.versions.items()))
     right = sum(row["optimises"] == _RIGHT for row in rows)
@@ -81,6 +82,7 @@ two micro-batches each, rows of unequal length, in float32.
 
 **{right} of {len(rows)} optimise the mean over all tokens of the global batch**, with the optimizer that they were
 asked for. What the others do instead is in the table; it is what they do by the arguments that they have here.
+Rows of `-recommended` are trainers with their own defaults; `hf-trainer` is `transformers.Trainer`.
 
 {markdown(rows)}
 
@@ -105,7 +107,7 @@ _SAME_BITS = "bitwise equal"
 """How the clause's evidence starts where both halves are one run."""
 
 
-def _row(result: CaseResult, records: Sequence[Record]) -> dict[str, object]:
+def _row(result: CaseResult, clauses: Sequence[AdapterColumn]) -> dict[str, object]:
     record = result.observed
     workload = result.case.workload.name.partition(".")[0]
     row: dict[str, object] = {"trainer": result.case.adapter, "model": workload, "layout": result.case.layout.id}
@@ -118,7 +120,7 @@ def _row(result: CaseResult, records: Sequence[Record]) -> dict[str, object]:
         **row,
         "optimises": _RIGHT if right else f"**{inline(clip(_wrong(record.equivalence.diagnosis), 200))}**",
         "memory and traffic": f"**not as planned: {', '.join(other)}**" if other else "as planned",
-        "resumes": _resumes(result, records),
+        "resumes": _resumes(result, clauses),
     }
 
 
@@ -132,19 +134,12 @@ def _wrong(diagnosis: Diagnosis | None) -> str:
     return f"{text}, of {pluralize(diagnosis.num_names, 'parameter')} such as {diagnosis.names[0]}"
 
 
-def _resumes(result: CaseResult, records: Sequence[Record]) -> str:
+def _resumes(result: CaseResult, clauses: Sequence[AdapterColumn]) -> str:
     """Return the finding of the clause for this trainer and ZeRO stage."""
-    own = {
-        r.conformance.scenario: r
-        for r in records
-        if r.conformance.scenario
-        and r.case.adapter == result.case.adapter
-        and r.case.layout.zero_stage == result.case.layout.zero_stage
-    }
-    if not own.keys() >= set(CLAUSES[RESUMES].scenarios):
-        return "–"
-    found = judge_clause(CLAUSES[RESUMES], own)
-    if found.result is ClauseResult.UNSUPPORTED:
+    case = result.case
+    bases = [c for c in clauses if (c.base.adapter, c.base.layout.zero_stage) == (case.adapter, case.layout.zero_stage)]
+    found = next((c.findings[RESUMES] for c in bases if RESUMES in c.findings), None)
+    if found is None or found.result is ClauseResult.UNSUPPORTED:
         return "–"
     same = found.evidence.startswith(_SAME_BITS)  # which is what resuming is about, whatever it trains
     return "yes" if same or found.result is ClauseResult.PASS else f"**{inline(clip(found.evidence, 120))}**"
@@ -164,7 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     if not parsed.page_only:
         run(parsed.adapters.split(",") if parsed.adapters else adapters())  # what fails is what the page tells of
-    parsed.output.write_text(page(read_records(parsed.results, latest=True).records))
+    records = read_records(parsed.results, latest=True).records
+    parsed.output.write_text(page(records, columns(records)))
     return 0
 
 

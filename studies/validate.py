@@ -41,7 +41,7 @@ from studies.validate_figure import draw
 from studies.validate_fsdp import fsdp_lines
 from studies.validate_goals import exit_code, figures, summary
 from studies.validate_papers import paper_lines
-from studies.validate_runs import run_lines
+from studies.validate_runs import every_run_lines, run_lines
 from studies.validate_sweep import SLOW, Choice, SweepReport, sweep_report
 
 REPORTS_DIR = Path(__file__).parents[1] / "reports"
@@ -279,6 +279,8 @@ def main(arguments: list[str] | None = None) -> int:
         "",
         "Made by `make validate`; not edited by hand.",
         "",
+        *run_lines(),
+        "",
         *sweep_lines(reports),
         "",
         *regret_lines(choices),
@@ -286,8 +288,6 @@ def main(arguments: list[str] | None = None) -> int:
         *paper_lines(),
         "",
         *fsdp_lines(),
-        "",
-        *run_lines(),
         "",
         *rates_lines(reports),
         "",
@@ -302,6 +302,8 @@ def main(arguments: list[str] | None = None) -> int:
     parsed.output.parent.mkdir(parents=True, exist_ok=True)
     draw(reports, parsed.output.with_suffix(".svg"))
     parsed.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    every = parsed.output.with_name(f"{parsed.output.stem}-runs.md")
+    every.write_text("\n".join(every_run_lines()) + "\n", encoding="utf-8")
     print("\n".join(line for line in lines if line != "```"))
     return exit_code(found)
 

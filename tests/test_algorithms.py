@@ -281,6 +281,7 @@ def observe(runner: Runner, spec: Algorithm, dp: int = 2) -> Record:
     return runner.observe(Case(adapter="post-local-sgd", workload=problem, layout=layout))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec, dp, sent",
     [
@@ -306,6 +307,7 @@ def test_pytorchs_post_local_sgd_trains_right_and_sends_what_it_should(
     assert len(apart) == (1 if sent == "reduces" else dp), "each replica's gradient is its own"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_another_algorithm_is_caught_and_named(runner: Runner, name: str) -> None:
     mutant = BY_NAME[f"post_local_sgd_{name}"]

@@ -128,6 +128,7 @@ def test_an_engine_right_in_all_steps_passes(longer: Runner) -> None:
     assert set(live) == set(range(OBSERVED_STEPS)) and len(set(live.values())) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OF_CLAUSES)
 def test_a_mutant_is_caught_by_the_clause_that_should(court: Court, name: str) -> None:
     trial = court.attempt(BY_NAME[name])
@@ -135,6 +136,7 @@ def test_a_mutant_is_caught_by_the_clause_that_should(court: Court, name: str) -
     assert trial.named, trial.told
 
 
+@pytest.mark.slow
 def test_steps_that_are_not_those_that_were_judged_are_caught_on_the_clock(runner: Runner) -> None:
     """Of the last one by its replicas alone, which drift when nobody looks any more."""
     told = {}

@@ -119,6 +119,10 @@ BUCKETS: list[Call] = [*ASKED, ("broadcast", (0, 1), 2, 156)]
 REBUILT = OneTimeTraffic(kind="broadcast", steps=(1,), most_bytes=156, most_calls=2, reason="buckets are made again")
 
 
+LATE = dataclasses.replace(REBUILT, steps=(2,), least_bytes=156, least_calls=2)
+"""As under a static graph, whose buckets are made again in the metered step."""
+
+
 def stepping(*steps: list[Call], declared: tuple[OneTimeTraffic, ...] = ()) -> Verdict:
     """The verdict on two ranks that do as planned in the metered step, and in other steps what is told of rank 1."""
     groups = [
@@ -141,6 +145,8 @@ def stepping(*steps: list[Call], declared: tuple[OneTimeTraffic, ...] = ()) -> V
         ([STEADY] * 5, (), ""),
         ([STEADY, BUCKETS, STEADY, STEADY, STEADY], (REBUILT,), ""),
         ([[("all_reduce", (0, 1), 7, 1000), ("send", (0, 2), 4, 64)], *[STEADY] * 4], (), ""),  # other buckets
+        ([STEADY, STEADY, BUCKETS, STEADY, STEADY], (LATE,), ""),
+        ([STEADY, STEADY, BUCKETS, BUCKETS, STEADY], (LATE,), "broadcast over ranks 0, 1 on rank 1 in step 3"),
         ([[*STEADY, ("barrier", (0, 1), 1, 0)], *[STEADY] * 4], (), ""),
         (
             [STEADY, BUCKETS, STEADY, STEADY, STEADY],

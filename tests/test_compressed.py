@@ -307,6 +307,7 @@ SHOWN = {
 """What is said of each mutant that is trained here: a sample of them in `make test`."""
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated")
 def test_engines_do_what_is_specified_and_broken_ones_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

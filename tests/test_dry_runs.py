@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.slow
 def test_three_axes_over_16384_ranks_hold_and_send_what_theory_says() -> None:
     command = [sys.executable, "-m", "studies.dry_runs", "--worlds", "16384", "--only=pipeline-fsdp2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

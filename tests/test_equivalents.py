@@ -43,6 +43,7 @@ OTHER_BITS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16, Precision.FP16], ids=str)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_correct_engine_by_other_hands_passes(runner: Runner, engine: str, precision: Precision) -> None:

@@ -105,6 +105,14 @@ def test_every_way_to_end_is_told(server: ForkServer) -> None:
     assert {pid: wait_for_exit(server, pid) for pid in ends} == ends
 
 
+def test_a_number_that_the_kernel_gives_out_again_is_a_new_process(server: ForkServer) -> None:
+    """A rank was said to be killed as soon as it started: an earlier one had its number, and had been killed."""
+    server._exit_codes = dict.fromkeys(range(1, 2**22), -signal.SIGKILL)
+    pid = server.call(time.sleep, 0.5)
+    assert server.exit_code(pid) is None
+    assert wait_for_exit(server, pid) == 0
+
+
 def raise_into_a_full_disk() -> None:
     os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
     raise OSError(errno.ENOSPC, "No space left on device")
@@ -484,6 +492,7 @@ def test_torchrun_s_failures_are_told_as_the_forkserver_s(torchrun: TorchrunLaun
     assert "in happen" in outcome.traceback and "about to raise" in outcome.log_tail
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left")
 def test_a_hang_under_torchrun_ends_at_the_limit_with_stacks_and_its_processes(
     torchrun: TorchrunLauncher, results: Path

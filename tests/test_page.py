@@ -35,6 +35,7 @@ WEIGHT = QuantityKind.GRADIENTS.of("head.weight")
 WRONG = make_verdict(
     passed=False, summary="gradients/x is 9 x its noise", evidence={**make_verdict().evidence, "diagnosis": "summed"}
 )
+FSDP2 = "fsdp2-dp2.mb2-mini-fp32"
 COMMAND = "pytest 'suites/test_equivalence.py::test_equivalence[fsdp2-dp2.mb2-mini-fp32]'"
 
 
@@ -223,6 +224,16 @@ def test_scaling_joins_layouts_of_one_kind_alone() -> None:
     assert figure["layout"]["xaxis"]["tickvals"] == [2, 4], "and no three ranks"
 
 
+def test_memory_is_drawn_as_ranks_are_added() -> None:
+    """One kind of layout a figure, the fewest ranks first; what was run on one number of ranks has none."""
+    kinds = ((Layout(dp=4), "ddp", 0.4), (Layout(dp=2), "ddp", 0.5), (Layout(dp=2, zero_stage=1), "deepspeed", 0.5))
+    found = results(record for kind in kinds for record in timed_on(*kind))
+    (chart,) = [one for one in charts(found)["memory"] if one.id == "memory-ranks"]
+    every, ddp = chart.figures
+    assert ddp["data"][0]["y"] == ["2 ranks", "4 ranks"] and every["data"][0]["y"][0] == "ddp dp: 2 ranks"
+    assert sum(trace["x"][0] for trace in ddp["data"]) * 2**20 == make_good().memory.readings[0].peak.total
+
+
 def test_the_frontier_has_what_nothing_else_beats_in_both() -> None:
     def point(peak_bytes: int, per_second: float) -> Tradeoff:
         result = results([make_good()])[0]
@@ -325,6 +336,32 @@ def test_a_table_says_what_it_is_and_breaks_no_name(browser: Any, tmp_path: Path
     )
     names = page.locator("#cases tbody tr td:nth-child(2)")
     assert set(names.evaluate_all(f"all => all.map({rows_of})")) == {1} and "dp2.zero3.mb2" in names.all_inner_texts()
+
+
+def test_two_cases_are_compared_also_of_two_pages_and_links_lead_there(browser: Any, path: Path) -> None:  # noqa: ANN401
+    page, said = opened(browser, path)
+    ratio = page.locator("#compared tr", has_text="peak / rank").locator("td").last
+    page.locator("#compare-second").select_option(FSDP2)
+    assert ratio.inner_text() == "1.00" and "differs" in page.locator("#compared tr", has_text="adapter").get_attribute(
+        "class"
+    )
+    assert "fsdp2" in page.evaluate("location.hash")
+    page.locator("#compare-page").set_input_files(path)
+    page.wait_for_function("document.getElementById('said').textContent.includes('cases of report.html were added')")
+    assert page.locator("#compare-first option").count() == 6
+    page.locator("#compare-page").set_input_files(__file__)
+    page.wait_for_function("document.getElementById('said').textContent.includes('no page of Meshmark')")
+    key = page.locator("#conformance td button").first.get_attribute("data-cell")
+    page.evaluate("(key) => { location.hash = `cell=${encodeURIComponent(key)}`; }", key)
+    page.locator("dialog[open]").wait_for()
+    assert "loss" in page.locator("dialog[open]").inner_text() and not said, said
+
+
+def test_a_printed_page_keeps_its_cells(browser: Any, path: Path) -> None:  # noqa: ANN401
+    page, _ = opened(browser, path)
+    page.emulate_media(media="print")
+    assert page.locator("#conformance td button").first.is_visible()
+    assert not page.locator(".choose").first.is_visible() and not page.locator("nav").is_visible()
 
 
 def test_a_phone_in_the_dark(browser: Any, path: Path) -> None:  # noqa: ANN401

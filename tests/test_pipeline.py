@@ -61,7 +61,13 @@ def runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactor
         ("gpipe", Layout(num_micro_batches=2), GPT, Precision.FP32),
         ("pipeline", INTERLEAVED, UNEVEN, Precision.FP32),
         ("pipeline", INTERLEAVED, LLAMA, Precision.FP64),
-        ("pipeline", replace(ONE_F_ONE_B, pp=4), replace(DEEP, global_batch=4), Precision.BF16),
+        pytest.param(
+            "pipeline",
+            replace(ONE_F_ONE_B, pp=4),
+            replace(DEEP, global_batch=4),
+            Precision.BF16,
+            marks=pytest.mark.slow,
+        ),
         ("pipeline", replace(ONE_F_ONE_B, recompute=Recompute.FULL), TIED, Precision.FP32),
         ("pipeline", replace(ONE_F_ONE_B, dp=2), GPT, Precision.FP32),
     ],
@@ -82,6 +88,7 @@ def test_a_pipeline_trains_right_holds_what_is_planned_and_sends_it(
         assert expected <= reading.held.activations <= expected + SCALARS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout, clause",
     [

@@ -217,7 +217,13 @@ def test_a_plan_says_where_its_rates_come_from_and_what_they_were_held_to(
 ) -> None:
     """Only a GPU on which measured runs are predicted in reports/validation.md counts as validated."""
     runs = [*megatron_table1(), *megatron_table2(), *korthikanti_table5(), *bloom_sweep(), *torchtitan_rows()]
-    tables = ("ultrascale_sweep_1b_8b", "mpt_fsdp_benchmarks", "nemo_h100_bf16", "published_runs_bf16")
+    tables = (
+        "ultrascale_sweep_1b_8b",
+        "mpt_fsdp_benchmarks",
+        "nemo_h100_bf16",
+        "published_runs_bf16",
+        "published_runs",
+    )
     measured = {run.gpu.name for run in runs} | {gpu(row["gpu"]).name for name in tables for row in paper(name)}
     assert {name for name, _ in VALIDATED_ON} == measured
     for name in GPUS:
@@ -294,7 +300,7 @@ def test_unknown_names_give_near_matches(call: object, message: str) -> None:
             "divides",
         ),
         (lambda: make_grid(tp=[0]), "tp is 0"),
-        (lambda: make_grid(ep=[2]), "no column ep"),
+        (lambda: make_grid(width=[2]), "no column width"),
         (lambda: model_of_size(175), "at least 1e7"),
         (lambda: Rates(name="x", kernels=KernelRates(gemm_efficiency=57.0)), "a share between 0 and 1"),
         (lambda: Rates(name="x", network=NetworkRates(tp_bandwidth=-1.0)), "0 or more"),
@@ -494,3 +500,27 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert "cannot write" in capsys.readouterr().err
     assert main(["plan", "--model", "nothing", "--gpus", "8"]) == 2
     assert "unknown model" in capsys.readouterr().err
+
+
+def test_overlap_is_what_the_user_says_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Shares of communication that computation hides, in place of those of the stack's runs."""
+    plan = ["plan", "--model", "llama-70b", "--gpus", "64", "--gpu", "h100", "--tp", "8", "--pp", "1", "--json"]
+
+    def step(*options: str) -> dict[str, float]:
+        assert main([*plan, *options]) == 0
+        best = json.loads(capsys.readouterr().out)["layouts"][0]
+        assert best["decides"]["share"] > 0
+        return {**best["seconds"], "step": best["step_seconds"]}
+
+    shown, hidden = step("--overlap", "tp=0,dp=0.5"), step("--overlap", "tp=0.5,dp=0.5")
+    assert hidden["tensor_communication"] == pytest.approx(shown["tensor_communication"] / 2, rel=0.01)
+    assert step("--precision", "fp8")["matmul"] < shown["matmul"] < 2.0 * step("--precision", "fp8")["matmul"]
+    for text, told in (
+        ("tp=2", "tp is '2'"),
+        ("pp=0.5", "expected 0 or 1"),
+        ("ep=1", "expected AXIS=SHARE"),
+        ("tp", ""),
+    ):
+        assert main([*plan, "--overlap", text]) == 2
+        assert told in capsys.readouterr().err
+    assert main([*plan, "--gpu", "a100-80", "--precision", "fp8"]) == 2

@@ -178,6 +178,7 @@ def test_bf16_reduced_in_bf16_is_another_precision_than_reduced_in_fp32(runner: 
         assert (wide.memory.state_dtypes["gradients"], narrow.memory.state_dtypes["gradients"]) == ("float32", "bf16")
 
 
+@pytest.mark.slow
 def test_steps_that_loss_scaling_leaves_out_are_timed_too_and_said(runner: Runner) -> None:
     """The clock's steps are not tried again, and so are held against a pass whose are not either."""
     case = Case(adapter="overflows", workload=GPT, layout=LAYOUTS["ddp"], precision=Precision.FP16)
@@ -189,6 +190,7 @@ def test_steps_that_loss_scaling_leaves_out_are_timed_too_and_said(runner: Runne
     assert record.remarks == [f"2 of the first 3 {told}"]
 
 
+@pytest.mark.slow
 def test_an_attempt_that_is_left_out_has_been_seen_by_batch_norms(runner: Runner) -> None:
     """Their statistics, and the number of batches, are those of every attempt; all else is that of the last."""
     layout = Layout(dp=2, num_micro_batches=2)
@@ -225,6 +227,7 @@ def test_another_format_of_the_reduction_is_caught_by_its_bytes(runner: Runner, 
     assert verdict is not None and not verdict.passed, record.outcome.message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OF_CLAUSES)
 def test_another_format_of_the_reduction_fails_its_clause(court: Court, name: str) -> None:
     trial = court.attempt(BY_NAME[name])

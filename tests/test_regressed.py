@@ -90,6 +90,7 @@ def ab(repository: Path) -> str:
     return run(repository, "meshmark", "ab", *words, "--", *CHOSEN, code=1)
 
 
+@pytest.mark.slow
 def test_two_commits_in_alternation_tell_what_became_worse(ab: str) -> None:
     failed = [line for line in ab.splitlines() if line.startswith("FAILED by --fail-on")]
     assert any(
@@ -102,6 +103,7 @@ def test_two_commits_in_alternation_tell_what_became_worse(ab: str) -> None:
     assert "inf" not in ab and len(max(set(ab.splitlines()) - set(annotations), key=len)) < 400
 
 
+@pytest.mark.slow
 def test_a_gate_fails_each_kind_with_its_evidence_and_its_page_shows_it(
     repository: Path, ab: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -411,7 +411,7 @@ def test_the_equivalence_table_tells_what_decided(page: str) -> None:
     row = found["ddp"]
     assert (row["verdict"], row["worst quantity"], row["step"]) == ("yes", "gradients/head.norm.bias", "1")
     assert (row["distance / noise"], row["limit"]) == ("1.5", "4")
-    assert row["gradient errors seen from"] == "2.5e-06"
+    assert row["smallest detectable error"] == "2.5e-06"
     assert row["loss, first to last"] == "5.5000 to 5.2500"
     assert found["fsdp2"]["verdict"] == "**no**"
 

@@ -87,6 +87,7 @@ def test_it_is_in_the_report_and_no_verdict(without_noise: tuple[Path, str]) -> 
     assert "2 tests failed:" in page and "test_throughput[" not in page.partition("## Where the time")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_noise")
 def test_the_printed_command_repeats_one_test_in_a_shell(without_noise: tuple[Path, str]) -> None:
     """Brackets, quotes, blanks and a dollar sign and all."""

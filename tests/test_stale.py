@@ -178,6 +178,7 @@ def trials() -> Iterator[tuple[str, Trial]]:
                 yield f"{name}-{mutant.defect.__name__}", Trial(case=case, defect=mutant.defect, steps=4)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_engines_take_the_prescribed_versions_and_broken_ones_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

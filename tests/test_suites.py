@@ -96,6 +96,7 @@ def test_a_warning_is_none_in_the_suites(tmp_path: Path) -> None:
     assert list((tmp_path / "b").rglob("*.json"))
 
 
+@pytest.mark.slow
 def test_the_last_launch_is_the_last_that_was_counted(tmp_path: Path) -> None:
     """Also when some are refused, skipped by another plugin, or fail before what stands on them."""
     (tmp_path / "unsaved.py").write_text(

@@ -291,7 +291,7 @@ def observe(runner: Runner, trained: Workload) -> Record:
 @pytest.mark.parametrize("trained", [BN, RESNET, COATNET_BN], ids=lambda w: w.name)
 def test_ddp_trains_images_correctly(runner: Runner, trained: Workload) -> None:
     record = observe(runner, trained)
-    assert [v.suite for v in record.verdicts if v.passed] == ["equivalence", "memory", "communication"]
+    assert [v.suite for v in record.verdicts if v.passed] == ["equivalence", "memory", "communication"], record.outcome
     equivalence = record.verdict("equivalence")
     assert equivalence is not None and float(equivalence.evidence["detection_limit"]) < 2e-5
     judged = {quantity for quantity in record.equivalence.deviations if quantity.kind is QuantityKind.BUFFERS}
@@ -302,6 +302,7 @@ def test_ddp_trains_images_correctly(runner: Runner, trained: Workload) -> None:
     assert memory is not None and memory.summary.endswith("activations: not planned")
 
 
+@pytest.mark.slow
 def test_a_pipeline_trains_images_in_stages_of_unequal_size(runner: Runner) -> None:
     """Weights of targets reach the last stage, and each stage tells its own batch norms."""
     record = runner.observe(Case(adapter="gpipe", workload=AMOEBANET, layout=STAGES))
@@ -312,6 +313,7 @@ def test_a_pipeline_trains_images_in_stages_of_unequal_size(runner: Runner) -> N
     assert first is not None and last is not None and first.parameters != last.parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_caught_and_named(runner: Runner, name: str) -> None:
     mutant = BY_NAME[name]

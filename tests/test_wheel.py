@@ -200,6 +200,7 @@ def test_an_installed_adapter_is_run_in_somebody_elses_repository(installed: Ins
     assert verdicts == {"equivalence": True, "memory": True, "communication": True}
 
 
+@pytest.mark.slow
 def test_an_installed_algorithm_is_trained_and_judged(installed: Installed, repository: Path) -> None:
     """An algorithm and its engine come by entry points alone; the core has no word of them."""
     asked = ["--pyargs", "meshmark.suites", "--adapters", "easgd", "--workload", "gpt-mini-sgd-easgd2"]

@@ -39,16 +39,11 @@ class Linear(nn.Linear):
 
 
 model = nn.Sequential(Linear(4, 4, bias=False), Experts(), Linear(4, 4, bias=False))
+zeros = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size")
 config = {
     "train_batch_size": 2,
     "train_micro_batch_size_per_gpu": 1,
-    "zero_optimization": {
-        "stage": 3,
-        "stage3_param_persistence_threshold": 0,
-        "stage3_max_live_parameters": 0,
-        "stage3_max_reuse_distance": 0,
-        "stage3_prefetch_bucket_size": 0,
-    },
+    "zero_optimization": {"stage": 3, **{f"stage3_{name}": 0 for name in zeros}},
     "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": False,
 }

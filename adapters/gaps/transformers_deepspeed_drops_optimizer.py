@@ -33,6 +33,7 @@ class Model(nn.Module):
 
 model = Model()
 given = torch.optim.SGD(model.parameters(), lr=0.1)
+zero = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
 schedule = torch.optim.lr_scheduler.LambdaLR(given, lambda step: 1.0)
 with tempfile.TemporaryDirectory() as folder:
     trainer = Trainer(
@@ -45,12 +46,7 @@ with tempfile.TemporaryDirectory() as folder:
             ddp_backend="gloo",
             save_strategy="no",
             report_to=[],
-            disable_tqdm=True,
-            deepspeed={
-                "train_micro_batch_size_per_gpu": 2,
-                "zero_optimization": {"stage": 1},
-                "zero_allow_untested_optimizer": True,
-            },
+            deepspeed=zero,
         ),
         train_dataset=[{"x": torch.ones(4), "labels": torch.ones(1)}] * 4,
         optimizers=(given, schedule),

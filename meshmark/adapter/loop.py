@@ -209,7 +209,7 @@ class _Modes:
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     """Device, whether autocast is on, and its dtype."""
     nesting: int
-    """Number of `torch.autocast` blocks around the code. Autocast drops its cast weights where the number falls to 0."""
+    """Number of `torch.autocast` blocks around the code. Autocast drops its cast weights where it falls to 0."""
 
     @classmethod
     def now(cls, devices: tuple[str, ...]) -> _Modes:

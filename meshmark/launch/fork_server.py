@@ -113,7 +113,11 @@ class ForkServer:
         keeps = self._python != sys.executable
         path = [place for place in sys.path if not (keeps and _is_installed(place))]
         self._send(Call(pickled=pickle.dumps((function, arguments)), path=path, keeps=keeps, folder=os.getcwd()))
-        return self._answer_pid()
+        pid = self._answer_pid()
+        # The kernel gives numbers out again: an exit code that is known already is that of an earlier process. The
+        # server says that a process has ended only after it has said its number.
+        self._exit_codes.pop(pid, None)
+        return pid
 
     def serves(self) -> bool:
         """Return whether the server answers. If it does not, it is ended."""

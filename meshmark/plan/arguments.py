@@ -11,11 +11,12 @@ from meshmark.errors import InputError, UnknownNameError
 from meshmark.plan.calibration_file import calibrated_at
 from meshmark.plan.frameworks import DEFAULT_FRAMEWORK, FRAMEWORKS, Framework, framework, recipe_of
 from meshmark.plan.gpu_file import read_gpu
+from meshmark.plan.overlap import Overlap, overlap_of
 from meshmark.plan.rates import Rates, rates, read_rates
 from meshmark.plan.stacks import rates_for, stack_of
 from meshmark.spec.hardware import GIGA, Gpu, gpu
 from meshmark.spec.model_spec import Family
-from meshmark.theory.recipe import RECIPES, TrainingRecipe, recipe
+from meshmark.theory.recipe import NARROW, RECIPES, TrainingRecipe, narrowed, recipe
 
 DEFAULT_GPU = "h100"
 GPU_HELP = (
@@ -32,6 +33,16 @@ def add_setting(parser: argparse.ArgumentParser) -> None:
     by = parser.add_mutually_exclusive_group()
     by.add_argument("--framework", help=f"whose recipe and layouts: {', '.join(FRAMEWORKS)}")
     by.add_argument("--recipe", help=f"bytes a parameter, in place of a framework: {', '.join(RECIPES)}")
+    parser.add_argument(
+        "--precision",
+        choices=("bf16", *NARROW),
+        help="products of the blocks' linear layers; bf16 is what the recipe says",
+    )
+    parser.add_argument(
+        "--overlap",
+        metavar="tp=S,dp=S,pp=0|1",
+        help="shares of communication that computation hides, if not those of the stack's runs",
+    )
     parser.add_argument("--rates", help=_RATES_HELP)
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="if not the GPU's usual number")
     parser.add_argument("--link-bandwidth", type=float, metavar="GB/S", help="one direction, inside the node")
@@ -51,14 +62,22 @@ class Given:
     """Rates from --rates or of a calibrated machine. None uses those of the recipe's stack on the machine."""
     nearest: str | None
     """The GPU whose rates the machine uses, if its file names one."""
+    precision: str | None = None
+    """Precision of the blocks' linear layers. None or bf16 leave what the recipe says."""
+    overlap: Overlap = Overlap()
 
     @property
     def using(self) -> TrainingRecipe:
-        return self.recipe or recipe_of(DEFAULT_FRAMEWORK, self.machine)
+        using = self.overlap.recipe(self.recipe or recipe_of(DEFAULT_FRAMEWORK, self.machine))
+        if self.precision not in NARROW:
+            return using
+        self.machine.peak(NARROW[self.precision].arithmetic)  # raises if the GPU has no such products
+        return narrowed(using, self.precision)
 
     @property
     def rates(self) -> Rates:
-        return self.own_rates or rates_for(self.machine, stack_of(self.using.name), nearest=self.nearest)
+        found = self.own_rates or rates_for(self.machine, stack_of(self.using.name), nearest=self.nearest)
+        return self.overlap.rates(found)
 
 
 def given_by(arguments: argparse.Namespace, family: Family = Family.LLAMA) -> Given:
@@ -81,7 +100,15 @@ def given_by(arguments: argparse.Namespace, family: Family = Family.LLAMA) -> Gi
     taken = own.rates if own else None
     if name is not None:
         taken = read_rates(Path(name)) if name.endswith(".json") else rates(name)
-    return Given(machine=there, recipe=_recipe_given(arguments, there, family), own_rates=taken, nearest=nearest)
+    using = _recipe_given(arguments, there, family)
+    return Given(
+        machine=there,
+        recipe=using,
+        own_rates=taken,
+        nearest=nearest,
+        precision=arguments.precision,
+        overlap=overlap_of(arguments.overlap),
+    )
 
 
 def _gpu_given(name: str | None) -> tuple[Gpu, str | None]:

@@ -58,6 +58,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     schedules = f"to search, of {', '.join(Schedule)}"
     parser.add_argument("--schedules", default=",".join(SEARCHED_SCHEDULES), help=schedules)
     parser.add_argument("--cp", help="context-parallel degrees to search; by default 1, and more for long sequences")
+    parser.add_argument("--ep", metavar="N,M", help="expert-parallel degrees to search; by default all")
     for name, told in _ONLY.items():
         parser.add_argument(f"--{name.replace('_', '-')}", metavar="N,M", help=f"{told} to search; by default all")
     parser.add_argument("--recompute", metavar="A,B", help=f"to search, of {', '.join(Recompute)}; by default all")
@@ -118,6 +119,7 @@ def _space(arguments: argparse.Namespace) -> SearchSpace:
         global_batch=arguments.global_batch,
         offload=Offload(arguments.offload),
         contexts=_contexts(arguments.cp),
+        experts=None if arguments.ep is None else _numbers("ep", arguments.ep),
         axes=named.axes if named else AXES,
         zero_stages=named.zero_stages if named else None,
         recomputes=_recomputes(arguments.recompute),

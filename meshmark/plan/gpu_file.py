@@ -56,6 +56,7 @@ def gpu_template(there: Gpu, using: Rates) -> str:
         *_lines(there, _UNITS),
         f"gpus_per_node = {there.gpus_per_node}",
         *([f"matmul_share = {there.matmul_share}  # {_MATMUL_REMARK}"] if there.matmul_share else []),
+        *([f"fp8_share = {there.fp8_share}  # the same, of the fp8 peak"] if there.fp8_share else []),
         f'rates = "{nearest}"  # whose measured shares of its datasheet are assumed: {", ".join(_SHIPPED)}',
         "",
         "[tflops]",
@@ -82,7 +83,8 @@ def read_gpu(path: Path) -> WrittenGpu:
         said = tomllib.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"cannot read {path}: {error}; `meshmark plan --gpu-template` prints such a file") from error
-    host, own, share = said.pop("host", None), said.pop("rates", None), said.pop("matmul_share", None)
+    host, own = said.pop("host", None), said.pop("rates", None)
+    shares = {name: value for name in ("matmul_share", "fp8_share") if (value := said.pop(name, None)) is not None}
     if own is not None and own not in _SHIPPED:
         raise InputError(f"{path}: rates is {str(own)[:40]!r}, expected one of {', '.join(_SHIPPED)}")
     peaks = _table(path, said.pop("tflops", None), "tflops")
@@ -91,8 +93,7 @@ def read_gpu(path: Path) -> WrittenGpu:
     if host is not None:
         table = _table(path, host, "host")
         fields["host"] = Host(**_fields(path, table, _HOST_UNITS, ("source",), "host."))  # type: ignore[arg-type]
-    if share is not None:
-        fields["matmul_share"] = _number(path, "matmul_share", share)
+    fields |= {name: _number(path, name, value) for name, value in shares.items()}
     there = Gpu(peak_flops=flops, **fields)  # type: ignore[arg-type]
     return WrittenGpu(gpu=there, rates=own)
 

@@ -16,6 +16,7 @@ from meshmark.spec.hardware import MOST_GPUS
 from meshmark.spec.layout import AXES, Layout, Offload, Recompute, Schedule
 from meshmark.spec.layout_id import parse_layout
 from meshmark.spec.model_spec import TEXT_FAMILIES, Family, ModelSpec, gpt, llama
+from meshmark.theory.recipe import NARROW
 
 DIMENSIONS = {
     "family": "family",
@@ -43,9 +44,24 @@ DEGREES = {
     "offload": "offload",
 }
 """Columns of a layout, and the field of `Layout` for each."""
-READ = ("model", *DIMENSIONS, "layout", *DEGREES, "micro_batch", "global_batch", "gpus", "gpu", "framework", "recipe")
+READ = (
+    "model",
+    *DIMENSIONS,
+    "layout",
+    *DEGREES,
+    "replicas",
+    "ep",
+    "etp",
+    "micro_batch",
+    "global_batch",
+    "gpus",
+    "gpu",
+    "framework",
+    "recipe",
+    "precision",
+)
 PASSED_ON = (
-    *("", "id", "name", "label", "note", "source", "flag", "status", "table", "precision", "params", "nodes"),
+    *("", "id", "name", "label", "note", "source", "flag", "status", "table", "params", "nodes"),
     *("tokens_per_s_per_gpu", "tokens_per_s", "mfu_percent", "mfu_percent_published", "hfu_percent"),
     *("gpu_memory_gb", "peak_memory_gib"),
 )
@@ -69,23 +85,30 @@ def expect_known(columns: Sequence[str]) -> None:
         )
 
 
-_UNPLANNED = re.compile(r"(mx|nv)?(fp|float|int)_?[468]", re.IGNORECASE)
+_NARROW = re.compile(r"(mx|nv)?(fp|float|int)_?[468]", re.IGNORECASE)
 """Pattern of 8-bit and narrower precisions, in any spelling."""
+_SPELLED = {"float8": "fp8", "amp_fp8": "fp8", "fp8": "fp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
 
 
-def expect_planned(row: Row, position: int) -> None:
-    """Raise `InputError` for a precision that would be planned as another one."""
+def narrow_of(row: Row, position: int) -> str:
+    """Return the precision of products narrower than 16 bits that a row names, or an empty string.
+
+    Raises `InputError` for a precision that would be planned as another one.
+    """
     said = cell(row, "precision")
-    if _UNPLANNED.search(said):
-        raise InputError(
-            f"row {position + 2}: precision is {said[:40]!r}: products of 8 bits and fewer are not planned yet; leave "
-            "the row out, or say bf16 to have it planned as that"
-        )
+    if _NARROW.search(said):
+        if said.lower() not in _SPELLED:
+            raise InputError(
+                f"row {position + 2}: precision is {said[:40]!r}, expected bf16, {', '.join(NARROW)}: no other "
+                "products of 8 bits and fewer are planned; leave the row out, or say one that is"
+            )
+        return _SPELLED[said.lower()]
     if said.lower() in ("fp32", "float32", "32", "tf32") and cell(row, "recipe") not in ("fp32", "eager"):
         raise InputError(
             f"row {position + 2}: precision is {said[:40]!r}, but products are planned in 16 bits; a column recipe "
             "says fp32, or leave precision empty"
         )
+    return ""
 
 
 def cell(row: Row, column: str) -> str:
@@ -100,7 +123,8 @@ def model_of(row: Row, position: int) -> ModelSpec:
     """
     fields = {DIMENSIONS[column]: _dimension(row, column, position) for column in DIMENSIONS if cell(row, column)}
     where, name = f"row {position + 2}", cell(row, "model")
-    if not {"num_layers", "hidden"} & fields.keys():
+    # A row may say only how many layers of a named model there are, as proxies of large ones do.
+    if not {"num_layers", "hidden"} & fields.keys() or ("hidden" not in fields and name in known_models()):
         if not name:
             raise InputError(f"{where} has no model; give a column model, or columns {', '.join(_NEEDED)}")
         try:

@@ -16,16 +16,17 @@ from meshmark.plan.layout_columns import (
     DIMENSIONS,
     cell,
     expect_known,
-    expect_planned,
     integer,
     layout_of,
     model_of,
+    narrow_of,
 )
 from meshmark.plan.model_names import known_models, size_note
 from meshmark.plan.rows import Row
 from meshmark.spec.hardware import MOST_GPUS, Gpu, gpu
 from meshmark.spec.layout import AXES, Layout
 from meshmark.spec.model_spec import Family, ModelSpec
+from meshmark.spec.planned_model import PlannedModel
 from meshmark.theory.grid import OFFLOADS, RECOMPUTES, SCHEDULES, Column, Grid, make_grid
 from meshmark.theory.recipe import TrainingRecipe, recipe
 
@@ -41,6 +42,8 @@ class LayoutRows:
     """Name of the GPU. Empty if the table does not name one."""
     recipe: TrainingRecipe | None
     """The recipe, or None if the table does not name one."""
+    narrow: str
+    """Precision of products narrower than 16 bits, or an empty string."""
     rows: Column
     """Positions in the table."""
     grid: Grid
@@ -53,18 +56,22 @@ def batches(table: Sequence[Row], machine: Gpu | None = None) -> Iterator[Layout
     """
     expect_known(list(table[0]))
     model, layout = _once(model_of, ("model", *DIMENSIONS)), _once(layout_of, ("layout", *DEGREES))
-    groups: dict[tuple[ModelSpec, str, TrainingRecipe | None], list[tuple[int, Layout]]] = {}
+    groups: dict[tuple[ModelSpec, str, TrainingRecipe | None, str], list[tuple[int, Layout]]] = {}
     for i, row in enumerate(table):
-        expect_planned(row, i)
         spec = model(row, i)
-        key = (spec, cell(row, "gpu"), _recipe_of(row, i, machine, spec.family))
+        key = (spec, cell(row, "gpu"), _recipe_of(row, i, machine, spec.family), narrow_of(row, i))
         groups.setdefault(key, []).append((i, layout(row, i)))
-    for (spec, gpu_name, using), members in groups.items():
+    for (spec, gpu_name, using, narrow), members in groups.items():
         rows = [i for i, _ in members]
-        grid = _grid([layout for _, layout in members], [integer(table[i], "micro_batch", i, usual=1) for i in rows])
+        grid = _grid(
+            [layout for _, layout in members],
+            [integer(table[i], "micro_batch", i, usual=1) for i in rows],
+            [_replicas(table[i], i, layout) for i, layout in members],
+            [_experts(table[i], i, layout, spec) for i, layout in members],
+        )
         _check_gpus(table, rows, grid)
         _check_shards(spec, rows, grid)
-        yield LayoutRows(model=spec, gpu_name=gpu_name, recipe=using, rows=np.array(rows), grid=grid)
+        yield LayoutRows(model=spec, gpu_name=gpu_name, recipe=using, narrow=narrow, rows=np.array(rows), grid=grid)
 
 
 def _once(read: Callable[[Row, int], _Read], columns: Sequence[str]) -> Callable[[Row, int], _Read]:
@@ -95,7 +102,43 @@ def _recipe_of(row: Row, position: int, machine: Gpu | None, family: Family) -> 
         raise InputError(f"row {position + 2}: {error}") from error
 
 
-def _grid(layouts: Sequence[Layout], micro_batches: Sequence[int]) -> Grid:
+def _replicas(row: Row, position: int, layout: Layout) -> int:
+    """Return the groups of data-parallel ranks that each hold all shards."""
+    count = integer(row, "replicas", position, usual=1)
+    if (layout.dp * layout.cp) % count:
+        raise InputError(f"row {position + 2}: {count} replicas do not divide dp {layout.dp} x cp {layout.cp}")
+    if count > 1 and not layout.zero_stage:
+        raise InputError(f"row {position + 2}: {count} replicas, but zero_stage is 0, which shards nothing")
+    return count
+
+
+def _experts(row: Row, position: int, layout: Layout, spec: ModelSpec) -> tuple[int, int]:
+    """Return the expert-parallel degree and the tensor-parallel degree of each expert."""
+    ep, etp = (integer(row, column, position, usual=1) for column in ("ep", "etp"))
+    told = expert_misfit(spec, ep, etp, layout.dp * layout.cp * layout.tp)
+    if told:
+        raise InputError(f"row {position + 2}: {told}")
+    return ep, etp
+
+
+def expert_misfit(spec: ModelSpec, ep: int, etp: int, ranks: int) -> str:
+    """Return why a model's experts cannot be divided this way over `ranks` ranks of a stage. Empty if they can."""
+    count = spec.num_experts if isinstance(spec, PlannedModel) else 0
+    if ep * etp == 1:
+        return ""
+    if not count:
+        return f"ep {ep} and etp {etp}, but {spec.name!r} has no experts"
+    if count % ep:
+        return f"ep {ep} does not divide {count} experts of {spec.name!r}"
+    return "" if ranks % (ep * etp) == 0 else f"ep {ep} x etp {etp} do not divide dp x cp x tp, {ranks}"
+
+
+def _grid(
+    layouts: Sequence[Layout],
+    micro_batches: Sequence[int],
+    replicas: Sequence[int],
+    experts: Sequence[tuple[int, int]],
+) -> Grid:
     codes: Mapping[str, Sequence[object]] = {"schedule": SCHEDULES, "recompute": RECOMPUTES, "offload": OFFLOADS}
     columns = {
         field: np.array(
@@ -103,7 +146,8 @@ def _grid(layouts: Sequence[Layout], micro_batches: Sequence[int]) -> Grid:
         )
         for field in DEGREES.values()
     }
-    return make_grid(micro_batch=np.array(micro_batches), **columns)
+    ep, etp = np.array(experts).T
+    return make_grid(micro_batch=np.array(micro_batches), replicas=np.array(replicas), ep=ep, etp=etp, **columns)
 
 
 def _check_gpus(table: Sequence[Row], rows: Sequence[int], grid: Grid) -> None:

@@ -26,21 +26,57 @@ def tensor_collective_seconds(grid: Grid, whole_bytes: Column, rates: Rates, gpu
     return np.where(t > 1, latency + whole_bytes * (t - 1) / t / bandwidth, 0.0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DataGroup:
+    """Data-parallel ranks that take part in a collective together."""
+
+    ranks: Column
+    stride: Column | int = 1
+    """Data-parallel ranks from one member to the next. More than one for replicas' ranks with the same shard."""
+
+
 def data_collective_seconds(
-    grid: Grid, num_parameters: Column, bytes_per_parameter: float, rates: Rates, gpus_per_node: int
+    grid: Grid,
+    num_parameters: Column,
+    bytes_per_parameter: float,
+    rates: Rates,
+    gpus_per_node: int,
+    group: DataGroup | None = None,
 ) -> Column:
     """Return the time of one data-parallel collective of `num_parameters` per rank, without latency.
 
     Ranks of a group inside a node reduce there first. A node then sends (n - 1)/n of the bytes to the other n - 1,
-    once for each of its groups. All groups share the node's adapters.
+    once for each of its groups. All groups share the node's adapters. Without `group` all data-parallel ranks take
+    part.
     """
-    shards = grid.dp * grid.cp
-    members = np.clip(gpus_per_node // np.minimum(grid.tp, gpus_per_node), 1, shards)
+    shards, stride = (group.ranks, group.stride) if group else (grid.data_ranks, 1)
+    members = np.clip(gpus_per_node // np.minimum(grid.tp, gpus_per_node) // stride, 1, shards)
     nodes = np.maximum(1.0, shards / members)
     moved = num_parameters * bytes_per_parameter
     inside = moved * (shards - 1) / shards / rates.network.tp_bandwidth
     across = moved * (gpus_per_node / members) * (nodes - 1.0) / nodes / rates.network.node_bandwidth
     return np.where(shards > 1, np.where(nodes > 1, across, inside), 0.0)
+
+
+def expert_seconds(grid: Grid, token_bytes: Column, chosen: float, rates: Rates, gpus_per_node: int) -> Column:
+    """Return the time to send a rank's tokens to their `chosen` experts and back, forward and backward.
+
+    `token_bytes` are those of one copy of each. A token goes to another node once, however many of its experts are
+    there, over the rank's share of the network, and is copied within the node (DeepEP and HybridEP, Megatron-Core's
+    dispatchers). Experts' ranks are neighbours. Tensor ranks of an expert gather its tokens and reduce its outputs.
+    """
+    ranks = grid.ep * grid.etp
+    near = np.minimum(ranks, gpus_per_node)
+    nodes = ranks / near
+    network = rates.network
+    sent_bytes = chosen * token_bytes
+    inside = sent_bytes * (near - 1.0) / near / network.tp_bandwidth
+    others = (nodes - 1.0) * (1.0 - (1.0 - 1.0 / nodes) ** chosen)
+    across = token_bytes * others / (network.node_bandwidth / gpus_per_node)
+    latency = np.where(ranks > near, network.hop_seconds, network.tp_latency_seconds)
+    gathered = sent_bytes * (grid.etp - 1.0) / network.tp_bandwidth
+    seconds: Column = 4.0 * (latency + np.maximum(inside, across) + gathered)
+    return np.where((ranks > 1) & (sent_bytes > 0), seconds, 0.0)
 
 
 def crosses_nodes(grid: Grid, gpus_per_node: int) -> Column:

@@ -36,7 +36,15 @@ def run_predict(arguments: argparse.Namespace) -> int:
     using = given.recipe if machine or not arguments.framework else None
     named = framework_given(arguments)
     nearest = given.nearest if machine else None
-    setting = Setting(recipe=using, framework=named, rates=given.own_rates, machine=machine, nearest=nearest)
+    setting = Setting(
+        recipe=using,
+        framework=named,
+        rates=given.own_rates,
+        machine=machine,
+        nearest=nearest,
+        precision=given.precision,
+        overlap=given.overlap,
+    )
     count, table = predict_file(arguments.layouts, arguments.output, setting), read_rows(arguments.layouts)
     for remark in remarks(table, named):
         print(f"meshmark: {remark}", file=sys.stderr)

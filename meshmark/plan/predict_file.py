@@ -12,6 +12,7 @@ import numpy as np
 from meshmark.errors import InputError
 from meshmark.plan.frameworks import DEFAULT_FRAMEWORK, Framework, recipe_of
 from meshmark.plan.layout_table import LayoutRows, batches
+from meshmark.plan.overlap import Overlap
 from meshmark.plan.prediction import Prediction, predict_grid
 from meshmark.plan.provenance import provenance
 from meshmark.plan.rates import Rates
@@ -21,7 +22,7 @@ from meshmark.plan.step_time import PARTS
 from meshmark.spec.hardware import GIB, Gpu, gpu
 from meshmark.theory.grid import Column
 from meshmark.theory.memory import CATEGORIES
-from meshmark.theory.recipe import TrainingRecipe
+from meshmark.theory.recipe import NARROW, TrainingRecipe, narrowed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,9 @@ class Setting:
     machine: Gpu | None = None
     nearest: str | None = None
     """The GPU whose rates `machine` uses."""
+    precision: str | None = None
+    """Precision of linear layers in rows that say none."""
+    overlap: Overlap = Overlap()
 
 
 _ROWS_SAY = Setting()
@@ -65,11 +69,21 @@ def _settings(table: Sequence[Row], setting: Setting) -> Iterator[tuple[LayoutRo
         named = setting.framework.recipe_on(machine, batch.model.family) if setting.framework else None
         using = setting.recipe or named or batch.recipe or recipe_of(DEFAULT_FRAMEWORK, machine)
         stack = stack_of(using.name)
+        using = setting.overlap.recipe(using)
+        narrow = batch.narrow or (setting.precision if setting.precision in NARROW else "")
+        if narrow:
+            try:
+                using = narrowed(using, narrow)
+                machine.peak(using.products.arithmetic if using.products else using.arithmetic)
+            except InputError as error:
+                raise InputError(f"row {batch.rows[0] + 2}: {error}") from error
         yield (
             batch,
             machine,
             using,
-            setting.rates or rates_for(machine, stack, as_measured=True, nearest=setting.nearest),
+            setting.overlap.rates(
+                setting.rates or rates_for(machine, stack, as_measured=True, nearest=setting.nearest)
+            ),
         )
 
 

@@ -34,8 +34,9 @@ class Prediction:
 
     @property
     def peak_flops(self) -> float:
-        """Peak FLOP/s in the arithmetic of the matrix products."""
-        return self.gpu.peak(self.recipe.arithmetic)
+        """Peak FLOP/s in the arithmetic of the matrix products, the narrow ones if there are any."""
+        narrow = self.recipe.products
+        return self.gpu.peak(narrow.arithmetic if narrow else self.recipe.arithmetic)
 
     @property
     def memory_bytes(self) -> Column:
@@ -81,9 +82,12 @@ class Prediction:
 
     @property
     def step_seconds_interval(self) -> tuple[Column, Column] | None:
-        """Interval that should contain nine of ten runs. None if no run shows how wide it is."""
+        """Interval that should contain nine of ten runs. None if no run shows how wide it is.
+
+        None does for mixtures of experts: the intervals are of dense models' runs.
+        """
         spread = self.rates.spread
-        if spread.slower <= 1.0:
+        if spread.slower <= 1.0 or self.model.expert_parameters:
             return None
         return self.step_seconds * spread.faster, self.step_seconds * spread.slower
 

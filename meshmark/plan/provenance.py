@@ -8,14 +8,20 @@ from meshmark.spec.hardware import Gpu
 VALIDATED_ON: dict[tuple[str, str], str] = {
     ("h100", "h100-nanotron"): "the 1B and 8B sweep",
     ("h100", "h100-sweep"): "the 1B and 8B sweep",
-    ("h100", "h100"): "runs of torchtitan",
+    ("h100", "h100"): "runs of torchtitan and fms-fsdp",
     ("h100", "h100-composer"): "runs of llm-foundry",
     ("a100-80", "a100-composer"): "runs of llm-foundry",
     ("a100-40", "a100-composer"): "runs of llm-foundry",
-    ("h100", "h100-megatron-core"): "runs of NeMo",
-    ("gb200-nvl72", "h100-megatron-core"): "runs of NeMo",
+    ("h100", "h100-megatron-core"): "runs of NeMo, Megatron-Bridge, MaxText and Pax",
+    ("gb200-nvl72", "h100-megatron-core"): "runs of NeMo and Megatron-Bridge",
+    ("gb300-nvl72", "h100-megatron-core"): "runs of Megatron-Bridge",
+    ("b200", "h100-megatron-core"): "runs of Megatron-Bridge",
+    ("tpu-v4", "a100"): "a run of MaxText",
+    ("tpu-v5e", "a100"): "runs of MaxText",
+    ("tpu-v5p", "a100"): "runs of MaxText",
+    ("a800-80", "a100"): "a run of ColossalAI",
     ("h100-96", "h100"): "runs of torchtitan",
-    ("a100-80", "a100"): "published runs of Megatron, BLOOM, torchtitan and InternEvo",
+    ("a100-80", "a100"): "published runs of Megatron, BLOOM, torchtitan, fms-fsdp and InternEvo",
 }
 """Runs that reports/validation.md predicts with these rates, by GPU and rates."""
 

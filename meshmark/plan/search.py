@@ -17,8 +17,9 @@ from meshmark.plan.step_time import PARTS, stage_seconds
 from meshmark.spec.hardware import GIB, MOST_GPUS, Gpu
 from meshmark.spec.layout import Offload
 from meshmark.spec.model_spec import ModelSpec
+from meshmark.spec.planned_model import PlannedModel
 from meshmark.spec.workload import MOST_ROWS
-from meshmark.theory.grid import OFFLOADS, Column, Grid, SearchSpace, enumerate_grid, make_grid
+from meshmark.theory.grid import OFFLOADS, Column, Grid, SearchSpace, enumerate_grid, joined, make_grid
 from meshmark.theory.recipe import TrainingRecipe
 
 OFFLOAD_PLACES = {Offload.CPU: "in host memory", Offload.NVME: "on NVMe"}
@@ -115,6 +116,10 @@ def _predict_all(model: ModelSpec, space: SearchSpace, gpu: Gpu, recipe: Trainin
         zero_stages=space.zero_stages or _stages_of(recipe),
         ends_count=recipe.cut.ends_count,
     )
+    if isinstance(model, PlannedModel) and model.num_experts:
+        grid = _with_experts(grid, model, space.experts)
+    elif space.experts and set(space.experts) != {1}:
+        raise InputError(f"--ep {','.join(map(str, space.experts))}: {model.name!r} has no experts")
     if len(grid) and space.only:
         grid = _chosen(grid, space.only)
     if not len(grid):
@@ -124,6 +129,22 @@ def _predict_all(model: ModelSpec, space: SearchSpace, gpu: Gpu, recipe: Trainin
             "try a power of two of gpus, or another batch"
         )
     return predict_grid(model, grid, gpu, recipe, rates)
+
+
+def _with_experts(grid: Grid, model: PlannedModel, degrees: Sequence[int] | None) -> Grid:
+    """Return every layout with every expert-parallel degree that divides its ranks and the model's experts."""
+    tried = degrees or [ep for ep in (2**k for k in range(12)) if ep <= model.num_experts]
+    parts = []
+    for ep in tried:
+        if model.num_experts % ep == 0:
+            part = grid.take(np.nonzero(grid.dp * grid.cp * grid.tp % ep == 0)[0])
+            parts.append(dataclasses.replace(part, ep=np.full(len(part), ep)))
+    if not any(len(part) for part in parts):
+        raise InputError(
+            f"--ep {','.join(map(str, tried))}: none divides {model.num_experts} experts of {model.name!r} and the "
+            "ranks of a pipeline stage"
+        )
+    return joined(parts)
 
 
 def _chosen(grid: Grid, only: Mapping[str, Sequence[int]]) -> Grid:
@@ -193,6 +214,29 @@ def _fewest(too_few: int, gpus_per_node: int, examine: Callable[[int], Predictio
             return next((count for count in between if fits(count)), enough)
         too_few = enough
     return None
+
+
+ASSUMPTIONS = {
+    "elementwise": "memory rate",
+    "tensor_communication": "tp overlap",
+    "context_communication": "cp ring",
+    "expert_communication": "ep all-to-all",
+    "launch_floor": "launch floor",
+    "point_to_point": "pp sends",
+    "bubble": "pp bubble",
+    "message_wait": "polling",
+    "data_communication": "dp overlap",
+    "optimizer": "update",
+    "host": "host",
+}
+"""What is assumed of each part of a step beyond its matrix products and attention, which all layouts share."""
+
+
+def decides(found: Search, row: int) -> tuple[str, float]:
+    """Return the assumption that most of a layout's step depends on beyond its products, and its share of the step."""
+    prediction = found.prediction
+    part = max(ASSUMPTIONS, key=lambda name: getattr(prediction.time, name)[row])
+    return ASSUMPTIONS[part], float(getattr(prediction.time, part)[row] / prediction.step_seconds[row])
 
 
 def reason(found: Search) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 
 from meshmark.plan.prediction import MEMORY_ERROR
 from meshmark.plan.provenance import provenance
-from meshmark.plan.search import OFFLOAD_PLACES, Search, reason
+from meshmark.plan.search import OFFLOAD_PLACES, Search, decides, reason
 from meshmark.plan.step_time import PARTS
 from meshmark.spec.hardware import GIB
 
@@ -18,7 +18,7 @@ def print_search(found: Search, top: int, elapsed: float) -> None:
     print(f"{model.name} ({size}) on {prediction.grid.num_gpus[0]} {prediction.gpu.name}: {found.num_examined} layouts")
     print(f"examined in {elapsed:.2f} s, {len(found.ranked)} fit; global batch {prediction.grid.global_batch[0]}")
     print(provenance(prediction.gpu, prediction.rates))
-    heads = f"{'tok/s/gpu':>10} {'MFU':>6} {'step s':>9} {'GiB':>7} {'free':>7}"
+    heads = f"{'tok/s/gpu':>10} {'MFU':>6} {'step s':>9} {'GiB':>7} {'free':>7}  decides"
     print(f"\n{'layout':50} {'micro-batches':>15} {heads}")
     for row in found.ranked[:top]:
         print(_line(found, int(row)))
@@ -27,6 +27,7 @@ def print_search(found: Search, top: int, elapsed: float) -> None:
         print(_about_tight(found))
     print(f"\nThe best wins because {reason(found)}.")
     print(f"Its step: {_breakdown(found, best)}; HFU {100 * prediction.hfu[best]:.1f} %.")
+    print("decides: what is assumed of most of a layout's step beyond its products, and how much of the step that is.")
     print(_interval(found, best))
     if host := float(prediction.memory.host_bytes[best]):
         layout, left = prediction.grid.layout(best), float(prediction.host_headroom_bytes[best])
@@ -44,6 +45,8 @@ def print_search(found: Search, top: int, elapsed: float) -> None:
 def _interval(found: Search, row: int) -> str:
     """Return a sentence with the interval of a step time, or that it is unknown."""
     interval = found.prediction.step_seconds_interval
+    if interval is None and found.prediction.model.expert_parameters:
+        return "No interval: half of the published runs of mixtures took 20 % longer or more (reports/validation.md)."
     if interval is None:
         return f"How far runs are from such a prediction is not known of rates {found.prediction.rates.name}."
     low, high = (float(column[row]) for column in interval)
@@ -58,14 +61,21 @@ def _breakdown(found: Search, row: int) -> str:
     return ", ".join(f"{part.replace('_', ' ')} {100 * shares[part]:.0f} %" for part in parts)
 
 
+def _id(found: Search, row: int) -> str:
+    """Return a layout's id, with its expert-parallel degree."""
+    grid = found.prediction.grid
+    return grid.layout(row).id + (f".ep{grid.ep[row]}" if grid.ep[row] > 1 else "")
+
+
 def _line(found: Search, row: int) -> str:
     p = found.prediction
     count, size = p.grid.num_micro_batches[row], p.grid.micro_batch[row]
+    assumption, share = decides(found, row)
     return (
-        f"{p.grid.layout(row).id:50} {f'{count} of {size} seq':>15} "
+        f"{_id(found, row):50} {f'{count} of {size} seq':>15} "
         f"{p.tokens_per_second_per_gpu[row]:10.1f} {100 * p.mfu[row]:5.1f}% "
         f"{p.step_seconds[row]:9.3f} {p.memory_bytes[row] / GIB:7.1f} {found.headroom_bytes(row) / GIB:+7.1f}"
-        f"{' tight' if p.tight[row] else ''}"
+        f"  {assumption} {100 * share:.0f} %{', tight' if p.tight[row] else ''}"
     )
 
 
@@ -102,9 +112,11 @@ def _layout_json(found: Search, row: int) -> dict[str, object]:
     p = found.prediction
     return {
         "layout": dataclasses.asdict(p.grid.layout(row)),
-        "id": p.grid.layout(row).id,
+        "id": _id(found, row),
+        "ep": int(p.grid.ep[row]),
         "micro_batch": int(p.grid.micro_batch[row]),
         "tight": bool(p.tight[row]),
+        "decides": dict(zip(("assumption", "share"), decides(found, row), strict=True)),
         "step_seconds_interval": [float(c[row]) for c in p.step_seconds_interval] if p.step_seconds_interval else None,
         "memory_bytes": float(p.memory_bytes[row]),
         "headroom_bytes": found.headroom_bytes(row),

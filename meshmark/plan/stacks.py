@@ -24,6 +24,8 @@ class Stack(StrEnum):
     """Megatron-LM of the papers of 2021 and 2022, and frameworks built on it at that time."""
     PYTORCH = "pytorch"
     """PyTorch's own kernels: FSDP, DDP, torchtitan, DeepSpeed."""
+    XLA = "xla"
+    """JAX's compiler: MaxText and Pax. On GPUs its products and attention are cuBLASLt's and cuDNN's."""
     COMPOSER = "composer"
     """FSDP of 2023 with llm-foundry's own attention, the first FlashAttention in Triton."""
 
@@ -32,6 +34,7 @@ _STACKS = {
     "nanotron": Stack.NANOTRON,
     "megatron-core": Stack.MEGATRON_CORE,
     "fsdp-fused-loss": Stack.COMPOSER,
+    "xla": Stack.XLA,
     **dict.fromkeys(("megatron", "megatron-deepspeed", "megatron-deepspeed-bf16", "mixed20"), Stack.MEGATRON_2021),
 }
 """Stacks by recipe. All other recipes use PyTorch's."""
@@ -45,6 +48,7 @@ _FITTED: dict[tuple[str, Stack], str] = {
     ("a100", Stack.COMPOSER): "a100-composer",
     ("h100", Stack.MEGATRON_CORE): "h100-megatron-core",
     ("h100", Stack.MEGATRON_2021): "h100-megatron-core",
+    ("h100", Stack.XLA): "h100-megatron-core",
 }
 """Names of rates by GPU and stack. All others are named after the GPU."""
 _OWN: dict[str, frozenset[Stack]] = {
@@ -87,6 +91,8 @@ def rates_for(
     # Only what was measured under this stack, on this chip, is this stack's own.
     nearest = nearest or ("cpu" if there.name == "cpu" else "h100" if is_modern(there) else "a100")
     given, known = rates(_FITTED.get((nearest, stack), nearest)), gpu(nearest)
+    if stack is Stack.XLA:  # hiding tensor-parallel collectives is Transformer Engine's
+        given = given.moved({"network.tensor_overlap": 0.0})
     own = stack in _OWN[given.name] and there.peak_flops == known.peak_flops
     return scaled(given if own else _borrowed(given), known, there)
 

@@ -14,29 +14,33 @@ import numpy as np
 from meshmark.plan.bubble import host_lag, message_wait_seconds, waits_for_messages
 from meshmark.plan.network import (
     AttentionTime,
+    expert_seconds,
     point_to_point_seconds,
     ring_attention_seconds,
     tensor_collective_seconds,
 )
 from meshmark.plan.rates import Rates
 from meshmark.plan.update_time import StageLoad, data_seconds, optimizer_seconds, tied_seconds
-from meshmark.spec.hardware import Gpu
+from meshmark.spec.hardware import GPUS, Gpu
 from meshmark.spec.layout import Recompute
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.theory.activations import tokens
 from meshmark.theory.bubble import bubble_seconds
 from meshmark.theory.flops import layer_matrix_parameters
 from meshmark.theory.grid import RECOMPUTES, Column, Grid
-from meshmark.theory.parameters import stage_parameters
+from meshmark.theory.parameters import stage_experts, stage_parameters
 from meshmark.theory.partition import Stage
 from meshmark.theory.recipe import TrainingRecipe
 
+_H100 = GPUS["h100"]
+"""The GPU whose share of narrower products others take that have none."""
 PARTS = (
     "matmul",
     "attention",
     "elementwise",
     "tensor_communication",
     "context_communication",
+    "expert_communication",
     "launch_floor",
     "point_to_point",
     "bubble",
@@ -45,7 +49,7 @@ PARTS = (
     "optimizer",
     "host",
 )
-STAGE_PARTS = PARTS[:7]
+STAGE_PARTS = PARTS[:8]
 """Parts that a stage spends on every micro-batch."""
 # Collectives in one layer's forward and backward pass. With sequence parallelism: an all-gather and a reduce-scatter
 # in each of two blocks forward, six backward (inputs are gathered again). Without it: four all-reduces, counted twice.
@@ -64,6 +68,8 @@ class StepTime:
     tensor_communication: Column
     context_communication: Column
     """Sending keys and values around a ring, as far as attention does not hide it."""
+    expert_communication: Column
+    """Sending tokens to the ranks of their experts and back."""
     launch_floor: Column
     """Wait of the slowest stage because its kernels are too short."""
     point_to_point: Column
@@ -106,9 +112,11 @@ def _pipeline_time(
     out["bubble"] = bubble_seconds(grid, totals, pace)
     num_parameters = np.array([stage_parameters(model, stage) for stage in cut])
     heaviest = num_parameters.max() / grid.tp
+    experts = np.stack([stage_experts(model, stage, grid) for stage in cut]).max(axis=0)
     embedding = model.vocab_size * model.hidden / grid.tp
     load = StageLoad(
         num_parameters=heaviest,
+        experts=experts,
         embedding=embedding,
         num_layers=max(stage.num_layers for stage in cut),
         step_seconds=m * pace,
@@ -119,6 +127,8 @@ def _pipeline_time(
     waits = waits_for_messages(grid, rates, gpu.gpus_per_node)
     out["message_wait"] = np.where(waits, message_wait_seconds(grid, rates), 0.0)
     out["optimizer"] = optimizer_seconds(grid, heaviest, gpu, recipe, rates)
+    if model.expert_parameters:
+        out["optimizer"] = out["optimizer"] + optimizer_seconds(grid, experts, gpu, recipe, rates, grid.expert_shards)
     out["host"] = rates.host.step_seconds + np.where(
         grid.tp > gpu.gpus_per_node, rates.host.tp_step_seconds * (grid.tp - 1), 0.0
     )
@@ -197,8 +207,14 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
     )
     some = (grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE)) & recipe.activations.flash_attention
     weights, reached = layer_matrix_parameters(model) / t, peak * _gemm_efficiency(model, rates)
-    matmul = 2.0 * num_tokens * weights * np.where(full, 4.0, np.where(some, 3.5, 3.0)) / reached
-    core = 2.0 * num_tokens * model.seq_len * model.hidden / t
+    products = 2.0 * num_tokens * weights * np.where(full, 4.0, np.where(some, 3.5, 3.0))
+    matmul = _linear_seconds(products, model, gpu, recipe, rates)
+    # An expert's products are as narrow as the expert.
+    if model.routed_width:
+        narrower = rates.kernels.gemm_half_width * (1.0 / model.routed_width - 1.0 / model.hidden)
+        routed = products * model.routed_weights / model.layer_matrix_weights
+        matmul = matmul + routed * narrower / (peak * rates.kernels.gemm_efficiency)
+    core = 2.0 * num_tokens * model.seq_len * model.attention_width / t
     if recipe.activations.flash_attention:
         forward = core / (peak * rates.kernels.attention_efficiency)
         attention = core * np.where(core_again, 4.5, 3.5) / (peak * rates.kernels.attention_efficiency)
@@ -217,7 +233,8 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
     )
     # Unfused, a weight's gradient is written, read and added to the one that is held.
     written = 0.0 if recipe.activations.fused_elementwise else 8.0
-    accumulate = weights * (written + 2.0 * recipe.states.gradient_bytes)
+    own = weights - model.routed_weights / t + model.expert_parameters / (grid.ep * grid.etp)
+    accumulate = own * (written + 2.0 * recipe.states.gradient_bytes)
     whole = num_tokens * model.hidden * recipe.activations.element_bytes
     one = tensor_collective_seconds(grid, whole, rates, gpu.gpus_per_node)
     backward = _BACKWARD_COLLECTIVES - 2.0 * recipe.wire.hides_backward_gathers
@@ -230,12 +247,40 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
     return {
         "matmul": matmul,
         "attention": attention,
-        "elementwise": (traffic + accumulate) / memory,
+        "elementwise": (traffic + accumulate + num_tokens * _cast_bytes(model, grid, recipe)) / memory,
         "tensor_communication": count * one * (1.0 - rates.network.tensor_overlap),
         "context_communication": ring,
+        "expert_communication": expert_seconds(grid, whole / t, model.dispatched, rates, gpu.gpus_per_node)
+        * np.where(full, 1.5, 1.0),
         "floor": np.where(t > 1, floor, 0.0),
         "collective": one,
     }
+
+
+def _linear_seconds(products: Column, model: ModelSpec, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Column:
+    """Return the time of a block's linear layers.
+
+    Narrower products reach the share of their own peak that the best shapes do, compared with those in 16 bits. What a
+    product takes beyond its arithmetic, which a narrow model shows most of, stays as long.
+    """
+    wide = gpu.peak(recipe.arithmetic) * rates.kernels.gemm_efficiency
+    beyond = rates.kernels.gemm_half_width / model.hidden
+    if recipe.products is None:
+        return products * (1.0 + beyond) / wide
+    known = gpu if gpu.matmul_share and gpu.fp8_share else _H100
+    share = (known.fp8_share or 1.0) / (known.matmul_share or 1.0)
+    narrow = gpu.peak(recipe.products.arithmetic) * rates.kernels.gemm_efficiency * share
+    return products / narrow + products * beyond / wide
+
+
+def _cast_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> Column | float:
+    """Return bytes per token to cast the inputs of a layer's four products, and the gradients of their outputs."""
+    if recipe.products is None:
+        return 0.0
+    gated = 1.0 if model.family == "gpt" else 2.0
+    inputs = (3.0 + model.dispatched) * model.hidden + model.active_ffn
+    outputs = (3.0 + model.dispatched) * model.hidden + 2.0 * model.kv_hidden + gated * model.active_ffn
+    return recipe.products.cast_bytes * (inputs + outputs) / grid.tp
 
 
 def _gemm_efficiency(model: ModelSpec, rates: Rates) -> float:
@@ -273,11 +318,16 @@ def _elementwise_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> 
     between = np.where(grid.sequence_parallel, grid.tp, 1)
     if recipe.activations.fused_elementwise:
         rotated = 0.0 if model.family == "gpt" else 8.0 * (model.hidden + model.kv_hidden)
-        activated = (10.0 if model.family == "gpt" else 16.0) * model.ffn_hidden
-        return 48.0 * model.hidden / between + (rotated + activated) / grid.tp
+        activated = (10.0 if model.family == "gpt" else 16.0) * model.active_ffn
+        # Tokens are put in the order of their experts and back, each read and written, and so are their gradients.
+        routed = 16.0 * model.dispatched * model.hidden
+        return 48.0 * model.hidden / between + (rotated + activated + routed) / grid.tp
     if model.family == "gpt":
         return 44.0 * model.hidden / between + 10.0 * model.ffn_hidden / grid.tp
-    return 40.0 * model.hidden / between + (84.0 * model.hidden + 33.0 * model.ffn_hidden) / grid.tp
+    return (
+        40.0 * model.hidden / between
+        + (84.0 * model.hidden + 33.0 * model.active_ffn + 16.0 * model.dispatched * model.hidden) / grid.tp
+    )
 
 
 def _head_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> dict[str, Column]:
@@ -307,6 +357,7 @@ def _stage_seconds(
         "elementwise": n * layer["elementwise"] + embedding + head_seconds + loss_seconds,
         "tensor_communication": n * layer["tensor_communication"] + 2.0 * stage.has_head * layer["collective"],
         "context_communication": n * layer["context_communication"],
+        "expert_communication": n * layer["expert_communication"],
     }
     device = sum(parts.values(), start=zero)
     floor = n * layer["floor"]

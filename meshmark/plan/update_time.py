@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshmark.plan.network import (
+    DataGroup,
     crosses_nodes,
     data_collective_seconds,
     offload_bandwidth,
@@ -28,6 +29,9 @@ class StageLoad:
     """Parameters that data parallelism reduces on the heaviest pipeline stage, and the computation that overlaps it."""
 
     num_parameters: Column
+    """Those that every data-parallel rank holds: all but experts."""
+    experts: Column
+    """Parameters of the experts on one rank."""
     embedding: Column
     """Parameters of the embedding, which gets its gradient last."""
     num_layers: int
@@ -40,11 +44,19 @@ class StageLoad:
 def data_seconds(grid: Grid, load: StageLoad, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Column:
     """Return the exposed data-parallel communication, by ZeRO stage."""
 
-    def seconds(bytes_per_parameter: float) -> Column:
-        return data_collective_seconds(grid, load.num_parameters, bytes_per_parameter, rates, gpu.gpus_per_node)
+    same = DataGroup(ranks=grid.expert_shards * grid.replicas, stride=np.maximum(grid.ep * grid.etp // grid.tp, 1))
+    within = DataGroup(ranks=grid.shards)
+    among = DataGroup(ranks=grid.replicas, stride=grid.shards)
+
+    def seconds(bytes_per_parameter: float, group: DataGroup | None = None) -> Column:
+        whole, per_node = load.num_parameters, gpu.gpus_per_node
+        found = data_collective_seconds(grid, whole, bytes_per_parameter, rates, per_node, group)
+        if group is not among and load.experts.any():
+            found = found + data_collective_seconds(grid, load.experts, bytes_per_parameter, rates, per_node, same)
+        return found
 
     num_tensors = _MATRICES_PER_LAYER * load.num_layers + 2.0
-    spans, shards = crosses_nodes(grid, gpu.gpus_per_node), grid.dp * grid.cp
+    spans, shards = crosses_nodes(grid, gpu.gpus_per_node), grid.data_ranks
     buckets = np.ceil(load.num_parameters * recipe.wire.reduce_bytes / _BUCKET_BYTES)
     num_reductions = num_tensors if recipe.wire.reduces_by_tensor else np.minimum(num_tensors, buckets)
     tree = np.where(spans, rates.network.tree_tensor_seconds * np.log2(np.maximum(shards, 2)) * num_reductions, 0.0)
@@ -58,9 +70,15 @@ def data_seconds(grid: Grid, load: StageLoad, gpu: Gpu, recipe: TrainingRecipe, 
     hops = rates.network.hop_seconds * shards * num_tensors * grid.pp
     hops = np.where(spans & (grid.pp > 1) & recipe.wire.reduces_by_tensor, hops, 0.0)
     plain = np.maximum(reduced - last + tree - hidden, 0.0) + last + hops
-    scatter, gather = seconds(recipe.wire.reduce_bytes), seconds(recipe.wire.gather_bytes)
+    scatter, gather = seconds(recipe.wire.reduce_bytes, within), seconds(recipe.wire.gather_bytes, within)
+    # Replicas then all-reduce the shard that each of their ranks has.
+    scatter = scatter + seconds(2.0 * recipe.wire.reduce_bytes, among) / grid.shards
     if recipe.wire.reduces_under_zero1:
         sharded = reduced + gather + copies
+    elif recipe.wire.shows_gathers:
+        nodes = np.maximum(grid.shards * grid.tp / gpu.gpus_per_node, 1.0)
+        chain = np.where(nodes > 1.0, rates.network.hop_seconds * nodes * num_tensors, 0.0)
+        sharded = np.maximum(scatter - hidden, 0.0) + gather + chain
     else:
         sharded = np.maximum(scatter - hidden, 0.0) + np.maximum(gather - 0.5 * hidden, 0.0)
     # Weights are gathered for the forward and again for the backward pass of every micro-batch.
@@ -84,12 +102,14 @@ def tied_seconds(
     return np.where((grid.pp > 1) & model.tied_embeddings, embedding * recipe.wire.reduce_bytes / bandwidth, 0.0)
 
 
-def optimizer_seconds(grid: Grid, num_parameters: Column, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Column:
+def optimizer_seconds(
+    grid: Grid, num_parameters: Column, gpu: Gpu, recipe: TrainingRecipe, rates: Rates, ranks: Column | None = None
+) -> Column:
     """Return the time of the optimizer.
 
     Norm, clipping and zeroing read or write the gradients; the update reads and writes states, gradient and weights.
     """
-    shards = grid.dp * grid.cp
+    shards = grid.shards if ranks is None else ranks
     held = num_parameters / np.where(grid.zero_stage >= 2, shards, 1)
     updated = num_parameters / np.where(grid.zero_stage >= 1, shards, 1)
     states = recipe.states.master_bytes + recipe.states.moment_bytes

@@ -88,7 +88,8 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--adapters",
         metavar="A,B",
-        help="adapters by name or shell pattern (default: the core; '*': all; '*,!NAME': all but one)",
+        help="adapters by name, framework (accelerate: all of the core that wrap it) or shell pattern (default: the "
+        "core; '*': all; '*,!NAME': all but one)",
     )
     group.addoption(
         "--adapter",

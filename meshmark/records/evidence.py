@@ -19,7 +19,7 @@ import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from meshmark.errors import EvidenceError
 from meshmark.judge.deviation import Deviations
@@ -96,6 +96,11 @@ def _holds(path: Path, content: bytes) -> bool:
         return False
 
 
+def open_lines(path: Path) -> IO[bytes] | gzip.GzipFile:
+    """Open a file of records for reading, packed by gzip or not."""
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+
+
 def _write(path: Path, packed: bytes) -> None:
     """Write a file atomically, and return once it is on disk."""
     path.parent.mkdir(exist_ok=True)
@@ -148,7 +153,7 @@ def _of_file(path: Path, field: str) -> Mapping[Any, Any]:
 @functools.lru_cache(maxsize=16)
 def _of_line(path: Path, offset: int, field: str) -> Mapping[Any, Any]:
     try:
-        with path.open("rb") as file:
+        with open_lines(path) as file:
             file.seek(offset)
             value = migrate(json.loads(file.readline()))["equivalence"][field]
     except Exception as error:

@@ -11,6 +11,7 @@ import marshal
 import os
 import secrets
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 from meshmark.environment import Environment
 from meshmark.errors import ResultsError, refuse_device
-from meshmark.records.evidence import EvidenceFolder, leave_behind
+from meshmark.records.evidence import EvidenceFolder, leave_behind, open_lines
 from meshmark.records.migration import migrate
 from meshmark.records.record import (
     ConformanceEvidence,
@@ -165,7 +166,9 @@ class Reading:
 
 
 def read_records(folder: Path, *, latest: bool = False) -> Reading:
-    """Read every good line of DIR/records.jsonl, with a complaint for each bad one.
+    """Read every good line of DIR/records.jsonl, or of a file, with a complaint for each bad one.
+
+    A file may be packed (`.jsonl.gz`).
 
     `latest` keeps only the last of several records of one pass over one case on one device, which is all that a report
     shows; the same applies to sessions.
@@ -177,7 +180,7 @@ def read_records(folder: Path, *, latest: bool = False) -> Reading:
     shared, offset = _Shared(), 0
     refuse_device(path)
     try:
-        with path.open("rb") as file, _without_collections():
+        with open_lines(path) as file, _without_collections():
             for number, line in enumerate(file, start=1):
                 try:
                     parsed = _parse(line, (path, offset), shared) if line.strip() else None
@@ -189,10 +192,9 @@ def read_records(folder: Path, *, latest: bool = False) -> Reading:
                 elif parsed:
                     sessions[parsed.session if latest else number] = parsed
                 offset += len(line)
-    except OSError as error:
-        raise ResultsError(
-            f"no records at {str(path)!r}: {error.strerror}; run `pytest suites --results DIR` first"
-        ) from error
+    except (OSError, EOFError, zlib.error) as error:
+        why = getattr(error, "strerror", None) or told(error)
+        raise ResultsError(f"no records at {str(path)!r}: {why}; run `pytest suites --results DIR` first") from error
     if not records and not sessions:
         raise ResultsError(
             f"{str(path)!r} holds no record that can be read: {'; '.join(complaints[:3]) or 'it is empty'}"

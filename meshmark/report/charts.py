@@ -17,6 +17,7 @@ from meshmark.report.markdown import one_line
 from meshmark.report.results import CaseResult, Tradeoff, frontier, tradeoffs
 from meshmark.report.table import bytes_text
 from meshmark.run.throughput import throughput
+from meshmark.spec.case import Case
 from meshmark.spec.layout import AXES
 
 _CATEGORIES = {
@@ -47,12 +48,12 @@ class Chart:
     height: int = 420
 
 
-def charts(found: Sequence[CaseResult]) -> dict[str, list[Chart]]:
-    """Return the charts by section, without empty ones."""
+def charts(found: Sequence[CaseResult], fake: Sequence[Record] = ()) -> dict[str, list[Chart]]:
+    """Return the charts by section, without empty ones. `fake`: records of fake worlds."""
     made = {
         "cases": [_tradeoff(found)],
         "speed": [_rates(found), _scaling(found), _steps(found)],
-        "memory": [_memory(found)],
+        "memory": [_memory(found), _memory_by_ranks(found, fake)],
         "traffic": [_traffic(found)],
         "equivalence": [_ratios(found)],
     }
@@ -167,7 +168,7 @@ def _scaling(found: Sequence[CaseResult]) -> Chart:
     rates: dict[str, dict[int, float]] = {}
     for result, record in _timed(found):
         if result.comparable:
-            of_kind = rates.setdefault(_kind_of_layout(result), {})
+            of_kind = rates.setdefault(_kind_of_layout(result.case), {})
             ranks, rate = result.case.world_size, throughput(record).per_second
             of_kind[ranks] = max(of_kind.get(ranks, 0.0), rate)
     lines = {name: dict(sorted(by_ranks.items())) for name, by_ranks in rates.items() if len(by_ranks) > 1}
@@ -185,9 +186,9 @@ def _scaling(found: Sequence[CaseResult]) -> Chart:
     return Chart(id="scaling", title="Scaling over world sizes", told=told, choice="", figures=figures, height=520)
 
 
-def _kind_of_layout(result: CaseResult) -> str:
+def _kind_of_layout(case: Case) -> str:
     """Return adapter, axes, ZeRO stage, schedule and workload: what stays the same as the number of ranks grows."""
-    case, layout = result.case, result.case.layout
+    layout = case.layout
     axes = "x".join(axis for axis in AXES if getattr(layout, axis) > 1)
     parts = [case.adapter, axes]
     if layout.zero_stage:
@@ -232,6 +233,27 @@ def _memory(found: Sequence[CaseResult]) -> Chart:
     told = "Exact bytes alive at the peak, by category; by rank where a case is chosen."
     height = _tall(len(measured))
     return Chart(id="memory-plot", title="Memory at the peak", told=told, choice="Show", figures=figures, height=height)
+
+
+def _memory_by_ranks(found: Sequence[CaseResult], fake: Sequence[Record]) -> Chart:
+    """Plot memory by category as the number of ranks grows, for every kind of layout that was run on several numbers.
+
+    Fake worlds are marked, because a rank of theirs was measured alone.
+    """
+    kinds: dict[str, dict[int, tuple[str, MemoryReading]]] = {}
+    observed = [(r.observed, "") for r in found if r.observed and r.comparable]
+    for record, mark in [*observed, *((record, ", fake world") for record in fake)]:
+        if record.memory.readings:
+            ranks, fullest = record.case.world_size, max(record.memory.readings, key=lambda m: m.peak.total)
+            of_kind = kinds.setdefault(_kind_of_layout(record.case), {})
+            of_kind.setdefault(ranks, (f"{ranks} rank{'s' * (ranks > 1)}{mark}", fullest))
+    bars = {kind: [by[n] for n in sorted(by)] for kind, by in kinds.items() if len(by) > 1}
+    several = [(f"{kind.partition(',')[0]}: {name}", one) for kind, some in bars.items() for name, one in some]
+    figures = [_stacked("all kinds of layouts", several[:_MOST])] if several else []
+    figures += [_stacked(kind, some) for kind, some in bars.items()]
+    told = "Exact bytes alive at the peak of the fullest rank: what more ranks take away, and what they leave."
+    title, height = "Memory as ranks are added", _tall(min(len(several), _MOST))
+    return Chart(id="memory-ranks", title=title, told=told, choice="Show", figures=figures, height=height)
 
 
 def _stacked(label: str, bars: Sequence[tuple[str, MemoryReading]]) -> dict[str, Any]:

@@ -59,10 +59,10 @@ def clauses(records: Sequence[Record]) -> Clauses | None:
     names = [name for name in CLAUSES if any(name in column.findings for column in found)]
     evidence: dict[str, dict[str, str]] = {}
     rows = []
-    for number, column in enumerate(found):
+    for column in found:
         cells: list[ClauseCell | None] = []
         for name in names:
-            finding, key = column.findings.get(name), f"{number}/{name}"
+            finding, key = column.findings.get(name), f"{column.base.id}/{name}"
             if finding is None:
                 cells.append(None)
                 continue

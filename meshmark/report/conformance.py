@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshmark.conformance.clauses import CLAUSES, Clause, judge_clause, point_back
 from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.conformance.scenario import SCENARIOS
+from meshmark.environment import Environment
+from meshmark.errors import ResultsError
 from meshmark.records.record import Record, Status
 from meshmark.records.record_file import Reading
 from meshmark.report.guard import rendered, write_page
@@ -18,6 +21,7 @@ from meshmark.report.markdown import Markup, block, inline
 from meshmark.report.markdown import table as markdown
 from meshmark.report.missing_failures import missing_failures
 from meshmark.report.results import newest
+from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 from meshmark.spec.model_config import Dataset
 from meshmark.text import clip, pluralize, told
@@ -55,6 +59,52 @@ class AdapterColumn:
         stage = f" ZeRO-{layout.zero_stage}" if layout.zero_stage and "fsdp" not in self.base.adapter else ""
         own = f" on {self.base.workload.id}" if self.base.workload.dataset is Dataset.OWN else ""
         return f"{self.base.adapter}{stage}{own}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conformance:
+    """The clauses of every adapter as judged, which is all that their page shows.
+
+    Judging takes the evidence of every record, some 30 MB. What came of it is kept in some 100 kB.
+    """
+
+    columns: Sequence[AdapterColumn]
+    environment: Environment
+    """Environment of the newest record."""
+    commands: Sequence[str] = field(default_factory=list)
+    """Commands that made the records."""
+
+
+def judged(records: Sequence[Record]) -> Conformance | None:
+    """Return the clauses of the records of scenarios, or None if there are none."""
+    return _judged(columns(records), [record for record in records if record.conformance.scenario])
+
+
+def _judged(found: Sequence[AdapterColumn], records: Sequence[Record]) -> Conformance | None:
+    if not found:
+        return None
+    commands = sorted({record.environment.command for record in records})
+    return Conformance(columns=found, environment=newest(records).environment, commands=commands)
+
+
+def keep_conformance(kept: Conformance, path: Path) -> None:
+    """Write judged clauses as lines of JSON: what they were judged from, then an adapter a line."""
+    head = {"environment": encode(kept.environment), "commands": encode(kept.commands)}
+    lines = [head, *map(encode, kept.columns)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def read_conformance(path: Path) -> Conformance:
+    """Return what `keep_conformance` wrote. Raises `ResultsError` if the file holds anything else."""
+    try:
+        head, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        return Conformance(
+            environment=decode(Environment, head["environment"]),
+            commands=head["commands"],
+            columns=[decode(AdapterColumn, line) for line in lines],
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ResultsError(f"no judged clauses at {str(path)!r}: {told(error)}") from error
 
 
 def columns(records: Iterable[Record]) -> list[AdapterColumn]:
@@ -126,11 +176,19 @@ def write_conformance(reading: Reading, path: Path, command: str) -> list[str]:
             return ["# Conformance", "**No scenario left a record.**", *tests, *left_out]
         if not found:
             return ["# Conformance", "**No record can be shown.**", *tests, *left_out]
-        return [*_answer(found), *tests, *left_out, *_evidence(found), *_origin(found, records, command)]
+        kept = _judged(found, records)
+        assert kept is not None
+        return conformance_page(kept, command, [*tests, *left_out])
 
     parts, complaints = rendered(page, _by_base(records), lambda one: one[0].id)
     write_page(path, parts)
     return [*complaints, *lacking]
+
+
+def conformance_page(kept: Conformance, command: str, problems: Sequence[str] = ()) -> list[str]:
+    """Return the page as paragraphs. `problems` are those about failed tests and unreadable records."""
+    found = kept.columns
+    return [*_answer(found), *problems, *_evidence(found), *_origin(kept, command)]
 
 
 def _answer(found: Sequence[AdapterColumn]) -> list[str]:
@@ -156,7 +214,7 @@ def _answer(found: Sequence[AdapterColumn]) -> list[str]:
     return [
         "# Conformance",
         headline,
-        markdown([_counted(column) for column in found]),
+        markdown(sorted(map(_counted, found), key=lambda row: (row["known gaps"], row["no answer"]))),
         "## Every cell",
         markdown(rows),
         "*yes*: the clause holds, by measurement. **no**: it does not. *gap*: the framework, in a documented "
@@ -173,7 +231,7 @@ def _counted(column: AdapterColumn) -> dict[str, object]:
         "layout": column.base.layout.id,
         **dict(zip(("hold", "known gaps", "no answer"), (counts[result] for result in shown), strict=True)),
         "other": counts.total() - sum(counts[result] for result in shown),
-        "launches take": f"{column.launch_seconds:.0f} s",
+        "launches, s": f"{column.launch_seconds:.0f}",
     }
 
 
@@ -228,9 +286,8 @@ def _text(finding: Finding) -> str:
     return f"{inline(finding.evidence)} {link}".rstrip()
 
 
-def _origin(found: Sequence[AdapterColumn], records: Sequence[Record], command: str) -> list[str]:
-    environment, model = newest(records).environment, found[0].base.workload.model
-    commands = sorted({record.environment.command for record in records})
+def _origin(kept: Conformance, command: str) -> list[str]:
+    environment, model = kept.environment, kept.columns[0].base.workload.model
     versions = ", ".join(f"{name} {version}" for name, version in environment.versions.items())
     return [
         "## How it was obtained",
@@ -238,12 +295,12 @@ def _origin(found: Sequence[AdapterColumn], records: Sequence[Record], command: 
         f"which train {inline(model.name)} ({model.num_parameters:,} parameters) in real text for a few steps; see "
         "meshmark/conformance/scenario.py. Correct means what it means in the report: every loss, gradient and update "
         "within the noise of its precision, measured, of a float64 truth.",
-        "Records by:\n\n" + block("\n".join(commands)) + "\n\nThis page by:\n\n" + block(command),
+        "Records by:\n\n" + block("\n".join(kept.commands)) + "\n\nThis page by:\n\n" + block(command),
         "On "
         + inline(
             f"{environment.machine}, {environment.num_cpus} CPUs, {environment.device} and {environment.backend}, "
             f"commit {environment.commit or 'unknown'}, {environment.date}. {versions}."
         ),
-        "*Launches take*: of one adapter, all scenarios together, without the noise floors, which each workload and "
+        "*Launches*: of one adapter, all scenarios together, without the noise floors, which each workload and "
         "precision needs once for all adapters.",
     ]

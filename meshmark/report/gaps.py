@@ -73,6 +73,7 @@ def gaps_text(reproducers: Sequence[Reproducer], failed: Mapping[str, Clauses]) 
     for each in reproducers:
         lines = [f"{each.framework} {each.versions[each.framework]}: {each.title}", f"  {each.symptom}"]
         lines.append(f"  cause: {each.cause}")
+        lines.append(f"  {_tried(each)}")
         if clauses := _clauses(failed.get(each.name, {})):
             lines.append(f"  clauses that fail by it: {clauses}")
         if each.upstream:
@@ -84,13 +85,21 @@ def gaps_text(reproducers: Sequence[Reproducer], failed: Mapping[str, Clauses]) 
 
 def _section(each: Reproducer, failed: Mapping[str, Clauses]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in each.versions.items())
-    facts = [f"- **Symptom.** {each.symptom}", f"- **Cause.** {each.cause}", f"- **Shown by.** {versions}"]
+    facts = [
+        f"- **Symptom.** {each.symptom}",
+        f"- **Cause.** {each.cause}",
+        f"- **Shown by.** {versions}. {_tried(each)}",
+    ]
     if clauses := _clauses(failed.get(each.name, {})):
         facts.append(f"- **Clauses that fail by it.** {clauses}")
     if each.upstream:
         facts.append(f"- **Upstream.** <{each.upstream}>")
     heading = f'<a id="{each.name}"></a>\n\n## {each.framework}: {each.title}'
     return "\n\n".join([heading, "\n".join(facts), f"    {each.command}", f"```python\n{each.source}\n```"])
+
+
+def _tried(each: Reproducer) -> str:
+    return f"First and last version that shows it: not known, only {each.versions[each.framework]} was tried."
 
 
 def _issue(each: Reproducer) -> str:

@@ -59,7 +59,59 @@ async function copy(button) {
 function showEvidence(cells, key) {
   const dialog = document.getElementById("evidence");
   for (const [name, text] of Object.entries(cells[key])) dialog.querySelector(`[data-of="${name}"]`).textContent = text;
+  history.replaceState(null, "", `#cell=${encodeURIComponent(key)}`);  // a link to this cell
   dialog.showModal();
+}
+
+// A link may name a cell of the clauses, or two cases that are compared: #cell=KEY, #compare=A&with=B.
+function followLink(cells, facts) {
+  const asked = new URLSearchParams(location.hash.slice(1)), key = asked.get("cell");
+  if (key !== null && Object.hasOwn(cells, key)) showEvidence(cells, key);
+  const [first, second] = ["compare-first", "compare-second"].map((id) => document.getElementById(id));
+  if (!first) return;
+  const names = Object.keys(facts), [one, other] = ["compare", "with"].map((name) => names.indexOf(asked.get(name)));
+  if (one >= 0) first.selectedIndex = one;
+  if (other >= 0) second.selectedIndex = other;
+  else if (second.options.length > 1) second.selectedIndex = 1;
+  compare(facts);
+  if (asked.has("compare")) document.getElementById("compare").scrollIntoView();
+}
+
+// The names of the chosen cases. Choices are in the order of the facts, and may not show a name as it is.
+function chosen(facts) {
+  return ["compare-first", "compare-second"].map((id) => Object.keys(facts)[document.getElementById(id).selectedIndex]);
+}
+
+function compare(facts) {
+  const [one, other] = chosen(facts).map((name) => facts[name]);
+  const body = document.querySelector("#compared tbody");
+  body.replaceChildren();
+  for (const name of new Set([...Object.keys(one), ...Object.keys(other)])) {
+    const [first, second] = [one, other].map((facts) => facts[name] ?? ["", null]);
+    const known = first[1] !== null && second[1] !== null && first[1] !== 0 && name !== "rank";
+    const row = body.insertRow();
+    if (first[0] !== second[0]) row.className = "differs";
+    for (const text of [name, first[0], second[0], known ? (second[1] / first[1]).toPrecision(3) : ""]) {
+      row.insertCell().textContent = text;
+    }
+  }
+}
+
+async function addPage(facts, file) {
+  const there = new DOMParser().parseFromString(await file.text(), "text/html").getElementById("facts");
+  const said = document.getElementById("said");
+  if (!there) { said.textContent = `${file.name} is no page of Meshmark with cases.`; return; }
+  const [before] = chosen(facts);
+  const added = Object.entries(JSON.parse(there.textContent)).map(([name, of]) => [`${name} (${file.name})`, of]);
+  for (const [name, of] of added) {
+    if (Object.hasOwn(facts, name)) { facts[name] = of; continue; }  // the same file once more
+    facts[name] = of;
+    for (const id of ["compare-first", "compare-second"]) document.getElementById(id).add(new Option(name, name));
+  }
+  const same = Object.keys(facts).indexOf(`${before} (${file.name})`);
+  document.getElementById("compare-second").selectedIndex = same < 0 ? Object.keys(facts).indexOf(added[0][0]) : same;
+  said.textContent = `${added.length} cases of ${file.name} were added.`;
+  compare(facts);
 }
 
 async function sortable(tables) {
@@ -68,8 +120,9 @@ async function sortable(tables) {
   const { default: DataTable } = await import(url);
   const columns = ["order", ["search"]];
   for (const table of tables) {
-    new DataTable(table, { paging: false, info: false, order: [], autoWidth: false, columnControl: columns,
-      ordering: { indicators: false, handler: false },
+    const narrow = table.classList.contains("heat");  // a heat map has no room for controls: a click on a title sorts
+    new DataTable(table, { paging: false, info: false, order: [], autoWidth: false, columnControl: narrow ? [] : columns,
+      ordering: { indicators: false, handler: narrow },
       language: { search: `Filter ${table.dataset.what}:` } });
   }
   for (const button of document.querySelectorAll("table.data thead button")) {
@@ -88,5 +141,16 @@ addEventListener("DOMContentLoaded", () => {
   const cells = document.getElementById("cells") ? inPlace("cells") : {};
   document.querySelectorAll("button[data-cell]").forEach((b) =>
     b.addEventListener("click", () => showEvidence(cells, b.dataset.cell)));
+  const facts = document.getElementById("facts") ? inPlace("facts") : {};
+  for (const chooser of document.querySelectorAll("#compare select")) {
+    chooser.addEventListener("change", () => {
+      compare(facts);
+      const [one, other] = chosen(facts);
+      history.replaceState(null, "", `#${new URLSearchParams({ compare: one, with: other })}`);
+    });
+  }
+  document.getElementById("compare-page")?.addEventListener("change", (e) => addPage(facts, e.target.files[0]));
+  addEventListener("hashchange", () => followLink(cells, facts));
+  followLink(cells, facts);
   sortable(document.querySelectorAll("table.data"));
 });

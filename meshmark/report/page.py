@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import importlib.resources
 import json
+import math
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,16 +23,22 @@ from meshmark.records.session import Attempt
 from meshmark.report import tables
 from meshmark.report.baseline import Baseline
 from meshmark.report.clause_grid import Clauses, clauses
+from meshmark.report.communication import communication
 from meshmark.report.failure_text import WORSE
 from meshmark.report.guard import rendered
 from meshmark.report.markdown import one_line, visible
 from meshmark.report.missing_failures import failing
 from meshmark.report.render import headline
 from meshmark.report.results import CaseResult, newest, results
+from meshmark.report.scale import fake_worlds
 from meshmark.report.sections import sections
-from meshmark.report.table import Table, filled
+from meshmark.report.table import Table, filled, to_cell
 
 INSTALL = 'pip install "meshmark[html]"'
+
+
+Fact = tuple[str, float | None]
+"""A text, and the number that it stands for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +63,12 @@ class Part:
     plots: Sequence[object] = ()
     tables: Sequence[Table] = ()
     clauses: Clauses | None = None
+    facts: dict[str, dict[str, Fact]] | None = None
+    """What is known of each case, for a comparison of two."""
     blocks: Sequence[str] = ()
 
     def __bool__(self) -> bool:
-        parts = (self.texts, self.failures, self.plots, self.tables, self.clauses, self.blocks)
+        parts = (self.texts, self.failures, self.plots, self.tables, self.clauses, self.facts, self.blocks)
         return any(bool(part) for part in parts)
 
 
@@ -130,7 +139,7 @@ def embedded(value: object) -> Markup:
 def _parts(found: Sequence[CaseResult], reading: Reading, baseline: Baseline, command: str) -> Iterator[Part]:
     from meshmark.report.charts import charts
 
-    drawn: dict[str, Any] = charts(found)
+    drawn: dict[str, Any] = charts(found, fake_worlds(reading.records))
     latest = [record for result in found for record in (result.observed, result.timed) if record]
     failed = list(_failures(latest, reading))
     nothing = [] if failed else ["Nothing: every case that ran reached its end and passed every suite."]
@@ -138,6 +147,7 @@ def _parts(found: Sequence[CaseResult], reading: Reading, baseline: Baseline, co
     note = "A row a case. Struck out: of a wrong run, which is no result."
     answer = Table(title="Cases", note=note, rows=tables.answer(found))
     yield Part(id="cases", title="Cases", plots=drawn["cases"], tables=filled([answer]))
+    yield Part(id="compare", title="Compare two cases", facts=_facts(found))
     for section in sections(found, reading.records, baseline):
         text = section.note.replace("*", "").replace("`", "")
         plots = drawn.get(section.id, [])
@@ -151,6 +161,21 @@ def _parts(found: Sequence[CaseResult], reading: Reading, baseline: Baseline, co
     times = filled([Table(title="Launches", rows=tables.time_spent(found))])
     texts = ["Records by the first commands, this page by the last."]
     yield Part(id="origin", title="How it was obtained", texts=texts, blocks=[*made, command], tables=times)
+
+
+def _facts(found: Sequence[CaseResult]) -> dict[str, dict[str, Fact]]:
+    """Return what the tables say of each case. Parts of one case that have no number are compared as texts."""
+    facts: dict[str, dict[str, Fact]] = {}
+    for result in found:
+        if not result.skipped:
+            rows = [*tables.memory([result], Baseline(())), *communication([result]), *tables.answer([result])]
+            own: dict[str, Fact] = {}
+            for name, value in (pair for row in rows for pair in row.items()):
+                cell = to_cell(value)
+                order = cell.order if cell.order is not None and math.isfinite(cell.order) else None
+                own[name] = (f"{cell.struck} {cell.text}".strip(), order)
+            facts[result.case.id] = own
+    return facts
 
 
 def _failures(latest: Iterable[Record], reading: Reading) -> Iterator[Failed]:

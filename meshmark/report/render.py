@@ -106,10 +106,26 @@ def _answer(found: Sequence[CaseResult], reading: Reading) -> list[str]:
         "from a float64 single-process truth than rounding in its precision carries a correct run, told by a factor on "
         f"that noise; of how often it fails a correct run, there is shown: {shown()}. *cannot tell*: the noise hides "
         "too much for a verdict. "
-        "*detects*: the smallest scaling of any single parameter's gradient that this verdict would have caught. "
+        "*smallest detectable error*: the smallest scaling of any parameter's gradient that this verdict would have "
+        "caught. "
         "*peak / rank*: exact bytes alive on the fullest rank. Memory and speed of a run that is wrong, "
-        "or that keeps narrower states than its precision promises, are struck out: they are no result.",
+        "or that keeps narrower states than its precision promises, are struck out: they are no result. "
+        f"All values are *measured*, the leanest case of each number of ranks first. {_speeds_of(found)}",
     ]
+
+
+def _speeds_of(found: Sequence[CaseResult]) -> str:
+    """Return what the speeds are of."""
+    models = {r.case.workload.model.num_parameters for r in found if not r.skipped}
+    sizes = " to ".join(f"{size:,}" for size in sorted({min(models), max(models)})) if models else "no"
+    devices = sorted({r.any.environment.device for r in found})
+    on = f" on {newest([r.any for r in found]).environment.num_cpus} CPUs" if devices == ["cpu"] else ""
+    toys = " They rank nothing that you would train." if on and models and max(models) < _TOY else ""
+    return f"Speeds stand last, and are of a model of {sizes} parameters{on}.{toys}"
+
+
+_TOY = 10_000_000
+"""Parameters below which the speed of a model says nothing of those that people train."""
 
 
 def _headline(found: Sequence[CaseResult], missing: Sequence[str], failed_tests: int) -> str:

@@ -38,9 +38,12 @@ def scale_headline(records: Sequence[Record]) -> str:
 
 
 def scale(records: Iterable[Record]) -> Rows:
-    """Return a row a case: what the fullest of its ranks held at the peak, and whether it is what was planned."""
+    """Return a row a case: what the fullest of its ranks held at the peak, and whether it is what was planned.
+
+    What was not run comes last.
+    """
     rows: Rows = []
-    for record in fake_worlds(records):
+    for record in sorted(fake_worlds(records), key=lambda each: each.outcome.status is Status.SKIPPED):
         row: dict[str, object] = {
             "adapter": record.case.adapter,
             "layout": record.case.layout.id,

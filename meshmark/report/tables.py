@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -18,21 +19,30 @@ from meshmark.theory.bubble import bubble_fraction
 
 
 def answer(found: Sequence[CaseResult]) -> Rows:
-    """Return which cases are correct, how much memory they need, and how fast they are."""
+    """Return which cases are correct, how much memory they need, and how fast they are.
+
+    Of each number of ranks, the case with the smallest peak comes first. What is wrong, or not judged, comes last.
+    """
+    shown = [result for result in found if not result.skipped]
     return [
         {
             **names(result),
             "ranks": result.case.world_size,
             "correct": result.correctness,
-            "detects": _detects(result),
+            "smallest detectable error": _detects(result),
             "model states / rank": _of_observed(result, _states),
             "peak / rank": _of_observed(result, _peak),
             f"{result.case.workload.unit}/s": _speed(result),
             "MFU": _mfu(result),
         }
-        for result in found
-        if not result.skipped
+        for result in sorted(shown, key=_leanest_first)
     ]
+
+
+def _leanest_first(result: CaseResult) -> tuple[int, bool, float]:
+    readings = result.observed.memory.readings if result.observed else []
+    good = bool(result.correct and result.comparable)
+    return result.case.world_size, not good, _peak(readings) if readings else math.inf
 
 
 def equivalence(found: Sequence[CaseResult], baseline: Baseline) -> Rows:
@@ -50,7 +60,7 @@ def equivalence(found: Sequence[CaseResult], baseline: Baseline) -> Rows:
             "step": e["worst_step"],
             "distance / noise": number(e["ratio"]),
             "limit": number(e["factor"]),
-            "gradient errors seen from": number(e["detection_limit"]),
+            "smallest detectable error": number(e["detection_limit"]),
             "compared": e["compared"],
             **({"judged": judged(result.observed)} if with_samples else {}),
             "loss, first to last": f"{losses[0]:.4f} to {losses[-1]:.4f}",

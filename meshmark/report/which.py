@@ -15,6 +15,7 @@ from pathlib import Path
 
 from meshmark.conformance.clauses import CLAUSES
 from meshmark.conformance.finding import ClauseResult
+from meshmark.environment import Environment
 from meshmark.errors import InputError, ResultsError
 from meshmark.plan.frameworks import framework
 from meshmark.plan.model_names import plan_model
@@ -22,10 +23,10 @@ from meshmark.plan.search import NothingFitsError, Search, search, simulate_firs
 from meshmark.plan.stacks import rates_for, stack_of
 from meshmark.records.record import Record
 from meshmark.records.record_file import read_records
-from meshmark.report.conformance import AdapterColumn, columns
+from meshmark.report.conformance import AdapterColumn, Conformance, judged, read_conformance
 from meshmark.report.guard import write_page
 from meshmark.report.markdown import block, inline, table
-from meshmark.report.results import CaseResult, newest, results
+from meshmark.report.results import CaseResult, results
 from meshmark.report.table import Cell, Rows, bytes_cell
 from meshmark.spec.hardware import GIB, Gpu, gpu
 from meshmark.spec.model_spec import ModelSpec
@@ -75,7 +76,13 @@ class Cluster:
 
 def add_which(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `meshmark which`."""
-    parser.add_argument("results", type=Path, nargs="+", metavar="DIR", help="folders with records.jsonl")
+    parser.add_argument(
+        "results",
+        type=Path,
+        nargs="+",
+        metavar="DIR",
+        help="folders with records.jsonl, or files: NAME.jsonl.gz, NAME.clauses.jsonl",
+    )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="markdown (default: DIR/which.md)")
     parser.add_argument("--model", default="llama-7b", help="model to plan (default: %(default)s)")
     parser.add_argument("--gpus", type=int, default=8, help="GPUs to plan it on (default: %(default)s)")
@@ -85,7 +92,9 @@ def add_which(parser: argparse.ArgumentParser) -> None:
 
 
 def _which(parsed: argparse.Namespace) -> None:
-    records = [record for folder in parsed.results for record in read_records(folder, latest=True).records]
+    clauses = [path for path in parsed.results if path.suffixes[-2:] == [".clauses", ".jsonl"]]
+    folders = [path for path in parsed.results if path not in clauses]
+    records = [record for folder in folders for record in read_records(folder, latest=True).records]
     cluster = Cluster(
         model=plan_model(parsed.model), gpu=gpu(parsed.gpu), num_gpus=parsed.gpus, global_batch=parsed.global_batch
     )
@@ -95,25 +104,32 @@ def _which(parsed: argparse.Namespace) -> None:
         if (value := getattr(parsed, name)) is not None:
             command += [f"--{name.replace('_', '-')}", str(value)]
     try:
-        write_page(output, which_page(records, cluster, shlex.join(command)))
+        write_page(output, which_page(records, cluster, shlex.join(command), [*map(read_conformance, clauses)]))
     except OSError as error:
         raise ResultsError(f"{str(output)!r} cannot be written: {error.strerror}") from error
     print(f"{output}: {pluralize(len(records), 'record')}")
 
 
-def which_page(records: Sequence[Record], cluster: Cluster, command: str) -> list[str]:
+def which_page(
+    records: Sequence[Record], cluster: Cluster, command: str, kept: Sequence[Conformance] = ()
+) -> list[str]:
     """Return the page as paragraphs: a table of answers, then the evidence of each, then how it was obtained.
+
+    `kept` are clauses that were judged before, beside those of the records.
 
     Raises `InputError` if no record is of a correct case of the matrix.
     """
     correct = [r for r in results(r for r in records if not r.conformance.scenario) if r.correct and r.comparable]
     if not correct:
         raise InputError("no record of a case that trains correctly: run `pytest suites --results DIR` first")
-    found = columns(records)
+    kept = [*kept, *filter(None, [judged(records)])]
+    found = [column for each in kept for column in each.columns]
     plans = dict(_plans(cluster))
     answers = [_fits(plans, cluster)]
     answers += _least(correct, _state_bytes, "Fit a larger model into the same memory", "model states a rank")
     answers += _least(correct, _sent_bytes, "Send less over the network", "bytes sent a rank")
+    replicas = [r for r in correct if r.case.layout.dp == r.case.world_size]
+    answers += _least(replicas, _sent_bytes, "Send less, by data parallelism alone", "bytes sent a rank")
     answers += [_kept(need, found) for need in NEEDS if _asked(need, found)]
     parts = ["# Which framework?", _INTRODUCTION, "\n".join(answers)]
     parts += _planned(plans, cluster)
@@ -122,7 +138,8 @@ def which_page(records: Sequence[Record], cluster: Cluster, command: str) -> lis
         if rows := _clause_rows(need, found):
             statements = "\n".join(f"- *{name}*: {CLAUSES[name].statement}" for name in need.clauses)
             parts += [f"## {need.title}", statements, table(rows, keys=1)]
-    return [*parts, *_origin(records, command)]
+    environments = [*(record.environment for record in records), *(each.environment for each in kept)]
+    return [*parts, *_origin(environments, command)]
 
 
 _INTRODUCTION = """*Measured*: trained here, by the suites, and equal to float64. *Planned*: computed for GPUs that
@@ -327,15 +344,15 @@ def _clause_rows(need: Need, found: Sequence[AdapterColumn]) -> Rows:
     return [row for _, row in sorted(rows, key=lambda one: one[0])]
 
 
-def _origin(records: Sequence[Record], command: str) -> list[str]:
-    environment = newest(records).environment
+def _origin(environments: Sequence[Environment], command: str) -> list[str]:
+    environment = max(environments, key=lambda each: each.date)
     versions = ", ".join(f"{name} {version}" for name, version in environment.versions.items())
-    commits = sorted({record.environment.commit or "unknown" for record in records})
+    commits = sorted({each.commit or "unknown" for each in environments})
     return [
         "## How it was obtained",
         block(command),
         inline(
-            f"From {pluralize(len(records), 'record')} on {environment.machine}, {environment.num_cpus} CPUs, "
+            f"From records on {environment.machine}, {environment.num_cpus} CPUs, "
             f"of commit {', '.join(commits)}. {versions}."
         ),
     ]

@@ -73,12 +73,20 @@ class Unlike:
     def is_declared(self, declared: Iterable[OneTimeTraffic]) -> bool:
         """Return whether nothing is missing and no more is sent than `declared`.
 
-        Calls are not counted in the first step, because tensors may be put into other buckets once their order is
-        known.
+        What is declared of the metered step is missing in all others. Calls are not counted in the first step, because
+        tensors may be put into other buckets once their order is known.
         """
-        own = [each for each in declared if each.kind == self.route[0] and self.step in each.steps]
-        num_bytes = range(sum(each.least_bytes for each in own), sum(each.most_bytes for each in own) + 1)
-        calls = range(sum(each.least_calls for each in own), sum(each.most_calls for each in own) + 1)
+        declared = [each for each in declared if each.kind == self.route[0]]
+        own = [each for each in declared if self.step in each.steps]
+        metered = [each for each in declared if METERED_STEP in each.steps]
+        num_bytes = range(
+            sum(each.least_bytes for each in own) - sum(each.most_bytes for each in metered),
+            sum(each.most_bytes for each in own) - sum(each.least_bytes for each in metered) + 1,
+        )
+        calls = range(
+            sum(each.least_calls for each in own) - sum(each.most_calls for each in metered),
+            sum(each.most_calls for each in own) - sum(each.least_calls for each in metered) + 1,
+        )
         return self.more_bytes in num_bytes and (self.step == 0 or self.more_calls in calls)
 
     def __str__(self) -> str:
@@ -102,6 +110,7 @@ def unlike_steps(record: Record) -> Iterator[Unlike]:
         if usual is None:
             continue
         declared = evidence.one_time_traffic[i] if evidence.one_time_traffic else []
+        once = {each.kind for each in declared if METERED_STEP in each.steps}  # other steps must lack it
         for group in groups:
             sent = _routes(group.issued)
             for step in group.steps:
@@ -109,7 +118,7 @@ def unlike_steps(record: Record) -> Iterator[Unlike]:
                     continue
                 for route in sorted(usual.keys() | sent.keys()):
                     each = Unlike(rank=rank, step=step, route=route, found=sent.get(route), metered=usual.get(route))
-                    if (each.more_bytes or each.more_calls) and not each.is_declared(declared):
+                    if (each.more_bytes or each.more_calls or route[0] in once) and not each.is_declared(declared):
                         yield each
 
 

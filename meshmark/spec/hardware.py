@@ -56,6 +56,8 @@ class Gpu:
     """Host resources, or None if unknown; nothing can be offloaded then."""
     matmul_share: float | None = None
     """Best share of the 16-bit peak that matrix products of many shapes reach. None if unknown."""
+    fp8_share: float | None = None
+    """The same of the 8-bit peak."""
 
     def __post_init__(self) -> None:
         for field in ("memory_bytes", "memory_bandwidth", "link_bandwidth", "network_bandwidth", "gpus_per_node"):
@@ -66,8 +68,9 @@ class Gpu:
                 f"gpu {self.name!r}: gpus_per_node is {_short(self.gpus_per_node)}, expected a whole number of at most "
                 f"{MOST_GPUS}"
             )
-        if self.matmul_share is not None and not 0.0 < self.matmul_share <= 1.0:
-            raise InputError(f"gpu {self.name!r}: matmul_share is {self.matmul_share}, expected a share of the peak")
+        for field in ("matmul_share", "fp8_share"):
+            if (share := getattr(self, field)) is not None and not 0.0 < share <= 1.0:
+                raise InputError(f"gpu {self.name!r}: {field} is {share}, expected a share of the peak")
         for dtype, flops in self.peak_flops.items():
             if not 10**8 < flops < 10**17:
                 raise InputError(
@@ -110,8 +113,8 @@ def _gpu(
 _AMPERE = {"fp32": 19.5, "tf32": 156.0, "fp16": 312.0, "bf16": 312.0}
 _HOPPER = {"fp32": 67.0, "tf32": 494.5, "fp16": 989.4, "bf16": 989.4, "fp8": 1978.9}
 # Dense peaks: half of the datasheets' figures, which assume sparsity.
-_BLACKWELL = {"fp32": 75.0, "tf32": 1125.0, "fp16": 2250.0, "bf16": 2250.0, "fp8": 4500.0}
-_GRACE_BLACKWELL = {"fp32": 80.0, "tf32": 1250.0, "fp16": 2500.0, "bf16": 2500.0, "fp8": 5000.0}
+_BLACKWELL = {"fp32": 75.0, "tf32": 1125.0, "fp16": 2250.0, "bf16": 2250.0, "fp8": 4500.0, "fp4": 9000.0}
+_GRACE_BLACKWELL = {"fp32": 80.0, "tf32": 1250.0, "fp16": 2500.0, "bf16": 2500.0, "fp8": 5000.0, "fp4": 10000.0}
 
 # One of its drives, a Samsung PM1733 of 3.84 TB, reads 7.0 and writes 3.8 GB/s (datasheet): 4.93 when alternating.
 _DGX_H100 = Host(memory_bytes=2048 * GIB, bandwidth=64 * GIGA, nvme_bytes=30.7 * TERA, nvme_bandwidth=39.4 * GIGA,
@@ -128,9 +131,11 @@ _MATMUL_SHARES = {
     "h100": 0.803, "h800": 0.803, "h200": 0.803, "b200": 0.776, "b300": 0.786, "gb200-nvl72": 0.729, "a100-80": 0.869,
     "a100-40": 0.869, "a800-80": 0.869, "mi300x": 0.514, "mi325x": 0.604, "mi355x": 0.680,
 }  # fmt: skip
+# The same table, float8_e4m3fn. (H200's is its own: it has the H100's chip, and more of its power for it.)
+_FP8_SHARES = {"h100": 0.709, "h800": 0.709, "h200": 0.734, "b200": 0.763, "b300": 0.745, "gb200-nvl72": 0.723}
 
 GPUS: dict[str, Gpu] = {
-    gpu.name: replace(gpu, matmul_share=_MATMUL_SHARES.get(gpu.name))
+    gpu.name: replace(gpu, matmul_share=_MATMUL_SHARES.get(gpu.name), fp8_share=_FP8_SHARES.get(gpu.name))
     for gpu in (
         _gpu("h100", _HOPPER, 79.1, 3352, 450, 50, 8, "NVIDIA H100 SXM5 datasheet; 8 x 400 Gb/s per node",
              _DGX_H100),
@@ -140,11 +145,11 @@ GPUS: dict[str, Gpu] = {
              _DGX_H100),
         _gpu("h800", _HOPPER, 79.1, 3352, 200, 50, 8, "an H100 SXM5 with NVLink of 400 GB/s in both directions"),
         _gpu("b200", _BLACKWELL, 178.3, 7700, 900, 50, 8, "NVIDIA HGX B200 datasheet; 8 x 400 Gb/s per node"),
-        _gpu("b300", _BLACKWELL, 267.5, 7700, 900, 100, 8,
+        _gpu("b300", {**_BLACKWELL, "fp4": 13500.0}, 267.5, 7700, 900, 100, 8,
              "NVIDIA HGX B300 datasheet, 270 GB; 8 x 800 Gb/s per node (ConnectX-8)"),
         _gpu("gb200-nvl72", _GRACE_BLACKWELL, 184.3, 8000, 900, 50, 72,
              "NVIDIA GB200 NVL72 datasheet: 13.4 TB, 576 and 130 TB/s over 72 GPUs; 400 Gb/s each"),
-        _gpu("gb300-nvl72", _GRACE_BLACKWELL, 267.5, 8000, 900, 100, 72,
+        _gpu("gb300-nvl72", {**_GRACE_BLACKWELL, "fp4": 15000.0}, 267.5, 8000, 900, 100, 72,
              "NVIDIA GB300 NVL72 datasheet: 130 TB/s over 72 GPUs; 800 Gb/s each (ConnectX-8)"),
         _gpu("l40s", {"fp32": 91.6, "tf32": 183.0, "fp16": 362.0, "bf16": 362.0, "fp8": 733.0}, 44.5, 864, 32, 25, 8,
              "NVIDIA L40S datasheet; PCIe 4 x16 without NVLink; 200 Gb/s a GPU"),
@@ -152,7 +157,7 @@ GPUS: dict[str, Gpu] = {
              50, 8, "AMD Instinct MI300X data sheet: 7 x 128 GB/s in both directions; 8 x 400 Gb/s per node"),
         _gpu("mi325x", {"fp32": 163.4, "tf32": 653.7, "fp16": 1307.4, "bf16": 1307.4, "fp8": 2614.9}, 255.5, 6000, 448,
              50, 8, "AMD Instinct MI325X data sheet: 7 x 128 GB/s in both directions; 8 x 400 Gb/s per node"),
-        _gpu("mi355x", {"fp32": 157.3, "fp16": 2516.6, "bf16": 2516.6, "fp8": 5033.2}, 287.5, 8000, 537,
+        _gpu("mi355x", {"fp32": 157.3, "fp16": 2516.6, "bf16": 2516.6, "fp8": 5033.2, "fp4": 10066.4}, 287.5, 8000, 537,
              50, 8, "AMD Instinct MI355X data sheet: 7 x 153.6 GB/s in both directions; 8 x 400 Gb/s per node"),
         _gpu("a100-80", _AMPERE, 79.1, 2039, 300, 25, 8, "NVIDIA A100 80GB SXM datasheet; 8 x 200 Gb/s per node",
              _DGX_A100),

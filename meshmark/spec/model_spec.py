@@ -140,6 +140,47 @@ class ModelSpec(ModelConfig):
         return self.num_kv_heads * self.head_dim
 
     @property
+    def query_hidden(self) -> int:
+        """Width of the queries: `hidden`, unless a head has a width of its own."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def attention_width(self) -> float:
+        """Width that a token's scores and their product with the values cost, halved."""
+        return float(self.query_hidden)
+
+    @property
+    def active_ffn(self) -> float:
+        """Inner width of the feed-forward networks that one token goes through."""
+        return float(self.ffn_hidden)
+
+    @property
+    def layer_matrix_weights(self) -> float:
+        """Matrix weights of one layer that one token is multiplied with."""
+        matrices = 2 if self.family is Family.GPT else 3
+        return 2 * self.hidden * (self.query_hidden + self.kv_hidden) + matrices * self.hidden * self.ffn_hidden
+
+    @property
+    def routed_weights(self) -> float:
+        """Those of them that belong to experts."""
+        return 0.0
+
+    @property
+    def routed_width(self) -> float:
+        """Inner width of one expert; 0 without experts."""
+        return 0.0
+
+    @property
+    def dispatched(self) -> float:
+        """Copies of a token that a layer sends to experts."""
+        return 0.0
+
+    @property
+    def expert_parameters(self) -> float:
+        """Parameters of all experts of one layer."""
+        return 0.0
+
+    @property
     def embedding_parameters(self) -> int:
         """Parameters of the token embedding and of a GPT's learned positions."""
         positions = self.seq_len if self.family is Family.GPT else 0

@@ -9,6 +9,7 @@ from typing import cast
 from meshmark.errors import InputError
 from meshmark.spec.hub_config import LARGEST, Fields, read_config
 from meshmark.spec.model_spec import TEXT_FAMILIES, Family, ModelSpec
+from meshmark.spec.planned_config import planned_model, planned_type
 
 KEYS = {
     "family": "family",
@@ -47,6 +48,10 @@ def described_model(text: str, *, planned: bool = False) -> ModelSpec:
     if "=" in first:
         return _model(text, _options(text, text, 1))
     given = _options(text, rest, len(first) + 2) if comma else {}
+    if kind := planned_type(Path(first)):
+        if not planned:
+            raise InputError(f"--model {first!r}: {kind} is planned, by `plan` and `predict`, and not trained here")
+        return planned_model(Path(first), given)
     return _model(text, read_config(Path(first), given, planned=planned) | given)
 
 

@@ -31,8 +31,8 @@ def layer_activation_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe)
 
     GPT: arXiv:2205.05198 table 2, s b h (10 + 24/t + 5as/ht), all divided by t with sequence parallelism. Without
     dropout masks the 34 are 32 and the 5 are 4. Flash attention, like selective recomputation, keeps 4a/h instead of
-    the scores. LLaMA: four tensors of h between the parallel regions, q, k, v and the output, and four of f. For eager
-    kernels, see `saved_activations.py`.
+    the scores. LLaMA: four tensors of h between the parallel regions, q, k, v and the output, and four of f (three if
+    fused). For eager kernels, see `saved_activations.py`.
     """
     t, h, s = grid.tp.astype(float), model.hidden, model.seq_len / grid.cp
     width = recipe.activations.element_bytes
@@ -46,12 +46,23 @@ def layer_activation_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe)
         between, inside = between * width / 2.0 * h, inside * width / 2.0 * h
     else:
         between = 4.0 * width * h
-        inside = width * (2.0 * h + 2.0 * model.kv_hidden + 4.0 * model.ffn_hidden)
+        # A fused gate keeps its two inputs, and the product after it its own: SwiGLUFunction of Megatron-LM's
+        # core/fusions/fused_bias_swiglu.py.
+        gated = 3.0 if recipe.activations.fused_elementwise else 4.0
+        inside = width * (2.0 * model.query_hidden + 2.0 * model.kv_hidden + gated * model.active_ffn)
+        # Tokens as experts get them, and what the experts make of them, which their weights' gradient needs.
+        inside += width * 2.0 * model.dispatched * h
         scores = 4.0
+    if recipe.products and recipe.activations.fused_elementwise:
+        # Transformer Engine keeps the inputs of products as it casts them: the outputs of both norms, the input of the
+        # second feed-forward product, and one more of attention's output, which attention keeps in 16 bits.
+        saved = width - recipe.products.num_bytes
+        between -= 2.0 * saved * h
+        inside += recipe.products.num_bytes * h - saved * model.active_ffn
     core = np.where(_keeps_scores(grid, recipe), scores * width / 2.0 * model.num_heads * s, 4.0 * model.num_heads)
     per_token = between / np.where(grid.sequence_parallel, t, 1.0) + (inside + core) / t
     if recipe.activations.flash_attention:
-        products = 3.0 * h + 2.0 * model.kv_hidden + 2.0 * model.ffn_hidden
+        products = 3.0 * h + 2.0 * model.kv_hidden + 2.0 * model.active_ffn
         some = width * (h / np.where(grid.sequence_parallel, t, 1.0) + (h + 0.5 * products) / t)
         per_token = np.where(grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE), some, per_token)
     full = width * h / np.where(grid.sequence_parallel, t, 1.0)

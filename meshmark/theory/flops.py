@@ -8,14 +8,13 @@ from __future__ import annotations
 from typing import Literal
 
 from meshmark.spec.model_spec import ModelSpec
-from meshmark.theory.partition import matrix_ffn_parameters
 
 Attention = Literal["full", "causal"]
 
 
 def layer_matrix_parameters(model: ModelSpec) -> int:
     """Return the matrix weights of one layer. Norms and biases do no matrix products."""
-    return 2 * model.hidden * (model.hidden + model.kv_hidden) + matrix_ffn_parameters(model)
+    return round(model.layer_matrix_weights)
 
 
 def model_flops_per_token(model: ModelSpec, *, attention: Attention = "full") -> float:
@@ -27,7 +26,7 @@ def model_flops_per_token(model: ModelSpec, *, attention: Attention = "full") ->
     V/12hL).
     """
     weights = model.num_layers * layer_matrix_parameters(model) + model.vocab_size * model.hidden
-    scores = 12.0 * model.num_layers * model.seq_len * model.hidden * (0.5 if attention == "causal" else 1.0)
+    scores = 12.0 * model.num_layers * model.seq_len * model.attention_width * (0.5 if attention == "causal" else 1.0)
     return 6.0 * weights + scores
 
 
@@ -39,7 +38,7 @@ def hardware_flops_per_token(model: ModelSpec, *, recompute: str, attention: Att
     """
     flops = model_flops_per_token(model, attention=attention)
     half = 0.5 if attention == "causal" else 1.0
-    core = 4.0 * model.num_layers * model.seq_len * model.hidden * half
+    core = 4.0 * model.num_layers * model.seq_len * model.attention_width * half
     if recompute == "full":
         return flops + 2.0 * model.num_layers * layer_matrix_parameters(model) + core
     return flops + (core if recompute == "selective" else 0.0)

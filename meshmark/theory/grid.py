@@ -42,6 +42,12 @@ class Grid:
     offload: Column
     dp_rank: Column
     """The data-parallel rank whose memory is computed, if ranks hold different amounts. -1 is the fullest."""
+    replicas: Column
+    """Groups of neighbouring data-parallel ranks that each hold all shards (HSDP, or ZeRO within a group)."""
+    ep: Column
+    """Expert-parallel degree: ranks of data, context and tensor parallelism that a layer's experts are divided over."""
+    etp: Column
+    """Tensor-parallel degree of each expert."""
 
     def __len__(self) -> int:
         return len(self.dp)
@@ -49,6 +55,23 @@ class Grid:
     @property
     def num_gpus(self) -> Column:
         return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def data_ranks(self) -> Column:
+        """Ranks that train on different tokens and reduce their gradients: data- and context-parallel ones."""
+        return self.dp * self.cp
+
+    @property
+    def shards(self) -> Column:
+        """Ranks that ZeRO's shards are divided over."""
+        found: Column = self.dp * self.cp // self.replicas
+        return found
+
+    @property
+    def expert_shards(self) -> Column:
+        """Ranks that hold the same experts, which ZeRO's shards of them are divided over."""
+        found: Column = np.maximum(self.dp * self.cp * self.tp // (self.ep * self.etp) // self.replicas, 1)
+        return found
 
     @property
     def global_batch(self) -> Column:
@@ -99,6 +122,9 @@ class GridColumns(TypedDict, total=False):
     recompute: npt.ArrayLike
     offload: npt.ArrayLike
     dp_rank: npt.ArrayLike
+    replicas: npt.ArrayLike
+    ep: npt.ArrayLike
+    etp: npt.ArrayLike
 
 
 def make_grid(**columns: Unpack[GridColumns]) -> Grid:
@@ -121,6 +147,9 @@ def make_grid(**columns: Unpack[GridColumns]) -> Grid:
         "recompute": 0,
         "offload": 0,
         "dp_rank": -1,
+        "replicas": 1,
+        "ep": 1,
+        "etp": 1,
     }
     if unknown := set(columns) - set(defaults):
         raise InputError(f"a grid has no column {', '.join(sorted(unknown))}; it has {', '.join(defaults)}")
@@ -132,7 +161,7 @@ def make_grid(**columns: Unpack[GridColumns]) -> Grid:
             for k, a in zip(defaults, arrays, strict=True)
         }
     )
-    for name in ("dp", "tp", "pp", "cp", "micro_batch", "num_micro_batches", "virtual_stages"):
+    for name in ("dp", "tp", "pp", "cp", "micro_batch", "num_micro_batches", "virtual_stages", "replicas", "ep", "etp"):
         if len(grid) and (low := int(getattr(grid, name).min())) < 1:
             raise InputError(f"{name} is {low} in a layout, expected at least 1")
     return grid
@@ -173,6 +202,8 @@ class SearchSpace:
     """Axes whose degrees may exceed one."""
     zero_stages: Sequence[int] | None = None
     """ZeRO stages. None means those that the recipe supports."""
+    experts: Sequence[int] | None = None
+    """Expert-parallel degrees. None means every power of two that divides a model's experts."""
     only: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Allowed values by column of a grid (`tp`, `micro_batch`, ...). Other columns are free."""
 
@@ -224,10 +255,10 @@ def enumerate_grid(
                 offload=OFFLOADS.index(space.offload),
             )
         )
-    return _joined(parts)
+    return joined(parts)
 
 
-def _joined(parts: Sequence[Grid]) -> Grid:
+def joined(parts: Sequence[Grid]) -> Grid:
     """Concatenate the rows of grids."""
     if not parts:
         return make_grid(dp=np.zeros(0, dtype=np.int64))

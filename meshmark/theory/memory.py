@@ -26,7 +26,7 @@ from meshmark.theory.dealt_rows import dealt_parameters
 from meshmark.theory.grid import RECOMPUTES, Column, Grid
 from meshmark.theory.overheads import Overheads
 from meshmark.theory.parameter_order import optimizer_state_bytes
-from meshmark.theory.parameters import stage_parameters
+from meshmark.theory.parameters import stage_experts, stage_parameters
 from meshmark.theory.partition import Stage
 from meshmark.theory.queued import queued_tensors
 from meshmark.theory.recipe import TrainingRecipe
@@ -154,9 +154,12 @@ def stage_memory(
     stage = recipe.cut.stages(model, int(grid.pp[0]))[index]
     num_parameters = stage_parameters(model, stage, grid.tp)
     states = state_bytes(_stated(num_parameters, model, grid, recipe, stage), grid, recipe)
+    if model.expert_parameters:
+        routed = state_bytes(stage_experts(model, stage, grid), grid, recipe, grid.expert_shards)
+        states = {name: held + routed[name] for name, held in states.items()}
     if own := recipe.states.matrix_wise:
         kept = optimizer_state_bytes(own.optimizer, model, stage, own.dtype)
-        states["optimizer"] = kept / np.where(grid.zero_stage >= 1, (grid.dp * grid.cp).astype(float), 1.0)
+        states["optimizer"] = kept / np.where(grid.zero_stage >= 1, grid.shards.astype(float), 1.0)
     held = held_bytes(model, grid, recipe, stage, index)
     logits = _logit_bytes(model, grid, recipe, stage)
     if recipe.eager:
@@ -193,7 +196,7 @@ def stage_memory(
 
 def _stated(num_parameters: Column, model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage) -> Column:
     """Return the parameters that would be planned if every shard were as full as the fullest."""
-    shards = (grid.dp * grid.cp).astype(float) / recipe.replicas
+    shards = grid.shards.astype(float) / recipe.replicas
     if not recipe.deals_rows:
         return num_parameters
     return np.where(grid.zero_stage < 3, num_parameters, shards * dealt_parameters(model, stage, grid.tp, shards))
@@ -231,7 +234,7 @@ def _working_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: 
     """Return what the backward pass of a block needs beyond its saved tensors, and the gathered inputs and weights."""
     t, width, num_tokens = grid.tp, recipe.activations.element_bytes, tokens(model, grid)
     whole = num_tokens * model.hidden * width
-    block = 3.0 * num_tokens * model.ffn_hidden * width / t + whole * np.where(t > 1, 4.0, 1.0)
+    block = 3.0 * num_tokens * model.active_ffn * width / t + whole * np.where(t > 1, 4.0, 1.0)
     # A neighbour's keys, values and their gradients, on their way around the ring (arXiv:2310.01889 sec. 3).
     block = block + np.where(grid.cp > 1, 4.0 * num_tokens * model.kv_hidden * width / t, 0.0)
     again = np.where(
@@ -239,7 +242,7 @@ def _working_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: 
         0.0,
         layer_activation_bytes(model, _without_recompute(grid), recipe),
     )
-    shards = (grid.dp * grid.cp).astype(float)
+    shards = grid.shards.astype(float)
     largest = max(2 * model.block_parameters, model.vocab_size * model.hidden)
     gathered = np.where(
         (grid.zero_stage >= 3) & (shards > 1),

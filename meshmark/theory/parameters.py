@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshmark.spec.model_spec import Family, ModelSpec
-from meshmark.theory.grid import Column
+from meshmark.theory.grid import Column, Grid
 from meshmark.theory.partition import Stage
 
 
@@ -16,12 +16,22 @@ def stage_parameters(model: ModelSpec, stage: Stage, tp: Column | int = 1) -> Co
     row-parallel ones and learned positions are whole. The first and the last stage both hold a tied weight; if they
     are the same stage, it counts once.
     """
+    # Experts are counted by `stage_experts`.
     h, is_gpt = model.hidden, model.family is Family.GPT
     whole, norm = (6 * h, 2 * h) if is_gpt else (2 * h, h)
     vocabulary = model.vocab_size * h / np.asarray(tp)
-    total: Column = stage.num_layers * ((model.block_parameters - whole) / np.asarray(tp) + whole)
+    block = model.block_parameters - model.expert_parameters
+    total: Column = stage.num_layers * ((block - whole) / np.asarray(tp) + whole)
     if stage.has_embedding:
         total = total + vocabulary + (model.seq_len * h if is_gpt else 0)
     if stage.has_head:
         total = total + norm + (0 if model.tied_embeddings and stage.has_embedding else vocabulary)
     return total
+
+
+def stage_experts(model: ModelSpec, stage: Stage, grid: Grid) -> Column:
+    """Return the parameters of one stage's experts on one rank: divided over experts' ranks and their own tensor
+    ranks, not over those of attention.
+    """
+    held: Column = stage.num_layers * model.expert_parameters / (grid.ep * grid.etp).astype(float)
+    return held

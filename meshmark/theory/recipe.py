@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from meshmark.errors import UnknownNameError
+from meshmark.errors import InputError, UnknownNameError
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.optimizer import OptimizerSpec
@@ -91,6 +91,11 @@ class Wire:
     """True if ZeRO-1 waits for the backward pass, then all-reduces whole gradients and gathers weights without
     overlap.
     """
+    shows_gathers: bool = False
+    """True if ZeRO-1 gathers weights after the update and before the next step, behind no computation.
+
+    Each tensor's owner then broadcasts it through all nodes.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +146,37 @@ class PipelineCut:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NarrowProducts:
+    """Matrix products of the blocks' linear layers in 8 bits or fewer. Attention and the head stay as they are."""
+
+    name: str
+    arithmetic: str
+    """The dtype whose peak these products are compared with."""
+    num_bytes: float
+    """Bytes of a value, including its share of a block's scale."""
+
+    @property
+    def cast_bytes(self) -> float:
+        """Bytes to cast one value: it is read in 16 bits and written along its rows and along its columns.
+
+        The product that makes a weight's gradient contracts over tokens, and tensor cores read both operands along the
+        contracted dimension.
+        """
+        return 2.0 + 2.0 * self.num_bytes
+
+
+NARROW: dict[str, NarrowProducts] = {
+    narrow.name: narrow
+    for narrow in (
+        NarrowProducts(name="fp8", arithmetic="fp8", num_bytes=1.0),
+        NarrowProducts(name="mxfp8", arithmetic="fp8", num_bytes=1.0 + 1.0 / 32.0),
+        NarrowProducts(name="nvfp4", arithmetic="fp4", num_bytes=0.5 + 1.0 / 16.0),
+    )
+}
+"""Precisions of products narrower than 16 bits: a scale per tensor, per 32 values, and per 16 values."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingRecipe:
     """Bytes by category, and other choices of a framework that decide memory and traffic. Contains no measured
     numbers.
@@ -178,6 +214,8 @@ class TrainingRecipe:
     """
     arithmetic: str = "bf16"
     """The dtype whose peak the matrix products are compared with."""
+    products: NarrowProducts | None = None
+    """Narrower products in the blocks' linear layers, or None."""
 
 
 # As the suites run: fp32 in PyTorch's eager kernels, whose attention keeps no scores on a CPU either.
@@ -277,12 +315,41 @@ RECIPES: dict[str, TrainingRecipe] = {
             cut=PipelineCut(balanced_stages=True, head_share=0.95),
         ),
         _FSDP2,
+        # FSDP1 with everything in bf16 on the wire, as github:foundation-model-stack/fms-fsdp has it (its
+        # policies/mixed_precision.py): gradients too are reduced in 16 bits.
+        replace(_FSDP2, name="fsdp1-bf16", wire=Wire(reduce_bytes=2, gather_bytes=2), deals_rows=False),
         # With plain `torch.optim.AdamW`, not torchtitan's fused one: the update holds the roots of all second moments.
         replace(_FSDP2, name="fsdp2-foreach", update=UpdateForm.FOREACH),
         # DDP keeps what FSDP2 does, whole: fp32 weights, gradients (in its buckets) and moments.
         replace(_FSDP2, name="ddp", update=UpdateForm.FOREACH, deals_rows=False),
         # A fused loss (llm-foundry's, Liger's): a logit in bf16 and its gradient. llm-foundry's FSDP1 shards evenly.
         replace(_FSDP2, name="fsdp-fused-loss", activations=ActivationBytes(logit_bytes=4), deals_rows=False),
+        # DeepSpeed since 2023, and Gemini: bf16 and flash attention, and a trainer's own loss, as FSDP2's above.
+        TrainingRecipe(
+            name="deepspeed-bf16",
+            states=StateBytes(weight_bytes=2, gradient_bytes=2, master_bytes=4),
+            buffers=BufferBytes(flat_buffer_bytes=2e9, outside_bytes=0.9e9),
+            activations=ActivationBytes(logit_bytes=14),
+        ),
+        # InternEvo's HybridZeroOptimizer (github:InternLM/InternEvo 00a2a34): bf16 gradients in buckets, reduced behind
+        # the last backward pass, and weights that their owners send after the update (configs/7B_sft.py:
+        # overlap_sync_grad True, overlap_sync_param False). FlashAttention; norms, rotation and gate are PyTorch's.
+        TrainingRecipe(
+            name="internevo",
+            states=StateBytes(weight_bytes=2, gradient_bytes=2, master_bytes=4, shard_gradient_bytes=4),
+            buffers=BufferBytes(flat_buffer_bytes=1e9, outside_bytes=0.9e9),
+            wire=Wire(shows_gathers=True),
+            activations=ActivationBytes(logit_bytes=14),
+            cut=PipelineCut(ends_count=True),
+        ),
+        # MaxText and Pax on JAX: fp32 weights sharded, bf16 products, element-wise work fused by XLA, attention of
+        # cuDNN (`attention=cudnn_flash_te` in github:NVIDIA/dgxc-benchmarking maxtext/configure.sh).
+        TrainingRecipe(
+            name="xla",
+            states=StateBytes(weight_bytes=4, gradient_bytes=4, master_bytes=0),
+            buffers=BufferBytes(outside_bytes=0.9e9),
+            activations=ActivationBytes(logit_bytes=8, fused_elementwise=True),
+        ),
         # 4 + 4 + 8 = 16, everything in fp32.
         TrainingRecipe(
             name="fp32",
@@ -326,6 +393,19 @@ def recipe(name: str) -> TrainingRecipe:
     if name not in RECIPES:
         raise UnknownNameError("recipe", name, RECIPES)
     return RECIPES[name]
+
+
+def narrowed(using: TrainingRecipe, precision: str) -> TrainingRecipe:
+    """Return the recipe with linear layers in `precision`: fp8, mxfp8 or nvfp4.
+
+    Sharded weights are gathered in 8 bits, as Megatron's `fp8_param_gather` and torchao's
+    `enable_fsdp_float8_all_gather` do. Memory is planned as in 16 bits. Raises `InputError` for a recipe in fp32.
+    """
+    if precision not in NARROW:
+        raise UnknownNameError("precision of products", precision, NARROW)
+    if using.eager or using.arithmetic == "fp32":
+        raise InputError(f"recipe {using.name!r} has products in fp32, not in {precision}")
+    return replace(using, products=NARROW[precision], wire=replace(using.wire, gather_bytes=1.0))
 
 
 def eager_recipe(case: Case, name: str = "eager", *, casts_weights: bool = False) -> TrainingRecipe:

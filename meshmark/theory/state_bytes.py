@@ -9,12 +9,15 @@ from meshmark.theory.grid import OFFLOADS, Column, Grid
 from meshmark.theory.recipe import TrainingRecipe
 
 
-def state_bytes(num_parameters: Column, grid: Grid, recipe: TrainingRecipe) -> dict[str, Column]:
+def state_bytes(
+    num_parameters: Column, grid: Grid, recipe: TrainingRecipe, ranks: Column | None = None
+) -> dict[str, Column]:
     """Return the model states under ZeRO (arXiv:1910.02054 sec. 5).
 
-    Stage 1 divides optimizer states and masters by dp, stage 2 also gradients, and stage 3 also weights.
+    Stage 1 divides optimizer states and masters by dp, stage 2 also gradients, and stage 3 also weights. `ranks` are
+    those that shards are divided over, if not all data-parallel ones.
     """
-    shards = (grid.dp * grid.cp).astype(float) / recipe.replicas
+    shards = (grid.shards if ranks is None else ranks).astype(float) / recipe.replicas
 
     def share(num_bytes: float, from_stage: int) -> Column:
         return num_bytes * num_parameters / np.where(grid.zero_stage >= from_stage, shards, 1)

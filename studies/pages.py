@@ -1,0 +1,238 @@
+"""`make pages`: render the pages of reports/ from committed records. Nothing is run.
+
+    python -m studies.pages                 # renders every page that can be
+    python -m studies.pages --keep report   # keeps results/report as the page's records, then renders
+
+Every page then says below its title which commit its records are of, and whether it is stale. A page is **stale** when
+a file that it depends on differs between that commit and HEAD, by `git diff`. That costs one call of git a page. It is
+strict: a changed comment counts. Without git, or in a clone that lacks the commit, the answer is "not known".
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import gzip
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshmark.conformance.reproducers import failed_clauses, read_reproducers
+from meshmark.plan.model_names import plan_model
+from meshmark.records.record import EquivalenceEvidence, Record
+from meshmark.records.record_file import line_of, read_records
+from meshmark.report.conformance import Conformance, conformance_page, judged, keep_conformance, read_conformance
+from meshmark.report.gaps import gaps_page
+from meshmark.report.guard import write_page
+from meshmark.report.render import write_report
+from meshmark.report.which import Cluster, which_page
+from meshmark.spec.hardware import gpu
+from studies import tables, trainers
+
+ROOT = Path(__file__).parents[1]
+REPORTS = ROOT / "reports"
+RECORDS = REPORTS / "records"
+BASELINE = ROOT / "baselines" / "epyc-2cpu"
+COMMAND = "make pages"
+MEASURES = (
+    *(f"meshmark/{name}" for name in "spec reference theory adapter algorithms measure judge records".split()),
+    *(f"meshmark/{name}" for name in "passes launch run".split()),
+    "adapters",
+    "constraints.txt",
+)
+"""Code that any record depends on, and the versions of frameworks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """A page of reports/."""
+
+    render: Callable[[Path], None] | None = None
+    """Writes the page to a path, and its pictures beside it. None if its records were not kept."""
+    needs: Sequence[str] = MEASURES
+    """Files and folders that what it says depends on. Empty for a page that the code of today computes."""
+    anew: str = ""
+    """How a page without records is made, and why that is no rendering."""
+
+
+def records_of(name: str) -> list[Record]:
+    """Return the committed records of a page."""
+    return read_records(RECORDS / f"{name}.jsonl.gz", latest=True).records
+
+
+def clauses_of(name: str) -> Conformance:
+    """Return the committed findings of a page's clauses."""
+    return read_conformance(RECORDS / f"{name}.clauses.jsonl")
+
+
+def measured() -> list[Record]:
+    """Return every committed record of the matrix, older ones first: of one case, the last counts."""
+    return [*read_records(BASELINE, latest=True).records, *records_of("report")]
+
+
+def _report(name: str) -> Callable[[Path], None]:
+    def render(path: Path) -> None:
+        write_report(read_records(RECORDS / f"{name}.jsonl.gz", latest=True), path, COMMAND)
+
+    return render
+
+
+def _which(path: Path) -> None:
+    cluster = Cluster(model=plan_model("llama-7b"), gpu=gpu("a100-40"), num_gpus=8, global_batch=256)
+    write_page(path, which_page(measured(), cluster, COMMAND, [clauses_of("conformance")]))
+
+
+def _trainers(path: Path) -> None:
+    path.write_text(trainers.page(records_of("trainers"), clauses_of("trainers").columns), encoding="utf-8")
+
+
+def _gaps(path: Path) -> None:
+    path.write_text(gaps_page(read_reproducers(), failed_clauses()), encoding="utf-8")
+
+
+def _tables(path: Path) -> None:
+    with contextlib.redirect_stdout(io.StringIO()):
+        tables.main(["-o", str(path)])
+
+
+PAGES: dict[str, Page] = {
+    "which": Page(render=_which, needs=(*MEASURES, "meshmark/conformance")),
+    "report": Page(render=_report("report")),
+    "conformance": Page(
+        render=lambda path: write_page(path, conformance_page(clauses_of("conformance"), COMMAND)),
+        needs=(*MEASURES, "meshmark/conformance"),
+    ),
+    "gaps": Page(
+        render=_gaps,
+        needs=(),
+    ),
+    "trainers": Page(render=_trainers, needs=(*MEASURES, "meshmark/conformance")),
+    "scale": Page(render=_report("scale")),
+    "tables": Page(render=_tables, needs=()),
+    "architectures": Page(anew="make architectures: trains 23 models under four frameworks; its records were not kept"),
+    "roster": Page(anew="make roster: hours; its records were not kept"),
+    "size": Page(anew="make size: 10 minutes and 12 GiB; its records were not kept", needs=(*MEASURES, "benchmarks")),
+    "convergence": Page(
+        anew="make convergence: trains for 13 minutes; it keeps no records", needs=("meshmark/algorithms", "studies")
+    ),
+    "coatnet": Page(anew="make coatnet: measures for 6 minutes; it keeps no records"),
+    "validation": Page(anew="make validate: fits rates for minutes, from baselines/ alone; tests hold it", needs=()),
+    "versions": Page(anew="make versions: installs and runs other versions of frameworks; it keeps no records"),
+    "validation-runs": Page(anew="make validate: as validation.md", needs=()),
+    "dry-runs": Page(anew="make dry-runs: runs ranks of worlds of 16,384; it keeps no records"),
+    "power": Page(anew="make power: 29 minutes; what it measured was not kept", needs=(*MEASURES, "tests/broken")),
+    "gate": Page(anew="make gate: 35 minutes of launches; its pairs were not kept", needs=("meshmark/regression",)),
+    "chaos": Page(anew="make chaos: 13 minutes of faults; it keeps no records", needs=("meshmark/launch",)),
+    "cluster": Page(anew="make cluster-test: a real SLURM, as root; it keeps no records", needs=("meshmark/launch",)),
+}
+"""Every page of reports/."""
+
+
+# --- Stale or not.
+
+MARK = "> *Records*: "
+_COMMIT = re.compile(r"\b[0-9a-f]{12}(?:-dirty)?\b")
+
+
+def _git(*arguments: str) -> str | None:
+    """Return what git prints, or None where there is no git, no repository, or no such commit."""
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout
+
+
+@functools.cache
+def changed(commit: str, needs: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Return the folders of `needs` of which a file differs between a commit and HEAD, or None if git cannot say."""
+    listed = _git("diff", "--name-only", commit, "HEAD", "--", *needs)
+    if listed is None:
+        return None
+    return tuple(need for need in needs if any(f"{file}/".startswith(f"{need}/") for file in listed.split()))
+
+
+def status(name: str, text: str) -> str:
+    """Return what a page says of its records: their commits, and whether it is stale."""
+    page = PAGES[name]
+    if not page.needs:
+        return "none; the code that rendered this page computed, or read, what it says."
+    commits = sorted(set(_COMMIT.findall(text)))
+    if not commits:
+        return "of a commit that the page does not name, so that whether it is stale is not known."
+    found = [changed(commit.removesuffix("-dirty"), tuple(page.needs)) for commit in commits]
+    known = [folders for folders in found if folders is not None]
+    folders = [need for need in page.needs if any(need in each for each in known)]
+    said = f"of commit {', '.join(commits)}. "
+    if folders:
+        rest = f" and {len(folders) - 3} more" if len(folders) > 3 else ""
+        return f"{said}**Stale**: since then {', '.join(folders[:3])}{rest} changed."
+    if len(known) < len(found):
+        return f"{said}Whether it is stale is not known: git has no such commit here."
+    dirty = " But for changes that were not committed then." if "-dirty" in said else ""
+    return f"{said}Not stale: nothing that it depends on has changed since.{dirty}"
+
+
+def unmarked(text: str) -> str:
+    """Return a page without what it says of its records."""
+    return re.sub(rf"^{re.escape(MARK)}.*\n\n", "", text, flags=re.MULTILINE)
+
+
+def marked(name: str, text: str) -> str:
+    """Return a page with what it says of its records, below its title."""
+    title, _, rest = unmarked(text).partition("\n\n")
+    return f"{title}\n\n{MARK}{status(name, rest)}\n\n{rest}"
+
+
+# --- Keeping, and the command.
+
+
+def keep(results: Path, name: str) -> None:
+    """Keep the records of a results folder as those of a page: no bulky evidence, and clauses as they were judged."""
+    reading = read_records(results, latest=True)
+    RECORDS.mkdir(exist_ok=True)
+    if clauses := judged(reading.records):
+        keep_conformance(clauses, RECORDS / f"{name}.clauses.jsonl")
+    if plain := [record for record in reading.records if not record.conformance.scenario]:
+        lean = [dataclasses.replace(r, equivalence=_lean(r)) for r in plain]
+        lines = b"".join(line_of(line) for line in [*reading.sessions, *lean])
+        (RECORDS / f"{name}.jsonl.gz").write_bytes(gzip.compress(lines, mtime=0))
+
+
+def _lean(record: Record) -> EquivalenceEvidence:
+    return dataclasses.replace(record.equivalence, deviations={}, noise={}, factors={})
+
+
+def render(name: str, folder: Path = REPORTS) -> Path:
+    """Render a page, or mark anew one that cannot be rendered. Returns its path."""
+    path = folder / f"{name}.md"
+    if draw := PAGES[name].render:
+        draw(path)
+    path.write_text(marked(name, path.read_text(encoding="utf-8")), encoding="utf-8")
+    return path
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m studies.pages", description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PAGES)} (default: all)")
+    parser.add_argument("--keep", metavar="NAME", help="first keep results/NAME as the records of that page")
+    parsed = parser.parse_args(arguments)
+    if parsed.keep:
+        keep(ROOT / "results" / parsed.keep, parsed.keep)
+    for name in parsed.names or ([parsed.keep] if parsed.keep else PAGES):
+        if name not in PAGES:
+            parser.error(f"no page {name!r}; there are {', '.join(PAGES)}")
+        path, page = render(name), PAGES[name]
+        found = f"rendered; records {status(name, path.read_text(encoding='utf-8'))}"
+        print(f"{path.name:18} {found if page.render else f'not rendered: {page.anew}'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
