@@ -5,15 +5,9 @@ BIN := $(VENV)/bin
 # `make keep NAME=report` publishes it. Nothing that git tracks is touched unless asked.
 REPORT ?= results/report.md
 
-<<<<<<< HEAD
-.PHONY: help install env report conformance test lint types docs clean \
-        tables twins validate convergence throttled scale dry-runs coatnet architectures trainers roster roster-page \
-        reach reach-mutants power power-page power-long chaos fuzz gate cluster-test size bench gpu horovod
-=======
 .PHONY: help install env report pages keep conformance test test-slow lint types docs clean \
         tables twins validate convergence throttled scale versions dry-runs coatnet architectures trainers roster roster-page \
-        power power-page power-long chaos fuzz gate cluster-test size bench gpu horovod
->>>>>>> main
+        reach reach-mutants power power-page power-long chaos fuzz gate cluster-test size bench gpu horovod
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1  /p' Makefile | awk -F '  ' '{printf "make %-14s %s\n", $$1, $$2}'
