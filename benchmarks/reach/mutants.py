@@ -15,12 +15,13 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
+from pathlib import Path
 
 from benchmarks.reach.attempts import TRIED, Attempt, End, tried_before
 from benchmarks.reach.mutate import Mutation, change_of, mutations
 from benchmarks.reach.mutating_launcher import MutatingLauncher
 from benchmarks.reach.runs import RESULTS, Pass, done, passes
-from benchmarks.reach.scope import DISTRIBUTIONS, MODULES, framework_of, statements
+from benchmarks.reach.scope import DISTRIBUTIONS, MODULES, SITE, framework_of, statements
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.conformance.clauses import CLAUSES
 from meshmark.conformance.scenario_runner import ScenarioRunner
@@ -118,10 +119,15 @@ def attempt(launcher: MutatingLauncher, framework: str, mutation: Mutation, foun
         after=after,
         end=end or End.SURVIVED,
         by=by if end else "",
-        told=told.partition("\n")[0][:300] if end else "",
+        told=_of_any_machine(told.partition("\n")[0])[:300] if end else "",
         tried=tried,
         seconds=round(time.monotonic() - started, 1),
     )
+
+
+def _of_any_machine(text: str) -> str:
+    """Return `text` without the folders of this machine."""
+    return text.replace(f"{SITE}/", "").replace(f"{Path.cwd()}/", "")
 
 
 def _try_clauses(

@@ -163,13 +163,15 @@ def _mutants(attempts: Sequence[Attempt], readings: Mapping[str, Reading]) -> st
     read = Counter(readings[each.mutation.name].kind for each in survivors if each.mutation.name in readings)
     killed, equivalent = len(real) - len(survivors), read[ReadingKind.EQUIVALENT]
     unread = len(survivors) - sum(read.values())
+    apart = len(real) - equivalent - read[ReadingKind.SPEED]
     return "\n\n".join(
         [
             f"**{killed} of {len(real)} mutants were killed, {_share(killed, len(real))}, for a goal of "
             f"{MUTANTS_GOAL:.0%} before survivors are read**: {ends[End.VERDICT]} by a verdict, {ends[End.CRASH]} by a "
             f"crash, {ends[End.HANG]} by a hang. Of {len(survivors)} survivors {equivalent} are equivalent, "
             f"{read[ReadingKind.SPEED]} change speed or checks alone, {read[ReadingKind.HOLE]} show a hole, and "
-            f"{unread} were not read. The sample is random by seed, one of each framework in turn. The goal is 400; "
+            f"{unread} were not read: {_share(killed, apart)} of those that a run can tell apart were killed. "
+            "The sample is random by seed, one of each framework in turn. The goal is 400; "
             f"{len(real)} were run, and {len(attempts) - len(real)} more changed nothing that runs. A mutant had at "
             "most 90 seconds of passes, so a survivor may still be killed by a pass that was not tried.",
             table([*_mutant_rows(real)]),

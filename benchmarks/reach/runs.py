@@ -43,7 +43,16 @@ CLAUSES_OF = (
 """Adapters whose clauses are run, of each the deepest ZeRO stage, most valuable first."""
 SUITES_OF_TWO = (
     *("ddp", "fsdp2", "deepspeed", "megatron", "gpipe", "pipeline", "accelerate", "accelerate-fsdp2"),
-    *("fairscale-oss", "fairscale-fsdp", "fsdp1", "fsdp1-shard-grad-op", "ddp-zero1", "tp", "ddp-static"),
+    *(
+        "fairscale-oss",
+        "fairscale-fsdp",
+        "fsdp1",
+        "fsdp1-nosync",
+        "fsdp1-shard-grad-op",
+        "ddp-zero1",
+        "tp",
+        "ddp-static",
+    ),
     *(
         "deepspeed-whole-buckets",
         "deepspeed-reduce-to-ranks",
