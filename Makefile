@@ -91,7 +91,7 @@ twins: install  ## Scaled-down twins of published tables, measured here: baselin
 	$(BIN)/python -m benchmarks.twins && $(BIN)/python -m studies.tables
 
 validate: install  ## How far off the planner is, with goals: reports/validation.md.
-	$(BIN)/python -m studies.validate
+	$(BIN)/python -m studies.validate && $(BIN)/python -m studies.pages validation validation-runs
 
 convergence: install  ## Algorithms against their papers' rates, and to a target: reports/convergence.md.
 	OMP_NUM_THREADS=1 $(BIN)/python -m studies.convergence

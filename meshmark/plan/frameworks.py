@@ -75,6 +75,7 @@ FRAMEWORKS: dict[str, Framework] = {
             )
             for name in ("megatron-core", "nemo")
         ),
+        Framework(name="megatron-fsdp", recipe="megatron-core", axes=("dp", "tp", "cp"), zero_stages=(3,)),
         Framework(name="megatron-2021", recipe="megatron", axes=("dp", "tp", "pp"), zero_stages=(0, 1)),
         Framework(name="megatron-deepspeed", recipe="megatron-deepspeed", axes=("dp", "tp", "pp"), zero_stages=(0, 1)),
         Framework(

@@ -60,7 +60,7 @@ def predict_rows(table: Sequence[Row], setting: Setting = _ROWS_SAY) -> dict[str
 
 def _settings(table: Sequence[Row], setting: Setting) -> Iterator[tuple[LayoutRows, Gpu, TrainingRecipe, Rates]]:
     """Yield each batch of rows with its machine, recipe and rates."""
-    for batch in batches(table, setting.machine):
+    for batch in batches(table, setting.machine, setting.framework):
         if not batch.gpu_name and setting.machine is None:
             raise InputError(f"row {batch.rows[0] + 2}: missing column gpu; or give --gpu")
         machine = setting.machine or gpu(batch.gpu_name)
