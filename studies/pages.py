@@ -127,6 +127,10 @@ PAGES: dict[str, Page] = {
     "validation-runs": Page(anew="make validate: as validation.md", needs=()),
     "dry-runs": Page(anew="make dry-runs: runs ranks of worlds of 16,384; it keeps no records"),
     "power": Page(anew="make power: 29 minutes; what it measured was not kept", needs=(*MEASURES, "tests/broken")),
+    "reach": Page(
+        anew="make reach: 20 minutes under coverage.py; python -m benchmarks.reach --page renders baselines/reach",
+        needs=(),
+    ),
     "gate": Page(anew="make gate: 35 minutes of launches; its pairs were not kept", needs=("meshmark/regression",)),
     "chaos": Page(anew="make chaos: 13 minutes of faults; it keeps no records", needs=("meshmark/launch",)),
     "cluster": Page(anew="make cluster-test: a real SLURM, as root; it keeps no records", needs=("meshmark/launch",)),
