@@ -93,10 +93,10 @@ def _defects(defects: Sequence[Reproducer]) -> str:
     failed = failed_clauses()
     lines = []
     for each in defects:
-        adapters = ", ".join(failed.get(each.name, {}))
+        adapters, version = ", ".join(failed.get(each.name, {})), f"{each.framework} {each.versions[each.framework]}"
         fails = f" Clauses fail by it under {adapters}." if adapters else ""
         issue = f" [Upstream issue]({each.upstream})." if each.upstream else ""
-        lines.append(f"- [{each.title}](../reports/gaps.md#{each.name}). {each.symptom}{fails}{issue}")
+        lines.append(f"- [{each.title}](../reports/gaps.md#{each.name}), {version}. {each.symptom}{fails}{issue}")
     return "\n".join(lines)
 
 

@@ -63,7 +63,7 @@ def batches(table: Sequence[Row], machine: Gpu | None = None, of_all: Framework 
         key = (spec, cell(row, "gpu"), _recipe_of(row, i, machine, spec.family), narrow_of(row, i))
         laid = layout(row, i)
         of = of_all or _framework_of(row)
-        if of and (told := of.beyond(laid)):
+        if of and (told := of.beyond(laid, integer(row, "ep", i, usual=1))):
             raise InputError(f"row {i + 2}: {told}; name another framework, or only a recipe")
         groups.setdefault(key, []).append((i, laid))
     for (spec, gpu_name, using, narrow), members in groups.items():
@@ -203,7 +203,8 @@ def remarks(table: Sequence[Row]) -> list[str]:
         out.append(f"{_named(sorted(stages))}: more pipeline stages than layers; predicted_fits is 0")
     if sizes:
         out.append(
-            f"{_named(sorted(sizes))}: global_batch is not dp x micro_batch x grad_accum; that product is predicted"
+            f"{_named(sorted(sizes))}: global_batch is not dp x micro_batch x grad_accum; "
+            "that product is predicted, not what the column says"
         )
     if ungated:
         out.append(
