@@ -7,7 +7,7 @@ REPORT ?= results/report.md
 
 .PHONY: help install env report pages keep conformance test test-slow lint types docs clean \
         tables twins validate convergence throttled scale versions dry-runs coatnet architectures trainers roster roster-page \
-        power power-page correct-engines power-long chaos fuzz gate cluster-test size bench gpu horovod
+        reach reach-mutants power power-page correct-engines power-long chaos fuzz gate cluster-test size bench gpu horovod
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1  /p' Makefile | awk -F '  ' '{printf "make %-14s %s\n", $$1, $$2}'
@@ -91,7 +91,7 @@ twins: install  ## Scaled-down twins of published tables, measured here: baselin
 	$(BIN)/python -m benchmarks.twins && $(BIN)/python -m studies.tables
 
 validate: install  ## How far off the planner is, with goals: reports/validation.md.
-	$(BIN)/python -m studies.validate
+	$(BIN)/python -m studies.validate && $(BIN)/python -m studies.pages validation validation-runs
 
 convergence: install  ## Algorithms against their papers' rates, and to a target: reports/convergence.md.
 	OMP_NUM_THREADS=1 $(BIN)/python -m studies.convergence
@@ -123,6 +123,13 @@ roster: install  ## Every adapter, variants too, by capability: reports/roster.m
 
 roster-page: install  ## The page of the records that `make roster` has left.
 	$(BIN)/python -m benchmarks.roster --page
+
+reach: install  ## Lines and options of the frameworks that judged passes reach, 20 minutes at a time: reports/reach.md.
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.reach --minutes $(or $(MINUTES),20)
+
+reach-mutants: install  ## Mutants of the frameworks, against the passes that `make reach` left: 15 minutes at a time.
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.reach.mutants --minutes $(or $(MINUTES),15)
+	$(BIN)/python -m benchmarks.reach --page
 
 power: install  ## Engines broken on purpose must be caught, correct runs must pass: reports/power.md.
 	$(BIN)/python -m benchmarks.power

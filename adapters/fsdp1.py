@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -38,10 +39,22 @@ fsdp/_flat_param.py).
 """
 
 
+_MIXED = (Precision.BF16, Precision.FP16, Precision.BF16_REDUCE_BF16)
+
+
 class FSDP1Engine(DataParallelEngine):
-    """Gradients are reduce-scattered after every micro-batch, so that they stay sharded."""
+    """Gradients are reduce-scattered after every micro-batch, so that they stay sharded, unless the sharding puts it
+    off by `no_sync`.
+    """
 
     module: FullyShardedDataParallel
+    sharding: Sharding = Sharding()
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        puts_off = not (last or self.sharding.reduces_within)
+        with self.module.no_sync() if puts_off else contextlib.nullcontext():
+            yield
 
     def forward(self, inputs: Tensor) -> Tensor:
         logits: Tensor = self.module(inputs)  # the sharding casts, not autocast
@@ -162,6 +175,7 @@ class FSDP1(Adapter):
         module = FullyShardedDataParallel(model, **arguments)
         named = [(canonical(name), parameter) for name, parameter in module.named_parameters()]
         engine = FSDP1Engine(case, context, module, build_optimizer(case.workload.optimizer, named))
+        engine.sharding = self.sharding
         if engine.scaler.is_enabled():
             from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -174,6 +188,28 @@ class FSDP1ShardGradOp(FSDP1):
 
     strategy: ClassVar = "SHARD_GRAD_OP"
     sharding: ClassVar = Sharding(reshards_blocks=False, reshards_root=False)
+
+
+class FSDP1NoSync(FSDP1):
+    """`no_sync` until the last micro-batch: gradients are reduced once a step, and are whole until then."""
+
+    sharding: ClassVar = Sharding(reshards_root=False, reduces_within=False)
+    capabilities: ClassVar = replace(
+        FSDP1.capabilities,
+        precisions=frozenset({Precision.FP32}),
+        lacks={
+            **FSDP1.capabilities.lacks,
+            # adapters/gaps/fsdp1_no_sync_bf16.py
+            **dict.fromkeys(
+                _MIXED, "under `no_sync` it accumulates gradients in 16 bits, whatever reduction is asked for"
+            ),
+        },
+    )
+
+    @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        """How much of the whole gradients is left when the peak comes is not planned."""
+        return replace(super().recipe(case), peak_known=case.layout.num_micro_batches == 1)
 
 
 class FSDP1Hybrid(FSDP1):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
 
@@ -49,8 +50,19 @@ ROWS = "a tensor's rows are padded to a multiple of the ranks"
 
 
 class FSDP2Engine(DataParallelEngine):
-    """Gradients are reduce-scattered after every micro-batch, fully_shard's default: putting it off would keep them
-    whole on every rank."""
+    """Gradients are reduce-scattered after every micro-batch, fully_shard's default, unless the sharding puts it off,
+    which keeps them whole on every rank."""
+
+    sharding: Sharding = Sharding()
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        root = cast("FSDPModule", self.module)
+        if not self.sharding.reduces_within:
+            root.set_requires_gradient_sync(last)
+        if not self.sharding.reduces_among:
+            root.set_requires_all_reduce(last)
+        yield
 
     def forward(self, inputs: Tensor) -> Tensor:
         logits: Tensor = self.module(inputs)  # the sharding casts, not autocast
@@ -104,7 +116,9 @@ class FSDP2(Adapter):
             model.double()
         shard(model, case, context, self.sharding)
         optimizer = build_optimizer(case.workload.optimizer, model.named_parameters(), case.tuning)
-        return FSDP2Engine(case, context, model, optimizer)
+        engine = FSDP2Engine(case, context, model, optimizer)
+        engine.sharding = self.sharding
+        return engine
 
 
 class FSDP2NoReshard(FSDP2):
@@ -125,6 +139,27 @@ class FSDP2HSDP(FSDP2):
     """A mesh of two axes: two replicas, each sharded over half of the ranks (HSDP)."""
 
     sharding: ClassVar = Sharding(replicas=2)
+
+
+class FSDP2NoSync(FSDP2):
+    """`set_requires_gradient_sync(False)` until the last micro-batch: gradients are reduced once a step, and are whole
+    on every rank until then."""
+
+    sharding: ClassVar = Sharding(reduces_within=False)
+    arithmetic: ClassVar = dataclasses.replace(FSDP2.arithmetic, reduces_each=False)
+
+    @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        """How much of the whole gradients is left when the peak comes is not planned."""
+        known = case.layout.num_micro_batches == 1  # then nothing is put off
+        return dataclasses.replace(super().recipe(case), peak_known=known)
+
+
+class FSDP2HSDPNoAllReduce(FSDP2HSDP):
+    """`set_requires_all_reduce(False)` until the last micro-batch: every micro-batch's gradients are reduced within a
+    replica, and their sum among replicas."""
+
+    sharding: ClassVar = Sharding(replicas=2, reduces_among=False)
 
 
 class FSDP2Offload(FSDP2):

@@ -11,6 +11,7 @@ from typing import Any
 
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import builtin_adapters, load_adapter
+from meshmark.conformance.finding import ClauseResult
 from meshmark.conformance.reproducers import Reproducer, failed_clauses, read_reproducers
 from meshmark.report.markdown import inline, table
 from meshmark.report.results import CaseResult, results
@@ -63,6 +64,8 @@ def framework_page(name: str) -> str:
         f"Run it on two ranks:\n\n    pytest suites --adapters {next(iter(own))} --world 2",
         "## What it gets wrong",
         _defects(defects),
+        "## What it keeps",
+        _clauses(own),
         "## What was measured",
         _measured([r for r in measured if r.case.adapter in own], measured),
         "## Adapters",
@@ -90,11 +93,35 @@ def _defects(defects: Sequence[Reproducer]) -> str:
     failed = failed_clauses()
     lines = []
     for each in defects:
-        adapters = ", ".join(failed.get(each.name, {}))
+        adapters, version = ", ".join(failed.get(each.name, {})), f"{each.framework} {each.versions[each.framework]}"
         fails = f" Clauses fail by it under {adapters}." if adapters else ""
         issue = f" [Upstream issue]({each.upstream})." if each.upstream else ""
-        lines.append(f"- [{each.title}](../reports/gaps.md#{each.name}). {each.symptom}{fails}{issue}")
+        lines.append(f"- [{each.title}](../reports/gaps.md#{each.name}), {version}. {each.symptom}{fails}{issue}")
     return "\n".join(lines)
+
+
+def _clauses(adapters: dict[str, type[Adapter]]) -> str:
+    """Return what came of the clauses, a line an adapter."""
+    lines = []
+    for column in pages.clauses_of("conformance").columns:
+        if column.base.adapter in adapters:
+            by = {
+                result: [name for name, finding in column.findings.items() if finding.result is result]
+                for result in ClauseResult
+            }
+            parts = [
+                f"{word} {', '.join(by[result])}"
+                for result, word in (
+                    (ClauseResult.PASS, "keeps"),
+                    (ClauseResult.KNOWN_GAP, "**fails**, a known gap:"),
+                    (ClauseResult.FAIL, "**fails**"),
+                    (ClauseResult.UNSUPPORTED, "gives no answer to"),
+                )
+                if by[result]
+            ]
+            lines.append(f"- **{column.title}** ({column.base.layout.id}) {'; '.join(parts)}.")
+    about = "The evidence of each is on the page [Conformance](../reports/conformance.md)."
+    return "\n".join([*lines, "", about]) if lines else "Its clauses are in [the roster](../reports/roster.md)."
 
 
 def _measured(own: Sequence[CaseResult], every: Sequence[CaseResult]) -> str:

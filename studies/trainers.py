@@ -82,6 +82,7 @@ two micro-batches each, rows of unequal length, in float32.
 
 **{right} of {len(rows)} optimise the mean over all tokens of the global batch**, with the optimizer that they were
 asked for. What the others do instead is in the table; it is what they do by the arguments that they have here.
+Rows of `-recommended` are trainers with their own defaults; `hf-trainer` is `transformers.Trainer`.
 
 {markdown(rows)}
 

@@ -51,6 +51,30 @@ def test_a_defect_is_found_and_named(defect: str, words: str) -> None:
     assert code == 1 and "WRONG: defects.py" in printed and words in printed, printed
 
 
+@pytest.mark.parametrize(
+    "thread, code, words",
+    [
+        ("fsdp_size_of_one", 1, "missing reduction"),
+        pytest.param("loss_grows", 1, "losses of micro-batches or ranks are added up", marks=pytest.mark.slow),
+        pytest.param("schedule_by_process", 0, "takes 2 steps for one of the optimizer", marks=pytest.mark.slow),
+        pytest.param("negatives_without_gradient", 0, "no gradient passes it", marks=pytest.mark.slow),
+        pytest.param("means_of_ranks", 0, "a mean of the means of ranks", marks=pytest.mark.slow),
+    ],
+)
+def test_the_cause_that_a_thread_found_is_said(thread: str, code: int, words: str) -> None:
+    found, printed = check("--nproc", 2, SCRIPTS / "threads.py", thread)
+    assert found == code and words in printed, printed
+
+
+@pytest.mark.slow
+def test_flat_parameters_of_fsdp1_are_judged(tmp_path: Path) -> None:
+    """`use_orig_params=False`, FSDP1's default, leaves modules without parameters of their own."""
+    script = tmp_path / "flat.py"
+    script.write_text((SCRIPTS / "fsdp1_loop.py").read_text().replace(", use_orig_params=True", ""))
+    code, printed = check("--nproc", 2, script)
+    assert code == 0 and "RIGHT: flat.py" in printed, printed
+
+
 def test_the_objective_that_was_asked_for_decides(tmp_path: Path) -> None:
     script = ROOT / "examples" / "scripts" / "uneven.py"
     code, printed = check("--nproc", 2, "--objective", "tokens", "-o", tmp_path / "page.md", script)

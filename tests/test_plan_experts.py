@@ -70,7 +70,7 @@ def test_a_checkpoint_s_config_is_its_preset(name: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is planned, by `plan` and `predict`, and not trained here"):
         described_model(str(path))
     path.write_text(json.dumps({**CONFIGS[name], "hidden_size": "wide"}))
-    with pytest.raises(InputError, match="hidden_size is wide, expected a whole number"):
+    with pytest.raises(InputError, match="hidden_size is 'wide', expected a whole number"):
         plan_model(str(path))
 
 

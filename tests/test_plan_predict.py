@@ -11,9 +11,10 @@ import pytest
 from meshmark.cli.commands import main
 from meshmark.errors import InputError
 from meshmark.plan.frameworks import DEFAULT_FRAMEWORK, FRAMEWORKS
+from meshmark.plan.layout_columns import OTHER_NAMES, PASSED_ON, READ
 from meshmark.plan.layout_table import batches, remarks
 from meshmark.plan.model_names import plan_model
-from meshmark.plan.predict_file import predict_file, predict_rows
+from meshmark.plan.predict_file import Setting, predict_file, predict_rows
 from meshmark.plan.rows import read_rows
 from meshmark.spec.layout_id import parse_layout
 from meshmark.theory.grid import SearchSpace, enumerate_grid
@@ -160,7 +161,7 @@ def test_narrow_products_are_planned_and_llm_foundry_s_runs_in_8_bits_take_as_lo
     times = [predict_rows([{**row, "precision": name}])["predicted_step_seconds"][0] for name in ("bf16", *NARROW)]
     assert times[0] > times[1] and times[2] > times[3], "4 bits are faster than 8, and 8 than 16"
     assert times[1] == pytest.approx(times[2], rel=0.01), "blocks' scales cost little"
-    with pytest.raises(InputError, match="row 2: unknown arithmetic of a100-80 'fp8'"):
+    with pytest.raises(InputError, match="row 2: a100-80 computes in .*, not in fp8"):
         predict_rows([{**row, "gpu": "a100-80", "precision": "fp8"}])
     with pytest.raises(InputError, match="products in fp32"):
         predict_rows([{**ROW, "framework": "", "recipe": "fp32", "precision": "fp8"}])
@@ -179,15 +180,31 @@ def test_narrow_products_are_planned_and_llm_foundry_s_runs_in_8_bits_take_as_lo
         ("ddp", "dp8.zero1", "does not train with ZeRO stage 1"),
     ],
 )
-def test_a_layout_that_a_framework_has_not_got_is_told(framework: str, layout: str, told: str) -> None:
+def test_a_layout_that_a_framework_has_not_got_is_refused(framework: str, layout: str, told: str) -> None:
     row = {"model": "gpt3-13b", "gpu": "h100", "framework": framework, "layout": layout}
-    (remark,) = remarks([row])
-    assert remark.startswith("row 2: ") and told in remark and "planned as if it did" in remark
-    (again,) = remarks([{**row, "framework": ""}], FRAMEWORKS[framework])
-    assert again == remark
-    assert not remarks([{**row, "framework": "", "recipe": "fsdp2"}])
+    with pytest.raises(InputError, match=f"row 2: .*{told}.*name another framework"):
+        predict_rows([row])
+    with pytest.raises(InputError, match=told):
+        predict_rows([{**row, "framework": ""}], Setting(framework=FRAMEWORKS[framework]))
+    assert len(predict_rows([{**row, "framework": "", "recipe": "fsdp2"}])["predicted_fits"])
     fitting = {"fsdp2": "dp8.zero3", "megatron": "dp2.tp2.pp2.1f1b.sp.zero1.mb8", "ddp": "dp8"}
-    assert not remarks([{**row, "layout": fitting[framework]}])
+    assert len(predict_rows([{**row, "layout": fitting[framework]}])["predicted_fits"])
+
+
+@pytest.mark.parametrize(
+    ("column", "meant"),
+    [
+        ("ga", "grad_accum"),
+        ("mbs", "micro_batch"),
+        ("vp", "virtual_stages"),
+        ("GBS", "global_batch"),
+        ("zero", "zero_"),
+    ],
+)
+def test_a_column_by_a_framework_s_name_for_it_is_refused_with_ours(column: str, meant: str) -> None:
+    assert not {*OTHER_NAMES} & {*READ, *PASSED_ON} and {*OTHER_NAMES.values()} <= {*READ}
+    with pytest.raises(InputError, match=f"unknown column '{column}' .did you mean '{meant}"):
+        predict_rows([{**ROW, column: "2"}])
 
 
 def test_megatron_is_of_the_generation_of_the_gpu() -> None:

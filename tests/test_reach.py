@@ -1,110 +1,232 @@
-"""How far what ranks send goes: by hand, and the same measured as planned."""
+"""Reach: the rules by which lines, options and mutants of the frameworks are counted, and two real launches."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
-from meshmark.errors import InputError
-from meshmark.launch.scheduler import cluster_of
-from meshmark.measure.readings import Collective, TrafficReading
-from meshmark.records.reach import Place, Reach, Sent, measured_traffic, planned_traffic, reach
-from meshmark.report.communication import communication
-from meshmark.report.results import results
+from benchmarks.reach import mutate
+from benchmarks.reach.attempts import End, read_readings, tried_before
+from benchmarks.reach.launcher import CoveringLauncher
+from benchmarks.reach.measured import Measured, load
+from benchmarks.reach.mutate import Mutation, change_of, install, mutations
+from benchmarks.reach.mutating_launcher import MutatingLauncher
+from benchmarks.reach.options import SOURCES, Excluded, Standing, excluded, stale, standing
+from benchmarks.reach.page import page
+from benchmarks.reach.runs import SUITES_OF_FOUR, SUITES_OF_TWO
+from benchmarks.reach.scope import DISTRIBUTIONS, as_ranges, of_ranges, statements_of
+from meshmark.adapter.registry import builtin_adapters
+from meshmark.launch.cluster import Cluster, ClusterSpec
+from meshmark.run.runner import Runner, RunOptions
+from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
-from meshmark.spec.layout_id import parse_layout
-from meshmark.theory.flow import Flow
-from meshmark.theory.traffic import step_traffic
-from tests.factories import make_case, make_good
+from meshmark.spec.workload import workload
 
-PAIRS = [Place(node=0), Place(node=0), Place(node=1), Place(node=1)]
+ROOT = Path(__file__).parent.parent
 
-
-def ring(kind: str, ranks: tuple[int, ...], num_bytes: int) -> list[Sent]:
-    return [(rank, kind, ranks, num_bytes) for rank in ranks]
-
-
-def test_a_ring_leaves_each_node_once() -> None:
-    """However its ranks are numbered: a scheduler may deal them out in turn."""
-    everyone = ring("all_gather", (0, 1, 2, 3), 400)  # 300 bytes a rank
-    assert reach(everyone, PAIRS) == Reach(within_nodes=600, between_nodes=600, between_switches=0)
-    dealt = [Place(node=rank % 2) for rank in range(4)]
-    assert reach(everyone, dealt) == reach(everyone, PAIRS)
-    assert reach(ring("all_reduce", (0, 1), 100), PAIRS) == Reach(within_nodes=200, between_nodes=0, between_switches=0)
-    assert reach(ring("all_reduce", (0, 1), 100), dealt) == Reach(within_nodes=0, between_nodes=200, between_switches=0)
-
-
-def test_messages_go_to_their_peer_and_what_is_exchanged_to_all_alike() -> None:
-    sends: list[Sent] = [(1, "send", (1, 2), 50), (2, "recv", (1, 2), 50), (3, "send", (2, 3), 7)]
-    assert reach(sends, PAIRS) == Reach(within_nodes=7, between_nodes=50, between_switches=0)
-    found = reach(ring("all_to_all", (0, 1, 2, 3), 40), PAIRS)  # 30 bytes a rank, 10 to each peer
-    assert found == Reach(within_nodes=40, between_nodes=80, between_switches=0)
+SOURCE = """
+import os
+LIMIT = 3
+def f(a, b):
+    '''Text about cuda.'''
+    x = g(a,
+          b)
+    if x.is_cuda:
+        x = x.half()
+    else:
+        x = x + 1
+    torch.cuda.synchronize()
+    raise ValueError("this message mentions cuda")
+def init_cuda_graphs():
+    return 1
+"""
 
 
-def test_switches_are_told_apart_where_they_are_known() -> None:
-    places = [Place(node=node, switch="top.a" if node < 2 else "top.b") for node in (0, 1, 2)]
-    assert reach(ring("all_gather", (0, 1, 2), 300), places) == Reach(
-        within_nodes=0, between_nodes=200, between_switches=400
-    )
+def test_only_statements_in_functions_count_once_each_and_accelerators_apart() -> None:
+    found = statements_of(SOURCE, "module.py")
+    assert found.lines == {6, 8, 9, 11, 12, 13, 15}
+    assert found.accelerator == {9, 12, 15}, "the branch, the call and the function by their names; no message"
+    assert found.executed({7, 3, 11}) == {6, 11}, "a statement's later lines are its first; module level is none"
+    assert statements_of(SOURCE, "nccl_allocator.py").accelerator == found.lines
 
 
-def test_what_is_not_known_is_not_told() -> None:
-    assert reach([(0, "a new collective", (0, 1), 8)], PAIRS) is None
-    assert reach(ring("all_reduce", (0, 1), 8), []) is None, "records of old"
-    assert planned_traffic([None], [[]]) is None and planned_traffic([[]], []) is None
+def test_ranges_hold_lines() -> None:
+    lines = {1, 2, 3, 7, 9, 10}
+    assert as_ranges(lines) == "1-3,7,9-10"
+    assert of_ranges(as_ranges(lines)) == lines
+    assert of_ranges("") == set()
 
 
-@pytest.mark.parametrize("layout", ["dp2.tp2.mb2", "dp2.pp2.1f1b.mb2", "dp4.zero3", "tp4", "cp2.dp2"])
-def test_planned_goes_as_far_as_measured(layout: str) -> None:
-    """Of meters that see theory's flows; not of those that miss one."""
-    case = make_case("any", layout=parse_layout(layout))
-    flows = [step_traffic(case, rank) or [] for rank in range(4)]
-    readings = [TrafficReading(asked=[_seen(flow) for flow in theirs], issued=[]) for theirs in flows]
-    found, plan = (reach(sent, PAIRS) for sent in (measured_traffic(readings), planned_traffic(flows, [[]] * 4)))
-    assert found and found == plan
-    assert found.within_nodes > 0 and found.between_nodes > 0
-    less = [dataclasses.replace(readings[0], asked=readings[0].asked[1:]), *readings[1:]]
-    assert reach(measured_traffic(less), PAIRS) != plan
+# --- Options.
 
 
-def _seen(flow: Flow) -> Collective:
-    return Collective(
-        kind=flow.kind, group_size=len(flow.ranks), ranks=flow.ranks, count=flow.most, num_bytes=flow.num_bytes
-    )
+def test_an_option_is_judged_only_by_another_value_than_its_default() -> None:
+    assert standing("any", "new_option", "True", {}) == (Standing.NOT_ASKED, "")
+    assert standing("any", "new_option", "True", {"True": ["ddp"]})[0] is Standing.NOT_ASKED
+    assert standing("any", "new_option", "True", {"True": ["ddp"], "False": ["fsdp2"]}) == (Standing.JUDGED, "False")
+    assert standing("PyTorch fully_shard", "module", "required", {"Block": ["fsdp2"]})[0] is Standing.NOT_TRAINING
 
 
-def test_a_report_of_several_nodes_splits_what_was_sent() -> None:
-    good = make_good(case=make_case("ddp", layout=Layout(dp=2)))
-    told = communication(results([good]))
-    assert all("within / between nodes" not in row for row in told)
-    split = Reach(within_nodes=0.0, between_nodes=2048.0, between_switches=0.0)
-    traffic = dataclasses.replace(
-        good.traffic,
-        readings=[TrafficReading(asked=[], issued=[])] * 2,
-        reach=split,
-        planned_reach=dataclasses.replace(split, between_switches=1024.0),
-    )
-    two = dataclasses.replace(good.environment, nnodes=2)
-    (row,) = communication(results([dataclasses.replace(good, traffic=traffic, environment=two)]))
-    assert row["within / between nodes"] == "0 B / 2 KiB"
-    assert row["as planned, all ranks"] == "0 B / 2 KiB / 1 KiB" and not math.isnan(split.between_nodes)
+def test_an_entry_for_an_option_that_is_gone_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = Excluded(source="PyTorch fully_shard", standing=Standing.REFUSED, reason="", options=("gone", "module"))
+    monkeypatch.setattr("benchmarks.reach.options.excluded", lambda: [gone])
+    assert stale({"PyTorch fully_shard": {"module": "required"}}) == ["PyTorch fully_shard: gone"]
 
 
-def test_schedulers_say_where_a_task_runs() -> None:
-    """Tasks that are dealt out in turn: the third of four is the second of the first node."""
-    told = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
-    told |= {"SLURM_JOB_ID": "7", "SLURM_PROCID": "2", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"}
-    tree = {"SLURM_TOPOLOGY_ADDR": "spine.leaf1.node1", "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node"}
-    flat = {"SLURM_TOPOLOGY_ADDR": "node1", "SLURM_TOPOLOGY_ADDR_PATTERN": "node"}
-    listed = {"SLURM_STEP_NODELIST": "ignored"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshmark.launch.scheduler._first_host", lambda nodes: "10.0.0.1")
-        for topology, switch in ((tree, "spine.leaf1"), (flat, ""), ({}, "")):
-            spec = cluster_of({**told, **listed, **topology})
-            assert (spec.node_rank, spec.node, spec.local_task, spec.switch) == (2, 0, 1, switch)
-        with pytest.raises(InputError, match="SLURM_NODEID='x'"):
-            cluster_of({**told, **listed, "SLURM_NODEID": "x"})
-    torchrun = {"GROUP_RANK": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1"}
-    assert cluster_of({**torchrun, "MASTER_ADDR": "a", "MASTER_PORT": "1"}).node == 1
+def test_every_exclusion_has_a_reason_and_is_no_judged_or_unjudged_standing() -> None:
+    assert all(each.reason and each.standing in (Standing.REFUSED, Standing.NOT_TRAINING) for each in excluded())
+    names = [(each.source, option) for each in excluded() for option in each.options]
+    assert len(names) == len(set(names)), "an option is excluded once"
+
+
+_INTROSPECT = """
+import json
+from benchmarks.reach.mutating_launcher import MutatingLauncher
+from benchmarks.reach.options import SOURCES
+print(json.dumps({source.name: source.options() for source in SOURCES}))
+"""
+
+
+def test_the_table_and_the_record_are_in_step_with_the_installed_versions() -> None:
+    """In a process of its own, because frameworks change PyTorch when they are imported."""
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", _INTROSPECT]
+    told = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
+    options = json.loads(told.stdout.splitlines()[-1])
+    assert not stale(options), "entries of benchmarks/reach/options.toml that the installed versions have not got"
+    found = load()
+    installed = {name: version(distribution) for name, distribution in DISTRIBUTIONS.items()}
+    assert found.versions == installed, "run `make reach` with the installed versions"
+    recorded = {source: set(own) for source, own in found.options.items()}
+    assert recorded == {source: set(own) for source, own in options.items()}, "python -m benchmarks.reach --summary"
+
+
+def test_the_page_is_that_of_the_committed_records() -> None:
+    committed = (ROOT / "reports" / "reach.md").read_text()
+    assert committed == page(load(), tried_before(), read_readings()), "python -m benchmarks.reach --page"
+
+
+def test_what_is_run_is_built_in() -> None:
+    assert not {*SUITES_OF_TWO, *SUITES_OF_FOUR} - set(builtin_adapters())
+
+
+def test_readings_are_of_survivors() -> None:
+    survivors = {each.mutation.name for each in tried_before() if each.end is End.SURVIVED}
+    assert not set(read_readings()) - survivors
+
+
+# --- Mutants.
+
+MODULE = """
+def outer(a, b):
+    def inner(c):
+        return c * 2
+    if a == b and b:
+        a += 1
+    logger.info(a - b)
+    send(a, b)
+    return inner(a)
+
+class Thing:
+    @staticmethod
+    def value():
+        return outer(3, 3) - 0
+"""
+
+
+def test_every_operator_changes_one_statement_and_messages_are_left_out() -> None:
+    found = mutations("module.py", set(range(20)), MODULE)
+    changes = {(each.line, each.operator): change_of(each, MODULE) for each in found}
+    assert changes[4, "arithmetic"] == ("return c * 2", "return c / 2")
+    assert changes[4, "constant"] == ("return c * 2", "return c * 3")
+    assert changes[5, "comparison"] == ("if a == b and b:", "if a != b and b:")
+    assert changes[5, "boolean"][1] == "if a == b or b:"
+    assert changes[5, "condition"][1] == "if not (a == b and b):"
+    assert changes[6, "deleted"] == ("a += 1", "...")
+    assert changes[8, "swapped"][1] == "send(b, a)"
+    assert not [line for line, _ in changes if line == 7], "a message"
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder in the place of site-packages, with one module that has no calls to undefined names."""
+    monkeypatch.setattr(mutate, "SITE", tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "reach_sample.py").write_text(MODULE.replace("    logger.info(a - b)\n    send(a, b)\n", ""))
+    before = list(sys.meta_path)
+    yield tmp_path
+    sys.meta_path[:] = before
+    sys.modules.pop("reach_sample", None)
+
+
+def _doubling() -> Mutation:
+    return next(each for each in mutations("reach_sample.py", {4}, None) if each.operator == "constant")
+
+
+def test_a_module_that_is_there_gets_the_changed_code_in_place(site: Path) -> None:
+    import reach_sample  # type: ignore[import-not-found]
+
+    value = reach_sample.Thing.value
+    assert value() == 8
+    assert install(_doubling())
+    assert value() == 12, "held by its class, and nested in a function"
+    assert "c * 2" in (site / "reach_sample.py").read_text(), "the file stays as it is"
+
+
+def test_a_module_that_is_imported_later_is_compiled_changed(site: Path) -> None:
+    assert install(_doubling()) == 0
+    import reach_sample
+
+    assert reach_sample.Thing.value() == 12
+
+
+# --- Real launches.
+
+
+def _fsdp2() -> Case:
+    return Case(adapter="fsdp2", workload=workload("gpt-mini"), layout=Layout(dp=2, zero_stage=3, num_micro_batches=2))
+
+
+def test_ranks_tell_lines_and_options_and_a_mutant_of_pytorch_fails(tmp_path: Path) -> None:
+    options, case = RunOptions(observed_steps=3), _fsdp2()
+    with Cluster(ClusterSpec()) as cluster:
+        covering = CoveringLauncher(cluster)
+        runner = Runner(covering, builtin_adapters(), options, tmp_path)
+        assert all(verdict.passed for verdict in runner.observe(case).verdicts)
+        runner.close()
+        lines, values = covering.take()
+        covering.close()
+        file = "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py"
+        assert len(lines[file]) > 50
+        assert {"True", "False"} & values["PyTorch fully_shard"]["reshard_after_forward"]
+
+        mutating = MutatingLauncher(cluster)
+        found = [each for each in mutations(file, lines[file]) if each.operator == "deleted"]
+        mutating.mutation = next(each for each in found if "foreach_reduce_scatter_copy_in(" in change_of(each)[0])
+        runner = Runner(mutating, builtin_adapters(), options, tmp_path)
+        record = runner.observe(case)
+        runner.close()
+        mutating.close()
+    assert mutating.changed and not mutating.complaint
+    assert [verdict.suite for verdict in record.verdicts if not verdict.passed] == ["equivalence"]
+
+
+def test_the_record_counts_what_it_says(measured: Measured) -> None:
+    assert measured.num_suites and measured.adapters
+    for file, own in measured.files.items():
+        executed, accelerator = of_ranges(own.executed), of_ranges(own.accelerator)
+        assert not executed & accelerator, file
+        assert own.not_executed == own.statements - len(executed) - len(accelerator), file
+    assert set(measured.options) == {source.name for source in SOURCES}
+
+
+@pytest.fixture(scope="module")
+def measured() -> Measured:
+    return load()

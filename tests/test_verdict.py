@@ -341,6 +341,15 @@ def test_a_total_that_is_off_says_in_which_direction(num_bytes: int, said: str, 
     assert said in summary and unsaid not in summary and "`Adapter.extra_memory`" in summary
 
 
+def test_advice_asks_what_bytes_grow_with_before_it_mentions_a_declaration() -> None:
+    """A declaration would have covered a real leak."""
+    summary = counted(peak=peak(92_000)).summary
+    asked = [summary.index(word) for word in ("depth", "micro-batches", "steps", "`Adapter.extra_memory`")]
+    assert asked == sorted(asked)
+    leak = lived(*(100 * step for step in range(-2, 48))).summary
+    assert "no declaration covers" in leak and "extra_memory" not in leak
+
+
 def lived(*growth: int, **changes: object) -> Verdict:
     """Of two ranks, of which the second holds so much more after each step than after the metered one."""
     fine = dataclasses.replace(make_memory(), peak=Bytes(parameters=400, activations=89_600), late_bytes=0)

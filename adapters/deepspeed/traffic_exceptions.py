@@ -14,6 +14,9 @@ from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException
 from meshmark.theory.model_theory import theory_of
 from meshmark.theory.traffic import scalar_flows, step_traffic
 
+WHOLE_BUCKETS = "`use_multi_rank_bucket_allreduce`, the default: all-reduced, 1.5 times ZeRO's bytes on a ring"
+"""Why gradients of stages 1 and 2 are all-reduced."""
+
 
 def keeps_whole_gradients(case: Case) -> bool:
     """In bf16, stage 1 is `BF16_Optimizer`, unless it is offloaded."""
@@ -75,7 +78,7 @@ def _partitioned(case: Case, flows: list[Flow], shards: int, whole: int) -> tupl
             flow, kind="all_reduce", num_bytes=int(times * flow.num_bytes), fewest=rounds, most=rounds * flow.most
         )
 
-    reason = "`use_multi_rank_bucket_allreduce`, the default: all-reduced, 1.5 times ZeRO's bytes on a ring"
+    reason = WHOLE_BUCKETS
     if rounds > 1:
         reason += ", after every micro-batch"
     width = Fraction(case.precision.weights.itemsize, case.precision.master.itemsize)

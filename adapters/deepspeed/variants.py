@@ -13,15 +13,63 @@ from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.deepspeed import DeepSpeed, sizes_by_group
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.adapters.deepspeed.operators import load, missing
+from meshmark.adapters.deepspeed.traffic_exceptions import WHOLE_BUCKETS, keeps_whole_gradients
 from meshmark.errors import AdapterError
 from meshmark.reference.build import parameter_shapes
 from meshmark.reference.optimizers import parameter_groups, reference_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Offload
+from meshmark.theory.flow import Flow, Purpose, TrafficException
 from meshmark.theory.model_theory import bucket_elements
 from meshmark.theory.parameter_order import reaching_elements
 from meshmark.theory.states import ExtraMemory
+
+
+class DeepSpeedWholeBuckets(DeepSpeed):
+    """`reduce_scatter: false`: a bucket's gradients are all-reduced as one tensor, and each rank keeps its part."""
+
+    choices: ClassVar[dict[str, Any]] = {"reduce_scatter": False}
+    capabilities: ClassVar = dataclasses.replace(DeepSpeed.capabilities, zero_stages=frozenset({1, 2}))
+    known_gaps: ClassVar = tuple(gap for gap in DeepSpeed.known_gaps if 3 not in gap.zero_stages)
+
+    def zero_options(self, case: Case, context: RankContext) -> dict[str, Any]:
+        return {**super().zero_options(case, context), **self.choices}
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        """Raise `AdapterError` where an option did not come through, which what is measured need not show."""
+        engine = super().build(case, context)
+        assert isinstance(engine, DeepSpeedEngine)
+        found = {name: getattr(engine.module._config.zero_config, name) for name in self.choices}
+        if found != self.choices:
+            raise AdapterError(f"rank {context.rank}: DeepSpeed has {found}, asked for {self.choices}")
+        return engine
+
+
+class DeepSpeedReduceToRanks(DeepSpeedWholeBuckets):
+    """`use_multi_rank_bucket_allreduce: false`: each rank's part of a bucket is reduced to that rank alone."""
+
+    choices: ClassVar[dict[str, Any]] = {"use_multi_rank_bucket_allreduce": False}
+
+    @classmethod
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        """A bucket is cut where a rank's part of all gradients ends, and each piece is a reduction of its own. In bf16,
+        stage 1 is another optimizer, which does not heed the choice."""
+        if keeps_whole_gradients(case):
+            return super().traffic_exceptions(case, rank)
+
+        def to_ranks(flow: Flow) -> Flow:
+            is_reduction = flow.purpose is Purpose.GRADIENTS and flow.kind == "all_reduce"
+            return dataclasses.replace(flow, kind="reduce", most=2 * flow.most) if is_reduction else flow
+
+        return tuple(
+            dataclasses.replace(
+                found,
+                sends=tuple(map(to_ranks, found.sends)),
+                reason=found.reason.replace(WHOLE_BUCKETS, "each rank's part of a bucket is reduced to that rank"),
+            )
+            for found in super().traffic_exceptions(case, rank)
+        )
 
 
 class DeepSpeedOffload(DeepSpeed):

@@ -32,6 +32,7 @@ _MIXINS = {"FSDPModule", "ReplicateModule", "DDPModule"}
 
 def bare_copy(root: nn.Module) -> nn.Module:
     """Return the user's model with empty parameters of full shape, and buffers as they are, on the CPU."""
+    flat = flat_parameters(root)
     root = unwrapped(root)
     memo: dict[int, Any] = {}
     shells: dict[int, tuple[nn.Module, nn.Module]] = {}
@@ -51,13 +52,36 @@ def bare_copy(root: nn.Module) -> nn.Module:
             if buffer is not None and id(buffer) not in memo:
                 memo[id(buffer)] = local(buffer).cpu().clone()
     for module, shell in shells.values():
+        own_flat = flat.get(id(module), {})
         for key, value in vars(module).items():
-            if not key.startswith(_STATE_OF_WRAPPERS):
+            if not key.startswith(_STATE_OF_WRAPPERS) and key not in own_flat:
                 shell.__dict__[key] = _copied(key, value, memo)
+        shell._parameters.pop("_flat_param", None)  # FSDP1 registers it inside the module that it wraps
+        shell._parameters.update(own_flat)
         original = shell.__dict__.pop("_original_forward", None)
         if original is not None:  # Accelerate's autocast is around it
             shell.__dict__.pop("forward", None)
     return memo[id(root)]  # type: ignore[no-any-return]
+
+
+def flat_parameters(root: nn.Module) -> dict[int, dict[str, nn.Parameter]]:
+    """Return empty parameters, by name, for each module (by id) whose own FSDP1 keeps in a flat parameter alone.
+
+    That is FSDP1's default, `use_orig_params=False`: the modules then hold views, which are no parameters.
+    """
+    found: dict[int, dict[str, nn.Parameter]] = {}
+    for module in root.modules():
+        handle: Any = getattr(module, "_handle", None)
+        flat = getattr(handle, "flat_param", None)
+        if flat is None or handle._use_orig_params:
+            continue
+        for info, shape in zip(flat._param_infos, flat._shapes, strict=True):
+            parameter = nn.Parameter(torch.zeros(shape, dtype=flat.dtype), requires_grad=flat.requires_grad)
+            found.setdefault(id(unwrapped(info.module)), {})[info.param_name] = parameter
+        for shared in flat._shared_param_infos:
+            first = found[id(unwrapped(shared.prim_module))][shared.prim_param_name]
+            found.setdefault(id(unwrapped(shared.module)), {})[shared.param_name] = first
+    return found
 
 
 def plain_class(cls: type) -> type:

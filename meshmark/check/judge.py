@@ -100,11 +100,16 @@ class Judge:
                 unknown_optimizer = str(error)
             self._replicas(moment.after, moment, "after the step")
             previous = moment
+            self._crossing(moment)
         self._data(same, repeats)
         self._renewed(updates, moment)
         self._judge_objective()
         self.verdict.lines["gradients"] = (
             f"off by {self.worst:.2g} of float64's at most; an error of {self.detects:.2g} would be seen"
+            if self.detects
+            else "right but for their size, which the script changes"
+            if "scaled by the script" in self.seen
+            else "wrong on every rank and step, as said above"
         )
         if self.clips:
             self.verdict.lines["clipping"] = self.clips[0]
@@ -193,6 +198,7 @@ class Judge:
                     f"all gradients are scaled to a norm of {told_norm:.4g} (clipping of its own, which is not judged)",
                     number,
                 )  # fmt: skip
+                self.unseen = self.unseen or "the script scales gradients itself"
                 continue
             self.add(Level.WRONG, told.fault, detail, number)
         if not any(c.wrong for c in found.values()):
@@ -202,6 +208,23 @@ class Judge:
                 self.unseen = str(reason)
         else:
             self.unseen = self.unseen or "gradients are not those of the recorded rows"
+
+    def _crossing(self, moment: Moment) -> None:
+        """Note what the script does that gradients and updates of single steps do not show."""
+        names = [step.gathered for step in moment.ranks if step.gathered]
+        if names:
+            self.add(
+                Level.NOTE, "values cross ranks",
+                f"{names[0]} is called between forward and backward, and no gradient passes it: what other ranks' rows "
+                "add to the loss has no gradient on any rank, and the objective is that of each rank's own loss "
+                "(torch.distributed.nn.functional has collectives that gradients pass)", moment.number,
+            )  # fmt: skip
+        steps = max(step.schedule_steps for step in moment.ranks)
+        if steps > 1:
+            self.add(
+                Level.NOTE, "schedule steps",
+                f"the learning-rate schedule takes {steps} steps for one of the optimizer", moment.number,
+            )  # fmt: skip
 
     def _known(self, micro: int) -> dict[str, float]:
         world = self.run.world
@@ -304,8 +327,9 @@ class Judge:
                 told = f"ranks {first} and {other} hold other parameters {when}: {odd[0]}"
                 told += f" and {len(odd) - 1} more" if len(odd) > 1 else ""
                 self.add(Level.WRONG, Fault.DRIFT, f"{told}, by up to {far:.2g}", moment.number)
+                self.verdict.lines.pop("replicas", None)
                 return
-        if others:
+        if others and Fault.DRIFT not in self.seen:
             self.verdict.lines["replicas"] = f"{len(tensors)}, equal bit for bit before and after every step"
 
     def _data(self, same: list[bool], repeats: list[bool]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -79,6 +80,7 @@ class Recorder:
         self.pieces: dict[str, Piece] = {}
         self.last: dict[str, Tensor] = {}
         self.optimizers: list[Optimizer] = []
+        self.scheduled: dict[int, int] = {}
         self.number = 0
         self.step: Step | None = None
         self.stepped = False
@@ -198,6 +200,21 @@ class Recorder:
             self.stepped = True
             self.last = self.step.after = self._values()
             self.ended = time.perf_counter()
+
+    def saw_collective(self, name: str, tensors: Iterable[Tensor]) -> None:
+        """Note a collective of the script's own that stands between forward and backward."""
+        step = self.step
+        if not self.active or self.depth or self.in_backward or step is None or not step.calls or step.groups:
+            return
+        values = [t for t in tensors if t.is_floating_point() and t.numel() > 1]
+        if values and not any(g is not None for g in step.calls[-1].gradients):
+            step.gathered = step.gathered or name
+
+    def saw_schedule(self, schedule: Any) -> None:  # noqa: ANN401
+        """Count the steps of each learning-rate schedule between two steps of the optimizer."""
+        if self.active and self.step is not None and self.stepped:
+            self.scheduled[id(schedule)] = self.scheduled.get(id(schedule), 0) + 1
+            self.step.schedule_steps = max(self.scheduled.values())
 
     # The steps
 
@@ -359,6 +376,7 @@ class Recorder:
         """Write the step that has ended. Raise `EnoughError` after the last one."""
         assert self.step is not None
         step, self.step, self.stepped = self.step, None, False
+        self.scheduled = {}
         if not self.reason:
             try:
                 self.left -= self.folder.write_step(self.rank, self.number, step, self.left)
@@ -493,6 +511,8 @@ def install(recorder: Recorder) -> None:
     nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_ = observed_clip
 
     _observe_scaler(recorder)
+    _observe_schedules(recorder)
+    _observe_collectives(recorder)
     _refuse_spawning()
     register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: recorder.before_step(optimizer, args, kwargs))
     register_optimizer_step_post_hook(lambda optimizer, args, kwargs: recorder.after_step(optimizer))
@@ -531,6 +551,44 @@ def _observe_scaler(recorder: Recorder) -> None:
         return found
 
     scaler.scale, scaler.unscale_, scaler.step = observed_scale, observed_unscale, observed_step
+
+
+COLLECTIVES = ("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "broadcast")
+_GRADIENTS_PASS = ("torch.distributed", "torch.nn.parallel", "deepspeed", "fairscale")
+"""Modules whose own collectives are part of their backward pass or of their wrapping."""
+
+
+def _observe_collectives(recorder: Recorder) -> None:
+    """Observe collectives that the script calls itself, through which no gradient passes."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return
+
+    def observed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            caller = str(sys._getframe(1).f_globals.get("__name__", ""))
+            if not caller.startswith(_GRADIENTS_PASS):
+                recorder.saw_collective(name, tensors_in((args, kwargs)))
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in COLLECTIVES:
+        setattr(dist, name, observed(name, getattr(dist, name)))
+
+
+def _observe_schedules(recorder: Recorder) -> None:
+    schedule: Any = torch.optim.lr_scheduler.LRScheduler
+    step = schedule.step
+
+    @functools.wraps(step)
+    def observed_step(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        recorder.saw_schedule(self)
+        return step(self, *args, **kwargs)
+
+    schedule.step = observed_step
 
 
 class SpawnsError(BaseException):

@@ -103,6 +103,10 @@ class Step:
     """Parameters after the optimizer's step."""
     losses: list[float] = field(default_factory=list)
     """Values of everything that was differentiated."""
+    gathered: str = ""
+    """Collective by which the script brought values together between forward and backward, if it did."""
+    schedule_steps: int = 0
+    """Most steps that one learning-rate schedule took after the optimizer's step."""
     skipped: int = 0
     """Number of steps before this one that a `GradScaler` skipped."""
     seconds: float = 0.0

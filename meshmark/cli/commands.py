@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from meshmark.errors import MeshmarkError
 from meshmark.text import pluralize
@@ -53,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     parsed = _parser().parse_args(arguments)
     try:
-        code = parsed.run(parsed) or 0
+        with _plain_warnings():
+            code = parsed.run(parsed) or 0
         sys.stdout.flush()  # here, where a failure can still be reported
         return code
     except MeshmarkError as error:
@@ -72,6 +76,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"meshmark: what it found cannot be written: {error.strerror}", file=sys.stderr)
         return 2
 
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Print warnings of Meshmark's own code as remarks, without the line of source that issued them."""
+    before = warnings.formatwarning
+
+    def plain(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        own = category is UserWarning and _PACKAGE in Path(filename).parents
+        return f"meshmark: {message}\n" if own else before(message, category, filename, lineno, line)
+
+    warnings.formatwarning = plain
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
+
+
+_PACKAGE = Path(__file__).parent.parent
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EBADF, errno.EIO)
 """Errors of a standard output that is full or closed."""

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from meshmark.errors import InputError, UnknownNameError
 from meshmark.plan.calibration_file import calibrated_at
-from meshmark.plan.frameworks import DEFAULT_FRAMEWORK, FRAMEWORKS, Framework, framework, recipe_of
+from meshmark.plan.frameworks import DEFAULT_FRAMEWORK, FRAMEWORKS, Framework, framework, narrowed_on, recipe_of
 from meshmark.plan.gpu_file import read_gpu
 from meshmark.plan.overlap import Overlap, overlap_of
 from meshmark.plan.rates import Rates, rates, read_rates
 from meshmark.plan.stacks import rates_for, stack_of
 from meshmark.spec.hardware import GIGA, Gpu, gpu
 from meshmark.spec.model_spec import Family
-from meshmark.theory.recipe import NARROW, RECIPES, TrainingRecipe, narrowed, recipe
+from meshmark.theory.recipe import NARROW, RECIPES, TrainingRecipe, recipe
 
 DEFAULT_GPU = "h100"
 GPU_HELP = (
@@ -71,8 +71,7 @@ class Given:
         using = self.overlap.recipe(self.recipe or recipe_of(DEFAULT_FRAMEWORK, self.machine))
         if self.precision not in NARROW:
             return using
-        self.machine.peak(NARROW[self.precision].arithmetic)  # raises if the GPU has no such products
-        return narrowed(using, self.precision)
+        return narrowed_on(self.machine, using, self.precision)
 
     @property
     def rates(self) -> Rates:

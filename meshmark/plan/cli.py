@@ -11,7 +11,7 @@ from pathlib import Path
 
 from meshmark.errors import InputError, UnknownNameError
 from meshmark.plan.arguments import DEFAULT_GPU, GPU_HELP, Given, add_setting, framework_given, given_by
-from meshmark.plan.frameworks import DEFAULT_FRAMEWORK, framework
+from meshmark.plan.frameworks import DEFAULT_FRAMEWORK, Framework, framework
 from meshmark.plan.gpu_file import gpu_template
 from meshmark.plan.model_names import plan_model, size_note
 from meshmark.plan.provenance import provenance
@@ -119,12 +119,24 @@ def _space(arguments: argparse.Namespace) -> SearchSpace:
         global_batch=arguments.global_batch,
         offload=Offload(arguments.offload),
         contexts=_contexts(arguments.cp),
-        experts=None if arguments.ep is None else _numbers("ep", arguments.ep),
+        experts=_experts(arguments.ep, named),
         axes=named.axes if named else AXES,
         zero_stages=named.zero_stages if named else None,
         recomputes=_recomputes(arguments.recompute),
         only={name: _numbers(name, text) for name in _ONLY if (text := getattr(arguments, name)) is not None},
     )
+
+
+def _experts(text: str | None, named: Framework | None) -> list[int] | None:
+    """Return the expert-parallel degrees to search, or None for all. A framework without experts has degree one."""
+    degrees = None if text is None else _numbers("ep", text)
+    if named is None or named.experts:
+        return degrees
+    if degrees and set(degrees) != {1}:
+        raise InputError(
+            f"--ep {text}: framework {named.name} has no expert parallelism; name another framework, or only a --recipe"
+        )
+    return [1]
 
 
 def _recomputes(text: str | None) -> list[Recompute]:

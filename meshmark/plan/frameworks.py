@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshmark.errors import UnknownNameError
+from meshmark.errors import InputError, UnknownNameError
 from meshmark.plan.stacks import is_modern
 from meshmark.spec.hardware import Gpu
 from meshmark.spec.layout import AXES, Axis, Layout
 from meshmark.spec.model_spec import Family
-from meshmark.theory.recipe import RECIPES, TrainingRecipe
+from meshmark.theory.recipe import NARROW, RECIPES, TrainingRecipe, narrowed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,8 @@ class Framework:
     axes: tuple[Axis, ...]
     """Axes along which degrees above one are supported."""
     zero_stages: tuple[int, ...]
+    experts: bool = True
+    """Whether it has expert parallelism."""
     adapter: str | None = None
     """Meshmark's adapter for it. None if there is none, so that nothing can be run."""
 
@@ -39,14 +41,16 @@ class Framework:
         stages = ", ".join(map(str, self.zero_stages))
         return f"recipe {using.name}, {using.states.total:g} bytes a parameter; {', '.join(self.axes)}; ZeRO {stages}"
 
-    def beyond(self, layout: Layout) -> str | None:
+    def beyond(self, layout: Layout, experts: int = 1) -> str | None:
         """Return which parts of a layout the framework is not known to support, in words, or None if it supports
-        all.
+        all. `experts` is the number of ranks that a layer's experts are divided over.
         """
         missing = [f"{axis} above 1" for axis in AXES if getattr(layout, axis) > 1 and axis not in self.axes]
         # Of one data-parallel rank nothing is shared out, whatever the stage.
         if layout.zero_stage not in self.zero_stages and layout.dp * layout.cp > 1:
             missing.append(f"ZeRO stage {layout.zero_stage}")
+        if experts > 1 and not self.experts:
+            missing.append("ep above 1")
         if not missing:
             return None
         has = f"{', '.join(self.axes)} and ZeRO {', '.join(map(str, self.zero_stages))}"
@@ -75,7 +79,8 @@ FRAMEWORKS: dict[str, Framework] = {
             )
             for name in ("megatron-core", "nemo")
         ),
-        Framework(name="megatron-2021", recipe="megatron", axes=("dp", "tp", "pp"), zero_stages=(0, 1)),
+        Framework(name="megatron-fsdp", recipe="megatron-core", axes=("dp", "tp", "cp"), zero_stages=(3,)),
+        Framework(name="megatron-2021", recipe="megatron", axes=("dp", "tp", "pp"), zero_stages=(0, 1), experts=False),
         Framework(name="megatron-deepspeed", recipe="megatron-deepspeed", axes=("dp", "tp", "pp"), zero_stages=(0, 1)),
         Framework(
             name="deepspeed",
@@ -89,9 +94,9 @@ FRAMEWORKS: dict[str, Framework] = {
         Framework(name="internevo", recipe="internevo", axes=("dp", "tp", "pp"), zero_stages=(0, 1)),
         Framework(name="maxtext", recipe="xla", axes=("dp", "tp", "pp", "cp"), zero_stages=(0, 3)),
         Framework(name="pax", recipe="xla", axes=("dp", "tp", "pp"), zero_stages=(0, 3)),
-        Framework(name="ddp", recipe="ddp", axes=("dp",), zero_stages=(0,), adapter="ddp"),
-        Framework(name="fsdp2", recipe="fsdp2-foreach", axes=("dp",), zero_stages=(3,), adapter="fsdp2"),
-        Framework(name="fsdp1", recipe="fsdp1-bf16", axes=("dp",), zero_stages=(3,)),
+        Framework(name="ddp", recipe="ddp", axes=("dp",), zero_stages=(0,), experts=False, adapter="ddp"),
+        Framework(name="fsdp2", recipe="fsdp2-foreach", axes=("dp",), zero_stages=(3,), experts=False, adapter="fsdp2"),
+        Framework(name="fsdp1", recipe="fsdp1-bf16", axes=("dp",), zero_stages=(3,), experts=False),
         Framework(name="torchtitan", recipe="fsdp2", axes=("dp", "tp", "pp", "cp"), zero_stages=(0, 3)),
         Framework(name="composer", recipe="fsdp-fused-loss", axes=("dp",), zero_stages=(3,)),
     )
@@ -112,3 +117,18 @@ DEFAULT_FRAMEWORK = "megatron-core"
 def recipe_of(name: str, there: Gpu | None = None, family: Family = Family.GPT) -> TrainingRecipe:
     """Return the recipe of the framework called `name` on a GPU."""
     return framework(name).recipe_on(there, family)
+
+
+def narrowed_on(there: Gpu, using: TrainingRecipe, precision: str) -> TrainingRecipe:
+    """Return the recipe with products in `precision`, one of `NARROW`, on a GPU.
+
+    Raises `InputError` if the GPU has no such products. Scales by block (MX) came with fp4: a GPU of 8 bits without it,
+    such as H100, has fp8 alone.
+    """
+    there.peak(NARROW[precision].arithmetic)
+    if precision == "mxfp8" and "fp4" not in there.peak_flops:
+        raise InputError(
+            f"{there.name} computes in {', '.join(there.peak_flops)}, not in mxfp8, whose block scales came with fp4: "
+            "name --precision fp8, or a GPU that has it, such as b200"
+        )
+    return narrowed(using, precision)

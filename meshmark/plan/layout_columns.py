@@ -67,6 +67,21 @@ PASSED_ON = (
 )
 """Columns of notes and measurements, which no prediction reads. Names that begin with `PREFIXES` are notes too."""
 PREFIXES = ("measured_", "predicted_", "note_")
+OTHER_NAMES = {
+    **dict.fromkeys(("ga", "gas", "grad_acc", "gradient_accumulation_steps", "micro_batches"), "grad_accum"),
+    **dict.fromkeys(("mbs", "mb", "micro_batch_size", "per_device_train_batch_size"), "micro_batch"),
+    **dict.fromkeys(("gbs", "global_batch_size", "train_batch_size"), "global_batch"),
+    **dict.fromkeys(("vp", "vpp", "v", "interleave", "virtual_pipeline_parallel_size"), "virtual_stages"),
+    **dict.fromkeys(("zero", "fsdp"), "zero_stage"),
+    **dict.fromkeys(("sp", "seq_parallel"), "sequence_parallel"),
+    **dict.fromkeys(("seq", "seqlen", "sequence_length", "max_seq_len"), "seq_len"),
+    **dict.fromkeys(("ac", "activation_checkpointing", "recomputation"), "recompute"),
+    **dict.fromkeys(("num_gpus", "n_gpus", "world_size"), "gpus"),
+    **dict.fromkeys(("dtype", "quantization"), "precision"),
+    **dict.fromkeys(("expert_parallel", "expert_model_parallel_size"), "ep"),
+    **dict.fromkeys(("hsdp", "dp_replicate"), "replicas"),
+}
+"""Names that frameworks have for columns, and the column's name here."""
 _NEEDED = ("layers", "hidden", "heads", "vocab", "seq_len")
 _LARGEST = 10**9
 _Word = TypeVar("_Word", bound=StrEnum)
@@ -76,7 +91,8 @@ def expect_known(columns: Sequence[str]) -> None:
     """Raise `InputError` for a column that is neither read nor copied, since its content would be ignored."""
     unknown = [c for c in columns if c not in READ and c not in PASSED_ON and not c.startswith(PREFIXES)]
     if unknown:
-        near = difflib.get_close_matches(unknown[0][:80], READ, n=1, cutoff=0.6)
+        near = [OTHER_NAMES[c.lower()] for c in unknown[:1] if c.lower() in OTHER_NAMES]
+        near = near or difflib.get_close_matches(unknown[0][:80], READ, n=1, cutoff=0.6)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         named = ", ".join(repr(column[:80]) for column in unknown[:5])
         raise InputError(

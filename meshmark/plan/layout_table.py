@@ -49,10 +49,11 @@ class LayoutRows:
     grid: Grid
 
 
-def batches(table: Sequence[Row], machine: Gpu | None = None) -> Iterator[LayoutRows]:
-    """Group the table's rows by model, GPU and recipe. `machine` overrides the GPU that rows name.
+def batches(table: Sequence[Row], machine: Gpu | None = None, of_all: Framework | None = None) -> Iterator[LayoutRows]:
+    """Group the table's rows by model, GPU and recipe. `machine` and `of_all` override the GPU and framework of rows.
 
-    Raises `InputError` for an unknown column, and, with the row and the column, for anything missing or impossible.
+    Raises `InputError` for an unknown column, and, with the row and the column, for anything missing or impossible,
+    such as a layout that its framework has not got.
     """
     expect_known(list(table[0]))
     model, layout = _once(model_of, ("model", *DIMENSIONS)), _once(layout_of, ("layout", *DEGREES))
@@ -60,7 +61,11 @@ def batches(table: Sequence[Row], machine: Gpu | None = None) -> Iterator[Layout
     for i, row in enumerate(table):
         spec = model(row, i)
         key = (spec, cell(row, "gpu"), _recipe_of(row, i, machine, spec.family), narrow_of(row, i))
-        groups.setdefault(key, []).append((i, layout(row, i)))
+        laid = layout(row, i)
+        of = of_all or _framework_of(row)
+        if of and (told := of.beyond(laid, integer(row, "ep", i, usual=1))):
+            raise InputError(f"row {i + 2}: {told}; name another framework, or only a recipe")
+        groups.setdefault(key, []).append((i, laid))
     for (spec, gpu_name, using, narrow), members in groups.items():
         rows = [i for i, _ in members]
         grid = _grid(
@@ -178,19 +183,14 @@ def _check_shards(model: ModelSpec, rows: Sequence[int], grid: Grid) -> None:
         raise InputError(f"row {rows[wrong[0]] + 2}: a sequence of {model.seq_len} does not divide into 2 x cp {cp}")
 
 
-def remarks(table: Sequence[Row], of_all: Framework | None = None) -> list[str]:
-    """Return remarks on rows that are unusual but can be predicted.
-
-    `of_all` is the framework of every row, if given.
-    """
+def remarks(table: Sequence[Row]) -> list[str]:
+    """Return remarks on rows that are unusual but can be predicted."""
     stages, sizes, ungated = [], [], []
-    known, beyond = known_models(), dict[str, list[int]]()
+    known = known_models()
     for batch in batches(table):
         product = batch.grid.global_batch
         for position, i in enumerate(batch.rows):
-            given, of = cell(table[i], "global_batch"), of_all or _framework_of(table[i])
-            if of and (told := of.beyond(batch.grid.layout(position))):
-                beyond.setdefault(told, []).append(int(i) + 2)
+            given = cell(table[i], "global_batch")
             if batch.grid.pp[position] * batch.grid.virtual_stages[position] > batch.model.num_layers + 2:
                 stages.append(int(i) + 2)
             if given and given != str(product[position]):
@@ -199,12 +199,12 @@ def remarks(table: Sequence[Row], of_all: Framework | None = None) -> list[str]:
                 ungated.append(int(i) + 2)
     named = dict.fromkeys(cell(row, "model") for row in table if not cell(row, "layers") and not cell(row, "hidden"))
     out = [told for name in named if name and (told := size_note(name))]
-    out += [f"{_named(sorted(rows))}: {told}; planned as if it did" for told, rows in beyond.items()]
     if stages:
         out.append(f"{_named(sorted(stages))}: more pipeline stages than layers; predicted_fits is 0")
     if sizes:
         out.append(
-            f"{_named(sorted(sizes))}: global_batch is not dp x micro_batch x grad_accum; that product is predicted"
+            f"{_named(sorted(sizes))}: global_batch is not dp x micro_batch x grad_accum; "
+            "that product is predicted, not what the column says"
         )
     if ungated:
         out.append(

@@ -29,21 +29,14 @@ _LLAMA3: Dimensions = {"num_kv_heads": 8, "vocab_size": 128256, "seq_len": 8192}
 _SWEEP: _Tokens = {"vocab_size": 131072, "seq_len": 4096}
 
 
-def _experts(
-    name: str,
-    layers: int,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    ffn_hidden: int,
-    vocab: int,
-    seq_len: int,
-    *,
-    experts: tuple[int, int, int],
-    **others: int,
-) -> PlannedModel:
-    """Return a mixture of experts: how many there are, how many a token goes through, and the width of each."""
+def _experts(name: str, sizes: tuple[int, ...], *, experts: tuple[int, int, int], **others: int) -> PlannedModel:
+    """Return a mixture of experts.
+
+    `sizes` are layers, hidden, heads, kv_heads, ffn_hidden, vocab and seq_len; `experts` how many there are, how many
+    a token goes through, and the width of each.
+    """
     count, chosen, width = experts
+    layers, hidden, heads, kv_heads, ffn_hidden, vocab, seq_len = sizes
     return PlannedModel(
         name=name,
         family=Family.LLAMA,
@@ -111,14 +104,14 @@ PLAN_MODELS: dict[str, ModelSpec] = {
             for n in (3, 13, 24, 48, 103, 415, 1663)
         ),
         # Mixtures of experts, by the config.json of their checkpoints. (Grok-1: github:xai-org/grok-1.)
-        _experts("mixtral-8x7b", 32, 4096, 32, 8, 14336, 32000, 4096, experts=(8, 2, 14336)),
-        _experts("mixtral-8x22b", 56, 6144, 48, 8, 16384, 32768, 4096, experts=(8, 2, 16384)),
-        _experts("qwen3-30b-a3b", 48, 2048, 32, 4, 6144, 151936, 4096, experts=(128, 8, 768), head_width=128),
-        _experts("qwen3-235b-a22b", 94, 4096, 64, 4, 12288, 151936, 4096, experts=(128, 8, 1536), head_width=128),
-        _experts("grok-1", 64, 6144, 48, 8, 32768, 131072, 8192, experts=(8, 2, 32768)),
+        _experts("mixtral-8x7b", (32, 4096, 32, 8, 14336, 32000, 4096), experts=(8, 2, 14336)),
+        _experts("mixtral-8x22b", (56, 6144, 48, 8, 16384, 32768, 4096), experts=(8, 2, 16384)),
+        _experts("qwen3-30b-a3b", (48, 2048, 32, 4, 6144, 151936, 4096), experts=(128, 8, 768), head_width=128),
+        _experts("qwen3-235b-a22b", (94, 4096, 64, 4, 12288, 151936, 4096), experts=(128, 8, 1536), head_width=128),
+        _experts("grok-1", (64, 6144, 48, 8, 32768, 131072, 8192), experts=(8, 2, 32768)),
         _experts(
             "deepseek-v3",
-            *(61, 7168, 128, 128, 18432, 129280, 4096),
+            (61, 7168, 128, 128, 18432, 129280, 4096),
             experts=(256, 8, 2048),
             shared_ffn=2048,
             dense_layers=3,

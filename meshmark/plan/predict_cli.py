@@ -46,7 +46,7 @@ def run_predict(arguments: argparse.Namespace) -> int:
         overlap=given.overlap,
     )
     count, table = predict_file(arguments.layouts, arguments.output, setting), read_rows(arguments.layouts)
-    for remark in remarks(table, named):
+    for remark in remarks(table):
         print(f"meshmark: {remark}", file=sys.stderr)
     print(f"{pluralize(count, 'layout')} predicted: {arguments.output}")
     unsaid = sum(not (row.get("recipe") or row.get("framework")) for row in table)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from meshmark.errors import InputError
-from meshmark.plan.frameworks import DEFAULT_FRAMEWORK, Framework, recipe_of
+from meshmark.plan.frameworks import DEFAULT_FRAMEWORK, Framework, narrowed_on, recipe_of
 from meshmark.plan.layout_table import LayoutRows, batches
 from meshmark.plan.overlap import Overlap
 from meshmark.plan.prediction import Prediction, predict_grid
@@ -22,7 +22,7 @@ from meshmark.plan.step_time import PARTS
 from meshmark.spec.hardware import GIB, Gpu, gpu
 from meshmark.theory.grid import Column
 from meshmark.theory.memory import CATEGORIES
-from meshmark.theory.recipe import NARROW, TrainingRecipe, narrowed
+from meshmark.theory.recipe import NARROW, TrainingRecipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ def predict_rows(table: Sequence[Row], setting: Setting = _ROWS_SAY) -> dict[str
 
 def _settings(table: Sequence[Row], setting: Setting) -> Iterator[tuple[LayoutRows, Gpu, TrainingRecipe, Rates]]:
     """Yield each batch of rows with its machine, recipe and rates."""
-    for batch in batches(table, setting.machine):
+    for batch in batches(table, setting.machine, setting.framework):
         if not batch.gpu_name and setting.machine is None:
             raise InputError(f"row {batch.rows[0] + 2}: missing column gpu; or give --gpu")
         machine = setting.machine or gpu(batch.gpu_name)
@@ -73,8 +73,7 @@ def _settings(table: Sequence[Row], setting: Setting) -> Iterator[tuple[LayoutRo
         narrow = batch.narrow or (setting.precision if setting.precision in NARROW else "")
         if narrow:
             try:
-                using = narrowed(using, narrow)
-                machine.peak(using.products.arithmetic if using.products else using.arithmetic)
+                using = narrowed_on(machine, using, narrow)
             except InputError as error:
                 raise InputError(f"row {batch.rows[0] + 2}: {error}") from error
         yield (

@@ -14,7 +14,7 @@ def read_rows(path: Path) -> list[Row]:
     """Return all rows of a CSV file. Raises `InputError` if it is missing, not CSV, or has no rows."""
     refuse_device(path)
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:  # Excel begins a file with a mark
             reader = csv.DictReader(file, restval="")
             rows, columns = list(reader), list(reader.fieldnames or ())
     except OSError as error:
@@ -25,6 +25,8 @@ def read_rows(path: Path) -> list[Row]:
         ) from error
     except csv.Error as error:
         raise InputError(f"{path} is no table of layouts: {error}; expected CSV, one layout a row") from error
+    if len(columns) == 1 and any(mark in columns[0] for mark in ";\t"):
+        raise InputError(f"{path} has one column, {columns[0][:80]!r}; expected commas between cells, save it as CSV")
     if long := [i for i, row in enumerate(rows) if None in row]:
         raise InputError(f"{path} row {long[0] + 2} has more cells than the header has columns; is a comma unquoted?")
     if twice := sorted({column for column in columns if columns.count(column) > 1}):

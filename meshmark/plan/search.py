@@ -239,6 +239,11 @@ def decides(found: Search, row: int) -> tuple[str, float]:
     return ASSUMPTIONS[part], float(getattr(prediction.time, part)[row] / prediction.step_seconds[row])
 
 
+def layout_id(grid: Grid, row: int) -> str:
+    """Return the id of a grid's layout, with its expert-parallel degree."""
+    return grid.layout(row).id + (f".ep{grid.ep[row]}" if grid.ep[row] > 1 else "")
+
+
 def reason(found: Search) -> str:
     """Explain why the best layout wins: where the next layout of another shape loses time."""
     prediction, grid = found.prediction, found.prediction.grid
@@ -253,7 +258,7 @@ def reason(found: Search) -> str:
     loss = 1.0 - prediction.tokens_per_second_per_gpu[other] / prediction.tokens_per_second_per_gpu[best]
     more = max(PARTS, key=lambda part: getattr(prediction.time, part)[other] - getattr(prediction.time, part)[best])
     return (
-        f"{text}; the next shape, {grid.layout(other).id}, is {100 * loss:.1f} % slower, "
+        f"{text}; the next shape, {layout_id(grid, other)}, is {100 * loss:.1f} % slower, "
         f"mostly by {more.replace('_', ' ')}"
     )
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from meshmark.plan.prediction import MEMORY_ERROR
+from meshmark.plan.prediction import MEMORY_ERROR, Prediction
 from meshmark.plan.provenance import provenance
-from meshmark.plan.search import OFFLOAD_PLACES, Search, decides, reason
+from meshmark.plan.search import OFFLOAD_PLACES, Search, decides, layout_id, reason
 from meshmark.plan.step_time import PARTS
 from meshmark.spec.hardware import GIB
 
@@ -16,12 +16,16 @@ def print_search(found: Search, top: int, elapsed: float) -> None:
     prediction, model = found.prediction, found.prediction.model
     size = f"{model.num_parameters / 1e9:.3g}B parameters"
     print(f"{model.name} ({size}) on {prediction.grid.num_gpus[0]} {prediction.gpu.name}: {found.num_examined} layouts")
-    print(f"examined in {elapsed:.2f} s, {len(found.ranked)} fit; global batch {prediction.grid.global_batch[0]}")
+    print(
+        f"examined in {elapsed:.2f} s, {len(found.ranked)} fit; global batch {prediction.grid.global_batch[0]}, "
+        f"sequences of {model.seq_len:,} tokens, products in {_products(prediction)}"
+    )
     print(provenance(prediction.gpu, prediction.rates))
     heads = f"{'tok/s/gpu':>10} {'MFU':>6} {'step s':>9} {'GiB':>7} {'free':>7}  decides"
-    print(f"\n{'layout':50} {'micro-batches':>15} {heads}")
+    width = max(len(layout_id(prediction.grid, int(row))) for row in found.ranked[:top])
+    print(f"\n{'layout':{width}} {'micro-batches':>15} {heads}")
     for row in found.ranked[:top]:
-        print(_line(found, int(row)))
+        print(_line(found, int(row), width))
     best = int(found.ranked[0])
     if prediction.tight[best]:
         print(_about_tight(found))
@@ -38,15 +42,26 @@ def print_search(found: Search, top: int, elapsed: float) -> None:
         speed = prediction.tokens_per_second_per_gpu
         faster = speed[found.just_too_large[0]] > speed[best]
         print("Faster, but too large by:" if faster else "Too large (and no faster) by:")
-        for row in found.just_too_large[:3]:
-            print(f"  {_line(found, int(row))}")
+        near = [int(row) for row in found.just_too_large[:3]]
+        width = max(len(layout_id(prediction.grid, row)) for row in near)
+        for row in near:
+            print(f"  {_line(found, row, width)}")
+
+
+def _products(prediction: Prediction) -> str:
+    """Return the format of the matrix products in which the GPU computes, and the one the recipe has if it differs."""
+    if narrow := prediction.recipe.products:
+        return f"{narrow.name} (MFU is of {prediction.gpu.name}'s {narrow.arithmetic} peak)"
+    asked = prediction.recipe.arithmetic
+    used = prediction.gpu.peak_dtype(asked)
+    return asked if used == asked else f"{used} ({prediction.gpu.name} has no {asked})"
 
 
 def _interval(found: Search, row: int) -> str:
     """Return a sentence with the interval of a step time, or that it is unknown."""
     interval = found.prediction.step_seconds_interval
     if interval is None and found.prediction.model.expert_parameters:
-        return "No interval: half of the published runs of mixtures took 20 % longer or more (reports/validation.md)."
+        return "No interval: half of the published runs of mixtures took 22 % longer or more (reports/validation.md)."
     if interval is None:
         return f"How far runs are from such a prediction is not known of rates {found.prediction.rates.name}."
     low, high = (float(column[row]) for column in interval)
@@ -61,18 +76,13 @@ def _breakdown(found: Search, row: int) -> str:
     return ", ".join(f"{part.replace('_', ' ')} {100 * shares[part]:.0f} %" for part in parts)
 
 
-def _id(found: Search, row: int) -> str:
-    """Return a layout's id, with its expert-parallel degree."""
-    grid = found.prediction.grid
-    return grid.layout(row).id + (f".ep{grid.ep[row]}" if grid.ep[row] > 1 else "")
-
-
-def _line(found: Search, row: int) -> str:
+def _line(found: Search, row: int, width: int) -> str:
+    """Return a layout's line of the table, with its id in `width` characters."""
     p = found.prediction
     count, size = p.grid.num_micro_batches[row], p.grid.micro_batch[row]
     assumption, share = decides(found, row)
     return (
-        f"{_id(found, row):50} {f'{count} of {size} seq':>15} "
+        f"{layout_id(found.prediction.grid, row):{width}} {f'{count} of {size} seq':>15} "
         f"{p.tokens_per_second_per_gpu[row]:10.1f} {100 * p.mfu[row]:5.1f}% "
         f"{p.step_seconds[row]:9.3f} {p.memory_bytes[row] / GIB:7.1f} {found.headroom_bytes(row) / GIB:+7.1f}"
         f"  {assumption} {100 * share:.0f} %{', tight' if p.tight[row] else ''}"
@@ -88,7 +98,7 @@ def _about_tight(found: Search) -> str:
         return f"{text}; so is every other"
     speed, other = prediction.tokens_per_second_per_gpu, int(roomy[0])
     slower = 100 * (1.0 - speed[other] / speed[best])
-    return f"{text}; the best with room to spare, {prediction.grid.layout(other).id}, is {slower:.1f} % slower"
+    return f"{text}; the best with room to spare, {layout_id(prediction.grid, other)}, is {slower:.1f} % slower"
 
 
 def search_json(found: Search, top: int, elapsed: float) -> dict[str, object]:
@@ -98,6 +108,10 @@ def search_json(found: Search, top: int, elapsed: float) -> dict[str, object]:
     return {
         "model": found.prediction.model.name,
         "gpu": found.prediction.gpu.name,
+        "gpus": int(found.prediction.grid.num_gpus[0]),
+        "global_batch": int(found.prediction.grid.global_batch[0]),
+        "seq_len": found.prediction.model.seq_len,
+        "products": _products(found.prediction),
         "num_examined": found.num_examined,
         "num_fit": len(found.ranked),
         "seconds": round(elapsed, 3),
@@ -112,7 +126,7 @@ def _layout_json(found: Search, row: int) -> dict[str, object]:
     p = found.prediction
     return {
         "layout": dataclasses.asdict(p.grid.layout(row)),
-        "id": _id(found, row),
+        "id": layout_id(found.prediction.grid, row),
         "ep": int(p.grid.ep[row]),
         "micro_batch": int(p.grid.micro_batch[row]),
         "tight": bool(p.tight[row]),

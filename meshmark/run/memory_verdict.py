@@ -42,8 +42,13 @@ _MEND_ACTIVATIONS = (
     "what the framework is meant to keep follows from `Adapter.recipe`, and what is over from `Adapter.extra_memory`"
 )
 _MEND_MORE = (
-    "the allocator counts bytes that are in no plan: what the framework is meant to hold besides goes into "
-    "`Adapter.extra_memory`, with its size and the reason"
+    "the allocator counts bytes that are in no plan: first see whether they grow with depth (`--model layers=8`), with "
+    "micro-batches (`--layouts`) or with steps (`--endurance`). What grows is kept for too long, which the framework "
+    "is to mend. Only a size that follows from its algorithm goes into `Adapter.extra_memory`, with the reason"
+)
+_MEND_GROWTH = (
+    "memory grows from step to step, which no declaration covers: find out what the framework keeps, for example with "
+    "`gc.get_objects()` after two steps, or `torch.cuda.memory_snapshot()`"
 )
 _MEND_LESS = (
     "the allocator counts fewer bytes than are planned: what the framework is meant to do without follows from "
@@ -196,6 +201,8 @@ def _scalars(record: Record) -> dict[str, int]:
 
 def _mend(worst: Held) -> str:
     """Return advice on a number that is off, depending on the direction."""
+    if worst.category == "growth":
+        return _MEND_GROWTH
     if worst.category in TOTALS:
         return _MEND_LESS if worst.is_below else _MEND_MORE
     return _MEND_ACTIVATIONS if worst.category == "activations" else _MEND_STATES

@@ -81,15 +81,21 @@ class Gpu:
             raise InputError(f"gpu {self.name!r}: {self.memory_bytes:g} bytes of memory; give it in bytes, not GB")
 
     def peak(self, dtype: str) -> float:
-        """Return the dense FLOP/s in `dtype`, or in the other 16-bit format if the GPU has only that one.
+        """Return the dense FLOP/s in `peak_dtype(dtype)`. Raises `InputError` as that does."""
+        return self.peak_flops[self.peak_dtype(dtype)]
 
-        Raises `UnknownNameError` when the GPU has no such arithmetic.
+    def peak_dtype(self, dtype: str) -> str:
+        """Return `dtype`, or the other 16-bit format if the GPU has only that one.
+
+        Raises `InputError` when the GPU has no such arithmetic.
         """
-        if dtype not in self.peak_flops:
-            dtype = {"bf16": "fp16", "fp16": "bf16"}.get(dtype, dtype)
-        if dtype not in self.peak_flops:
-            raise UnknownNameError(f"arithmetic of {self.name}", dtype, self.peak_flops)
-        return self.peak_flops[dtype]
+        used = dtype if dtype in self.peak_flops else {"bf16": "fp16", "fp16": "bf16"}.get(dtype, dtype)
+        if used not in self.peak_flops:
+            raise InputError(
+                f"{self.name} computes in {', '.join(self.peak_flops)}, not in {dtype}: "
+                "name another precision, or a GPU that has it"
+            )
+        return used
 
 
 def _short(number: float) -> str:

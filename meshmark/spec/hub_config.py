@@ -113,7 +113,10 @@ def read_config(path: Path, given: Mapping[str, object], *, planned: bool) -> Fi
     config = _read(path)
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _HONOURED:
-        raise InputError(f"--model {str(path)!r}: model_type is {kind!r}, expected one of {', '.join(_HONOURED)}")
+        from meshmark.spec.planned_config import PLANNED_TYPES  # which imports this module
+
+        known = ", ".join([*_HONOURED, *(PLANNED_TYPES if planned else ())])
+        raise InputError(f"--model {str(path)!r}: model_type is {kind!r}, expected one of {known}")
     fields: Fields = {"family": Family.GPT if kind == "gpt2" else Family.LLAMA}
     for field, (key, usual) in _HONOURED[kind].items():
         fields[field] = _entry(path, config, key, usual)

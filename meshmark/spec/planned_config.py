@@ -63,7 +63,10 @@ def planned_model(path: Path, given: Mapping[str, object]) -> PlannedModel:
         if value is None and usual is not None:
             return usual
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= LARGEST:
-            raise InputError(f"--model {str(path)!r}: {key} is {str(value)[:40]}, expected a whole number from {least}")
+            raise InputError(
+                f"--model {str(path)!r}: {key} is {repr(value)[:40]}, "
+                f"expected a whole number from {least} to {LARGEST:,}"
+            )
         return value
 
     fields = {field: size(key, least=0 if field == "dense_layers" else 1) for field, key in PLANNED_TYPES[kind].items()}

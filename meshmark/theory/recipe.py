@@ -197,6 +197,8 @@ class TrainingRecipe:
     """The backward pass. Only for eager kernels."""
     update: UpdateForm = UpdateForm.FUSED
     """How AdamW visits a rank's parameters."""
+    peak_known: bool = True
+    """False if the framework holds something in backward passes whose size at the peak is not planned."""
     activations_known: bool = True
     """False for a framework that trains its own model with other operations, or runs passes in its own order."""
     whole_logits: bool = False

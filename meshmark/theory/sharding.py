@@ -23,6 +23,12 @@ class Sharding:
     """Number of neighbours that blocks' weights are resharded over. None means all shards."""
     replicas: int = 1
     """Groups of ranks that each hold all shards. Gradients are reduced within a group, then among groups (HSDP)."""
+    reduces_within: bool = True
+    """True if every micro-batch's gradients are reduced within a replica. Otherwise their sum is, once a step; until
+    then every rank keeps gradients of whole weights.
+    """
+    reduces_among: bool = True
+    """True if every micro-batch's gradients are also reduced among replicas. Otherwise their sum is, once a step."""
 
     @property
     def kept_share(self) -> float:
@@ -109,12 +115,20 @@ def _gradients(case: Case, rank: int, flow: Flow, sharding: Sharding, padding: P
     whole = case.workload.model.num_parameters
     more = flow.num_bytes * (padding.root + padding.blocks) // whole
     shards, among = neighbours(flow, sharding.replicas, rank), across(flow, sharding.replicas, rank)
-    sent = [_Sent(flow=replace(flow, ranks=shards), padding_bytes=more)]
+    within = case.layout.num_micro_batches if not sharding.reduces_within else 1
+    sent = [_Sent(flow=_fewer(replace(flow, ranks=shards), within), padding_bytes=more // within)]
     if sharding.replicas > 1:
         own = flow.num_bytes // len(shards)  # what is over to a whole byte is padding's, which makes shards equal
         shard = replace(flow, kind="all_reduce", ranks=among, num_bytes=own)
-        sent.append(_Sent(flow=shard, padding_bytes=(flow.num_bytes + more) // len(shards) - own))
+        times = within if sharding.reduces_among else case.layout.num_micro_batches
+        padding_bytes = ((flow.num_bytes + more) // len(shards) - own) // times
+        sent.append(_Sent(flow=_fewer(shard, times), padding_bytes=padding_bytes))
     return sent
+
+
+def _fewer(flow: Flow, times: int) -> Flow:
+    """Return a flow that is sent once in place of `times`."""
+    return replace(flow, num_bytes=flow.num_bytes // times, fewest=flow.fewest // times)
 
 
 _SENT = {Purpose.WEIGHTS: _weights, Purpose.GRADIENTS: _gradients}
@@ -139,5 +153,7 @@ def _reasons(sharding: Sharding) -> list[str]:
         "blocks stay whole from forward to backward": not sharding.reshards_blocks,
         f"blocks are gathered again from {sharding.resharded_over} neighbours": bool(sharding.resharded_over),
         f"{sharding.replicas} replicas, each sharded": sharding.replicas > 1,
+        "gradients are reduced once a step": not sharding.reduces_within,
+        "gradients are reduced among replicas once a step": sharding.replicas > 1 and not sharding.reduces_among,
     }
     return [reason for reason, holds in found.items() if holds]

@@ -143,6 +143,7 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
     known &= path is not GradientPath.MODULES and layout.offload is Offload.NONE
     known &= path is not GradientPath.STREAMED or not case.workload.optimizer.groups_decay
     known &= layout.virtual_stages == 1 or using.backward.interleaves
+    known &= using.peak_known
     peak = backward = None
     if exact and known and layout.recompute is Recompute.NONE:
         peak = float(held.total_bytes[0])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.loop import LoopEngine
 from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
 
@@ -281,3 +282,48 @@ class StepsScheduleByMicroBatch(BrokenLightning):
                 return loss
 
         return Steps
+
+
+class BrokenScript(Adapter):
+    """Runs a wrong loop around Accelerate: what `spoil` does to the `Accelerator` or the optimizer before training."""
+
+    loop: Any
+
+    @staticmethod
+    def spoil(accelerator: Any, optimizer: Any) -> None:  # noqa: ANN401
+        raise NotImplementedError
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        spoil, real = self.spoil, self.loop
+
+        class BrokenLoop(real):  # type: ignore[misc]
+            def train(self, model: Any, optimizer: Any, batches: Any) -> None:  # noqa: ANN401
+                spoil(self.accelerator, optimizer)
+                super().train(model, optimizer, batches)
+
+        return LoopEngine(case, context, BrokenLoop(case, context))
+
+
+class ForgetsNumProcesses(BrokenScript):
+    """The loss is not multiplied by the number of processes, over which DDP averages."""
+
+    @staticmethod
+    def spoil(accelerator: Any, optimizer: Any) -> None:  # noqa: ANN401
+        real = accelerator.backward
+        accelerator.backward = lambda loss: real(loss / accelerator.num_processes)
+
+
+class CountsOwnLabels(BrokenScript):
+    """Labels are not gathered: every process divides by its own number, times the number of processes."""
+
+    @staticmethod
+    def spoil(accelerator: Any, optimizer: Any) -> None:  # noqa: ANN401
+        accelerator.gather = lambda count: count * accelerator.num_processes
+
+
+class NeverClears(BrokenScript):
+    """`optimizer.zero_grad()` is forgotten."""
+
+    @staticmethod
+    def spoil(accelerator: Any, optimizer: Any) -> None:  # noqa: ANN401
+        optimizer.zero_grad = lambda: None

@@ -47,6 +47,7 @@ LAYOUTS = {
     "deepspeed-offload/1": Layout(dp=2, zero_stage=1, num_micro_batches=4, offload=Offload.CPU),
     "deepspeed-offload/2": Layout(dp=2, zero_stage=2, num_micro_batches=4, offload=Offload.CPU),
     "deepspeed-offload/3": Layout(dp=2, zero_stage=3, num_micro_batches=4, offload=Offload.CPU),
+    "accelerate-loop": Layout(dp=2, num_micro_batches=4),
     "hf-trainer": Layout(dp=2, num_micro_batches=4),
     "hf-trainer-fsdp2": Layout(dp=2, zero_stage=3, num_micro_batches=4),
     "hf-trainer-deepspeed": Layout(dp=2, zero_stage=2, num_micro_batches=4),

@@ -17,7 +17,7 @@ from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.ulysses import UlyssesAttention
 from meshmark.adapters.fairscale import FairScaleFSDP
 from meshmark.adapters.fsdp1 import FSDP1
-from meshmark.adapters.fsdp2 import FSDP2
+from meshmark.adapters.fsdp2 import FSDP2, FSDP2HSDP
 from meshmark.adapters.pipeline_nd import PipelineFSDP2
 from meshmark.adapters.tensor_parallel import TensorParallel
 from meshmark.judge.faults import Fault
@@ -38,6 +38,7 @@ SHARED = Layout(cp=2, zero_stage=3, num_micro_batches=4)
 REDUCED = Layout(dp=2, num_micro_batches=4)
 TWO, FOUR = Layout(dp=2, zero_stage=3, num_micro_batches=4), Layout(dp=4, zero_stage=3, num_micro_batches=2)
 
+PARTED = Layout(dp=2, zero_stage=2, num_micro_batches=4)
 AGAIN = replace(TWO, recompute=Recompute.FULL)
 
 
@@ -56,6 +57,13 @@ class KeepsWeights(Adapter):
             sharding = Sharding(reshards_blocks=False, reshards_root=False)
 
         return Keeping().build(case, context)
+
+
+class FSDP2ReducesEach(Adapter):
+    """HSDP whose replicas reduce every micro-batch, though once a step was asked for."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return FSDP2HSDP().build(case, context)
 
 
 class FullShard(Adapter):
@@ -77,6 +85,19 @@ class ShardsOverAll(Adapter):
 
     def build(self, case: Case, context: RankContext) -> Engine:
         return AccelerateFSDP2().build(case, context)
+
+
+class ForgetsPartialSums(Broken):
+    """What was reduced within a replica before the last micro-batch never gets to the other replicas."""
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        with super().micro_batch(last):
+            yield
+        for part in self.module.modules():  # type: ignore[attr-defined]
+            state = getattr(part, "_get_fsdp_state", lambda: None)()
+            for group in getattr(state, "_fsdp_param_groups", ()):
+                group._partial_reduce_output = None
 
 
 class ReplicasAlone(Broken):
@@ -111,6 +132,15 @@ class AsTheorySays(Adapter):
 
     def build(self, case: Case, context: RankContext) -> Engine:
         return DeepSpeed().build(case, context)
+
+
+class BucketsNotReduced(Broken):
+    """Every rank keeps its part of its own gradients, as if the bucket had been reduced."""
+
+    zero: Any
+
+    def prepare(self) -> None:
+        self.zero.gradient_reduction_w_predivide = lambda tensor, dtype: tensor
 
 
 class AveragedOverTokens(Broken):
@@ -211,6 +241,12 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("fsdp2-hsdp fsdp2-reshard2", ShardsPlainly, suite="communication", layout=FOUR),
     *_on("fsdp2-recommended", KeepsWeights, suite="communication", layout=TWO),
     *_on("fsdp2-hsdp", g.AveragedTwice, F.SCALED, layout=FOUR),
+    *_on("deepspeed-whole-buckets", BucketsNotReduced, F.NOT_REDUCED, layout=PARTED),
+    *_on("deepspeed-reduce-to-ranks", AsTheorySays, suite="communication", layout=PARTED),
+    *_on("fsdp1-nosync", FullShard, suite="communication", layout=TWO),
+    *_on("fsdp2-nosync", ShardsPlainly, suite="communication", layout=TWO),
+    *_on("fsdp2-hsdp-noallreduce", FSDP2ReducesEach, suite="communication", layout=FOUR),
+    *_on("fsdp2-hsdp-noallreduce", ForgetsPartialSums, layout=FOUR),
     *_on("fsdp1-shard-grad-op", FullShard, suite="communication", layout=TWO),
     *_on("fsdp1-hybrid", FullShard, suite="communication", layout=FOUR),
     *_on("fsdp1 fsdp1-shard-grad-op", g.OverMicroBatches, F.SCALED, layout=TWO),

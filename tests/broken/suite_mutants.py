@@ -66,6 +66,9 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("lightning-trainer", y.MeansOfMicroBatches, F.UNEVEN),
     *on("lightning-trainer", y.DividesByMicroBatches, F.SCALED),
     *on("lightning-trainer", y.StepsScheduleByMicroBatch, F.UPDATE, workload=WARMING),
+    *on("accelerate-loop", y.ForgetsNumProcesses, F.SCALED),
+    *on("accelerate-loop", y.CountsOwnLabels, F.UNEVEN),
+    *on("accelerate-loop", y.NeverClears, F.NOT_CLEARED),
     # Single modules, which `--localise` names
     *(mutant for defect in ONE_MODULE for mutant in on("ddp", defect)),
     *on("fsdp2 hf-trainer hf-trainer-fsdp2 hf-trainer-deepspeed lightning-trainer", ForwardScaled),

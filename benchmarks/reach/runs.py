@@ -1,0 +1,226 @@
+"""The judged passes whose reach is measured, one after the other, with what each of them executed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.reach.launcher import CoveringLauncher
+from meshmark.adapter.matrix import matrix
+from meshmark.adapter.registry import builtin_adapters, load_adapter
+from meshmark.conformance.clauses import CLAUSES
+from meshmark.conformance.scenario import plain_cells
+from meshmark.conformance.scenario_runner import ScenarioRunner
+from meshmark.launch.cluster import Cluster, ClusterSpec
+from meshmark.records.record import Record, Status
+from meshmark.run.runner import Runner, RunOptions
+from meshmark.serial import decode, encode
+from meshmark.spec.case import Case
+from meshmark.spec.precision import Precision
+from meshmark.spec.workload import workload
+
+RESULTS = Path("results/reach")
+PASSES = RESULTS / "passes.jsonl"
+
+CLAUSES_OF = (
+    "ddp",
+    "fsdp2",
+    "deepspeed",
+    "pipeline",
+    "megatron",
+    "fsdp1",
+    "accelerate-fsdp2",
+    "fairscale-fsdp",
+    "accelerate",
+    "fairscale-oss",
+    "fabric-fsdp",
+    "accelerate-loop",
+)
+"""Adapters whose clauses are run, of each the deepest ZeRO stage, most valuable first."""
+SUITES_OF_TWO = (
+    *("ddp", "fsdp2", "deepspeed", "megatron", "gpipe", "pipeline", "accelerate", "accelerate-fsdp2"),
+    *(
+        "fairscale-oss",
+        "fairscale-fsdp",
+        "fsdp1",
+        "fsdp1-nosync",
+        "fsdp1-shard-grad-op",
+        "ddp-zero1",
+        "tp",
+        "ddp-static",
+    ),
+    *(
+        "deepspeed-whole-buckets",
+        "deepspeed-reduce-to-ranks",
+        "fsdp2-noreshard",
+        "fsdp2-nosync",
+        "fsdp2-offload",
+        "fsdp2-recommended",
+        "ddp-recommended",
+        "deepspeed-zero0",
+    ),
+    *("deepspeed-offload", "deepspeed-offload-params", "deepspeed-recommended", "deepspeed-pipeline"),
+    *("deepspeed-ulysses", "megatron-gpt", "fabric-ddp", "fabric-fsdp", "fabric-deepspeed", "accelerate-fsdp1"),
+    *("accelerate-deepspeed", "fairscale-oss-ddp", "fairscale-fsdp-unflattened", "fairscale-fsdp-noreshard"),
+    *("pipeline-looped-bfs", "pipeline-zero-bubble", "pipeline-zbv", "pipeline-dualpipev"),
+    *("accelerate-loop", "accelerate-loop-recommended", "hf-trainer", "hf-trainer-fsdp2", "hf-trainer-deepspeed"),
+    *("hf-trainer-recommended", "lightning-trainer"),
+)
+SUITES_OF_FOUR = (
+    *(
+        "fsdp2-hsdp",
+        "fsdp2-hsdp-noallreduce",
+        "fsdp1-hybrid",
+        "tp-fsdp2",
+        "megatron-gpt-zero1",
+        "megatron-gpt-overlap",
+        "pipeline-fsdp2",
+    ),
+    *("fsdp2-reshard2", "deepspeed-autotp", "deepspeed-hpz", "fabric-tp-fsdp2", "accelerate-hsdp"),
+)
+"""Adapters that need four ranks."""
+TIMES = 3.0
+"""Factor on a pass's time limit: tracing slows ranks down."""
+OPTIONS = RunOptions(time_limit_seconds=120.0 * TIMES, observed_steps=3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """What is run, or resumed, as a whole: the suites of one case, or the clauses of one base case."""
+
+    case: Case
+    clauses: bool
+
+    @property
+    def name(self) -> str:
+        return f"{'clauses' if self.clauses else 'suites'} {self.case.id}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One pass, with what its ranks executed."""
+
+    unit: str
+    case: Case
+    scenario: str
+    """Empty for the suites."""
+    judged: bool
+    """Whether it came to its end, so that something was judged."""
+    passed: list[str]
+    """Suites that passed."""
+    seconds: float
+    lines: dict[str, list[int]] = field(default_factory=dict)
+    values: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+
+
+def units(of: Iterable[str] = ()) -> Iterator[Unit]:
+    """Yield what is to be run, in its order. `of`: only these adapters."""
+    chosen = set(of)
+
+    def wanted(names: Iterable[str]) -> list[str]:
+        # A name that is not built in has not been merged yet, or is one of an older checkout.
+        return [name for name in names if name in builtin_adapters() and (not chosen or name in chosen)]
+
+    for name in wanted([*SUITES_OF_TWO, *SUITES_OF_FOUR]):
+        yield from _suites(name, Precision.FP32)
+    for name in wanted(CLAUSES_OF):
+        cells = plain_cells(name, load_adapter(builtin_adapters()[name]), 2)
+        yield from [Unit(case=cell, clauses=True) for cell in cells if isinstance(cell, Case)][-1:]
+    for name in wanted([*SUITES_OF_TWO, *SUITES_OF_FOUR]):
+        yield from _suites(name, Precision.BF16)
+
+
+def _suites(name: str, precision: Precision) -> Iterator[Unit]:
+    adapter = load_adapter(builtin_adapters()[name])
+    world = 4 if name in SUITES_OF_FOUR else 2
+    for cell in matrix({name: adapter}, [world], [workload("gpt-mini")], [precision]):
+        if isinstance(cell, Case) and adapter.refusal(cell, "cpu", "gloo") is None:
+            yield Unit(case=cell, clauses=False)
+
+
+def done() -> dict[str, dict[str, str]]:
+    """Return the finished units, with the results of their clauses."""
+    rows = _rows()
+    return {row["done"]: row["clauses"] for row in rows if "done" in row}
+
+
+def passes() -> list[Pass]:
+    """Return the passes of all finished units."""
+    finished = done()
+    return [decode(Pass, row) for row in _rows() if row.get("unit") in finished]
+
+
+def _rows() -> list[dict[str, Any]]:
+    if not PASSES.exists():
+        return []
+    found: list[dict[str, Any]] = []
+    for line in PASSES.read_text().splitlines():
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:  # the run was cut off here
+            continue
+    return found
+
+
+def run(chosen: Iterable[Unit], seconds: float) -> int:
+    """Run units that are not done yet, for about `seconds`. Returns how many are left."""
+    finished, started = done(), time.monotonic()
+    open_units = [unit for unit in chosen if unit.name not in finished]
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    with Cluster(ClusterSpec()) as cluster, _closing(CoveringLauncher(cluster)) as launcher, PASSES.open("a") as file:
+        runner = None
+        for index, unit in enumerate(open_units):
+            if time.monotonic() - started > seconds:
+                return len(open_units) - index
+            began = time.monotonic()
+            rows: list[Pass] = []
+
+            def announce(
+                what: str, case: Case, record: Record | None, unit: Unit = unit, rows: list[Pass] = rows
+            ) -> None:
+                if record is not None:
+                    rows.append(_pass(unit, record, launcher))
+
+            launcher.take()
+            runner = Runner(launcher, builtin_adapters(), OPTIONS, RESULTS / "records", announce)
+            results: dict[str, str] = {}
+            if unit.clauses:
+                scenarios = ScenarioRunner(runner)
+                results = {name: str(scenarios.judge(clause, unit.case).result) for name, clause in CLAUSES.items()}
+            else:
+                runner.observe(unit.case)
+            runner.close()
+            for row in rows:
+                file.write(json.dumps(encode(row)) + "\n")
+            file.write(json.dumps({"done": unit.name, "clauses": results}) + "\n")
+            file.flush()
+            told = ", ".join(sorted({*results.values()})) or ", ".join(rows[-1].passed if rows else ["nothing"])
+            print(f"{time.monotonic() - began:6.1f} s  {unit.name}: {told}", flush=True)
+    return 0
+
+
+@contextmanager
+def _closing(launcher: CoveringLauncher) -> Iterator[CoveringLauncher]:
+    try:
+        yield launcher
+    finally:
+        launcher.close()
+
+
+def _pass(unit: Unit, record: Record, launcher: CoveringLauncher) -> Pass:
+    lines, values = launcher.take()
+    return Pass(
+        unit=unit.name,
+        case=record.case,
+        scenario=record.conformance.scenario,
+        judged=record.outcome.status is Status.OK,
+        passed=[verdict.suite for verdict in record.verdicts if verdict.passed],
+        seconds=record.launch.seconds,
+        lines={file: sorted(found) for file, found in lines.items()},
+        values={source: {o: sorted(v) for o, v in options.items()} for source, options in values.items()},
+    )

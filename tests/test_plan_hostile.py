@@ -1,0 +1,80 @@
+"""What `meshmark plan` and `predict` say to inputs that they cannot do as asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshmark.cli.commands import main
+
+_MIXTRAL = {
+    "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "vocab_size": 32000, "max_position_embeddings": 32768,
+}  # fmt: skip
+_COLUMNS = "model,gpu,framework,dp"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--gpu", "a100-80", "--precision", "fp8"], "a100-80 computes in fp32, tf32, fp16, bf16, not in fp8"),
+        (["--gpu", "h100", "--precision", "mxfp8"], "not in mxfp8, whose block scales came with fp4"),
+        (["--model", "mixtral-8x7b", "--framework", "ddp", "--ep", "8"], "framework ddp has no expert parallelism"),
+    ],
+)
+def test_what_a_gpu_or_framework_has_not_got_is_refused(
+    options: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--gpus", "64", *options]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_plan_says_its_sequences_and_the_products_that_the_gpu_computes(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["plan", "--model", "llama-8b", "--gpus", "64"]
+    assert main([*plan, "--gpu", "h100", "--precision", "fp8"]) == 0
+    assert "sequences of 8,192 tokens, products in fp8 (MFU is of h100's fp8 peak)" in capsys.readouterr().out
+    assert main([*plan, "--gpu", "v100-32", "--framework", "nemo"]) == 0
+    assert "products in fp16 (v100-32 has no bf16)" in capsys.readouterr().out
+    assert main([*plan, "--gpu", "h100", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["gpus"], found["global_batch"], found["seq_len"], found["products"]) == (64, 256, 8192, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"num_hidden_layers": "32"}, "num_hidden_layers is '32', expected a whole number from 1 to 10,000,000"),
+        ({"model_type": "mamba"}, "qwen3, mixtral, qwen3_moe"),
+    ],
+)
+def test_a_config_that_is_not_planned_is_told_what_is(
+    changed: dict[str, str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(_MIXTRAL | changed))
+    assert main(["plan", "--model", str(config), "--gpus", "64", "--gpu", "h100"]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_file_of_excel_is_read_and_other_separators_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, out = tmp_path / "rows.csv", tmp_path / "out.csv"
+    rows.write_text(f"{_COLUMNS}\nllama-8b,h100,nemo,8\n", encoding="utf-8-sig")
+    assert main(["predict", str(rows), "-o", str(out)]) == 0
+    assert out.read_text().startswith(_COLUMNS)
+    rows.write_text(rows.read_text(encoding="utf-8-sig").replace(",", ";"))
+    assert main(["predict", str(rows), "-o", str(out)]) == 2
+    assert "expected commas between cells" in capsys.readouterr().err
+
+
+def test_experts_of_a_framework_without_them_are_refused_in_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.csv"
+    rows.write_text(f"{_COLUMNS},ep\nmixtral-8x7b,h100,ddp,8,8\n")
+    assert main(["predict", str(rows), "-o", str(tmp_path / "out.csv")]) == 2
+    assert "row 2: framework ddp, which has dp and ZeRO 0, does not train with ep above 1" in capsys.readouterr().err
