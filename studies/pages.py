@@ -127,6 +127,9 @@ PAGES: dict[str, Page] = {
     "validation-runs": Page(anew="make validate: as validation.md", needs=()),
     "dry-runs": Page(anew="make dry-runs: runs ranks of worlds of 16,384; it keeps no records"),
     "power": Page(anew="make power: 29 minutes; what it measured was not kept", needs=(*MEASURES, "tests/broken")),
+    "correct-engines": Page(
+        anew="make correct-engines: 10 minutes; it keeps no records", needs=(*MEASURES, "tests/correct")
+    ),
     "reach": Page(
         anew="make reach: 20 minutes under coverage.py; python -m benchmarks.reach --page renders baselines/reach",
         needs=(),
