@@ -7,7 +7,7 @@ REPORT ?= results/report.md
 
 .PHONY: help install env report pages keep conformance test test-slow lint types docs clean \
         tables twins validate convergence throttled scale versions dry-runs coatnet architectures trainers roster roster-page \
-        reach reach-mutants power power-page power-long chaos fuzz gate cluster-test size bench gpu horovod
+        reach reach-mutants power power-page correct-engines power-long chaos fuzz gate cluster-test size bench gpu horovod
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1  /p' Makefile | awk -F '  ' '{printf "make %-14s %s\n", $$1, $$2}'
@@ -136,6 +136,9 @@ power: install  ## Engines broken on purpose must be caught, correct runs must p
 
 power-page: install  ## The page of what the last `make power` has measured.
 	$(BIN)/python -m benchmarks.power --page
+
+correct-engines: install  ## Correct engines by other hands in three precisions: reports/correct-engines.md (K=NAME).
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.correct_engines $(if $(K),-k $(K))
 
 power-long: install  ## Count for an hour (MINUTES=) how often correct runs fail, of all or of some (K=bf16).
 	$(BIN)/python -m benchmarks.false_alarms --minutes $(or $(MINUTES),60) $(if $(K),-k $(K))

@@ -36,7 +36,7 @@ from meshmark.spec.precision import Precision
 from meshmark.spec.workload import WORKLOADS, workload
 from tests.broken.mutant import ALGORITHMS, GPT, LAYOUTS, under
 from tests.broken.mutants import MUTANTS, sized
-from tests.correct.ddp import ENGINES
+from tests.correct.registry import cases as correct_cases
 
 MEASURED = Path("results/power/measured.json.gz")
 SEEDS = 4
@@ -138,11 +138,8 @@ def real_cases() -> Iterable[Case]:
 
 
 def cases_by_other_hands() -> Iterable[Case]:
-    """Correct engines that compute in another order than `ddp`, in micro-batches whose rows can be reordered."""
-    layout = dataclasses.replace(LAYOUTS["ddp"], num_micro_batches=2)
-    for precision in (Precision.FP32, Precision.BF16, Precision.FP16):
-        for engine in ENGINES:
-            yield Case(adapter=engine, workload=GPT, layout=layout, precision=precision)
+    """Correct engines that compute in other ways than adapters do, in micro-batches whose rows can be reordered."""
+    return [dataclasses.replace(case, workload=GPT) for case in correct_cases()]
 
 
 def algorithm_cases() -> Iterable[Case]:

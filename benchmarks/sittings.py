@@ -23,7 +23,7 @@ from meshmark.launch.launchers import ForkserverLauncher
 from meshmark.launch.processes import die_with_parent
 from meshmark.serial import decode, encode
 from tests.broken.mutants import BY_NAME, target
-from tests.correct.ddp import ENGINES
+from tests.correct.registry import ENGINES
 
 NUM_SITTINGS = 2
 

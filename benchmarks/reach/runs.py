@@ -39,6 +39,7 @@ CLAUSES_OF = (
     "accelerate",
     "fairscale-oss",
     "fabric-fsdp",
+    "accelerate-loop",
 )
 """Adapters whose clauses are run, of each the deepest ZeRO stage, most valuable first."""
 SUITES_OF_TWO = (
@@ -67,6 +68,8 @@ SUITES_OF_TWO = (
     *("deepspeed-ulysses", "megatron-gpt", "fabric-ddp", "fabric-fsdp", "fabric-deepspeed", "accelerate-fsdp1"),
     *("accelerate-deepspeed", "fairscale-oss-ddp", "fairscale-fsdp-unflattened", "fairscale-fsdp-noreshard"),
     *("pipeline-looped-bfs", "pipeline-zero-bubble", "pipeline-zbv", "pipeline-dualpipev"),
+    *("accelerate-loop", "accelerate-loop-recommended", "hf-trainer", "hf-trainer-fsdp2", "hf-trainer-deepspeed"),
+    *("hf-trainer-recommended", "lightning-trainer"),
 )
 SUITES_OF_FOUR = (
     *(

@@ -30,7 +30,8 @@ class Summing(StrEnum):
 class Arithmetic:
     """Arithmetic that an adapter declares for a case in mixed precision, besides the precision itself.
 
-    The order of rows, fused products and the attention kernel stay open. Under autocast the micro-batches do too.
+    The order of rows, products fused or in parts and the attention kernel stay open. Under autocast the micro-batches
+    do too.
     """
 
     casting: Casting

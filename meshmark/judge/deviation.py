@@ -58,6 +58,8 @@ class QuantityKind(StrEnum):
     """There are more or fewer micro-batches, with other rows."""
     SUMS = "sums"
     """Products of the backward pass add up in another order."""
+    SPLIT = "split"
+    """Products are also in parts, each of some outputs, so that their input's gradient is rounded once a part."""
     PRODUCTS = "products"
     """Products are also fused, so that gradients between layers are rounded once and not three times."""
     FORWARD = "forward"
@@ -65,6 +67,7 @@ class QuantityKind(StrEnum):
     CAST_REORDERED = "cast-reordered"
     """As `REORDERED`, for engines that cast the weights."""
     CAST_SUMS = "cast-sums"
+    CAST_SPLIT = "cast-split"
     CAST_PRODUCTS = "cast-products"
     CAST_FORWARD = "cast-forward"
 

@@ -30,6 +30,8 @@ from meshmark.reference.transformer import Attention, FeedForward, rotate
 
 _HANDS = 3
 """Number of ways to write attention by hand."""
+_MOST_SPLITS = 3
+"""Number of ways to split a product: in two, three or four parts."""
 
 
 def with_equivalents(twin: Twin, run: int) -> Twin:
@@ -49,6 +51,9 @@ def with_equivalents(twin: Twin, run: int) -> Twin:
         others[ways.regrouped] = rows
     if not case.workload.routes:  # one flipped rounding may send a token to another expert
         others[ways.sums] = dataclasses.replace(within, rewrite=_Rewrite(run, fuse=False))
+        others[ways.split] = dataclasses.replace(
+            within, rewrite=_Rewrite(run, fuse=False, parts=2 + run % _MOST_SPLITS)
+        )
         others[ways.products] = dataclasses.replace(rows, rewrite=_Rewrite(run))
         others[ways.forward] = dataclasses.replace(rows, rewrite=_Rewrite(run, forward=True))
     return dataclasses.replace(twin, others=others)
@@ -84,13 +89,15 @@ class _Rows:
 class _Rewrite:
     """Replaces a model's layers by ones that compute differently.
 
-    Products sum in another order and are fused. With `forward`, the forward pass also rounds differently, mainly in
-    attention.
+    Products sum in another order and are fused, or are in parts. With `forward`, the forward pass also rounds
+    differently, mainly in attention.
     """
 
     run: int
     fuse: bool = True
     forward: bool = False
+    parts: int = 1
+    """Products that each linear layer is split into, each of some of its outputs."""
 
     def __call__(self, model: Model) -> None:
         for module in model.modules():
@@ -103,6 +110,8 @@ class _Rewrite:
             else:
                 continue
             module.run, module.other_forward = self.run, self.forward  # type: ignore[assignment]
+            if isinstance(module, _Product):
+                module.parts = self.parts
 
 
 class _Product(nn.Linear):
@@ -110,9 +119,14 @@ class _Product(nn.Linear):
 
     run: int
     other_forward: bool
+    parts: int
 
     def forward(self, x: Tensor) -> Tensor:
-        return product(x, self.weight, self.bias, self.run, self.other_forward)
+        weights = self.weight.chunk(self.parts)
+        biases = [None] * len(weights) if self.bias is None else self.bias.chunk(self.parts)
+        pairs = zip(weights, biases, strict=True)
+        found = [product(x, weight, bias, self.run, self.other_forward) for weight, bias in pairs]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
 
 class _FusedAttention(Attention):

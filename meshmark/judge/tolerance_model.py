@@ -68,12 +68,14 @@ class Ways:
     reordered: QuantityKind
     regrouped: QuantityKind | None = None
     sums: QuantityKind
+    split: QuantityKind
     products: QuantityKind
     forward: QuantityKind
 
     @property
     def kinds(self) -> list[QuantityKind]:
-        return [kind for kind in (self.reordered, self.regrouped, self.sums, self.products, self.forward) if kind]
+        found = (self.reordered, self.regrouped, self.sums, self.split, self.products, self.forward)
+        return [kind for kind in found if kind]
 
 
 WAYS = {
@@ -81,12 +83,14 @@ WAYS = {
         reordered=QuantityKind.REORDERED,
         regrouped=QuantityKind.REGROUPED,
         sums=QuantityKind.SUMS,
+        split=QuantityKind.SPLIT,
         products=QuantityKind.PRODUCTS,
         forward=QuantityKind.FORWARD,
     ),
     Casting.WEIGHTS: Ways(
         reordered=QuantityKind.CAST_REORDERED,
         sums=QuantityKind.CAST_SUMS,
+        split=QuantityKind.CAST_SPLIT,
         products=QuantityKind.CAST_PRODUCTS,
         forward=QuantityKind.CAST_FORWARD,
     ),
@@ -96,15 +100,18 @@ WAY_NAMES = {
     "reordered": "rows in another order",
     "regrouped": "other micro-batches",
     "sums": "another order of products' inner sums",
+    "split": "products in parts",
     "products": "fused products",
     "forward": "another forward pass, as of attention by hand",
 }
 _FLIPS_LIKE = {
     QuantityKind.REORDERED: (QuantityKind.REGROUPED, 1.0),
     QuantityKind.SUMS: (QuantityKind.FORWARD, 0.25),
+    QuantityKind.SPLIT: (QuantityKind.FORWARD, 0.25),
     QuantityKind.PRODUCTS: (QuantityKind.FORWARD, 0.25),
     QuantityKind.CAST_REORDERED: (QuantityKind.CAST_FORWARD, 0.25),
     QuantityKind.CAST_SUMS: (QuantityKind.CAST_FORWARD, 0.25),
+    QuantityKind.CAST_SPLIT: (QuantityKind.CAST_FORWARD, 0.25),
     QuantityKind.CAST_PRODUCTS: (QuantityKind.CAST_FORWARD, 0.25),
 }
 """Bounds for tensors with a flipped rounding, as (way, share of its effect).

@@ -139,7 +139,7 @@ NUM_RANKS = 2
 """Number of processes that share the runs."""
 TIME_LIMIT_SECONDS = 600.0
 _PARTIAL = ".partial"
-FORMAT = 13
+FORMAT = 14
 """Part of every key.
 
 Raise it when anything that affects the noise changes: model, data, objective, truth, this file.

@@ -6,6 +6,7 @@ Shape suffixes: B rows, T tokens, C hidden, H heads, K heads of keys and values,
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -15,12 +16,18 @@ from torch.futures import Future
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import skip_block
 from meshmark.adapter.engine import RankContext
 from meshmark.adapters.ddp import DDP, DDPEngine
 from meshmark.reference.data import Batch
 from meshmark.reference.transformer import Attention, rotate
 from meshmark.spec.case import Case
+from meshmark.spec.precision import Dtype
+from meshmark.theory.flow import Flow, Purpose, TrafficException, exceptions_for
+from meshmark.theory.recipe import TrainingRecipe
+from meshmark.theory.states import ExtraMemory, model_states
+from meshmark.theory.traffic import step_traffic
 
 
 class InOrder(DDPEngine):
@@ -143,23 +150,54 @@ class StridedRowsDDP(OtherHands):
     engine = StridedRows
 
 
+def of_other_micro_batches(cls: type[Adapter], case: Case, rank: int, count: int) -> tuple[ExtraMemory, ...]:
+    """Return how much more or less is held if a step has `count` micro-batches, not those of the layout."""
+    layout = replace(case.layout, num_micro_batches=count)
+    plan = model_states(case, rank, cls.recipe(case))
+    other = model_states(replace(case, layout=layout), rank, cls.recipe(case))
+    if plan is None or other is None or None in (plan.activations, plan.peak, other.activations, other.peak):
+        return ()
+    reason = f"{count} micro-batches a step, not {case.layout.num_micro_batches}"
+    activations, peak = other.activations - plan.activations, other.peak - plan.peak
+    return (
+        ExtraMemory(category="activations", num_bytes=activations, reason=reason),
+        ExtraMemory(category="peak", num_bytes=peak - activations, reason=reason),
+    )
+
+
 class TwiceTheMicroBatchesDDP(OtherHands):
     engine = TwiceTheMicroBatches
+
+    @classmethod
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
+        return of_other_micro_batches(cls, case, rank, 2 * case.layout.num_micro_batches)
 
 
 class HalfTheMicroBatchesDDP(OtherHands):
     engine = HalfTheMicroBatches
 
+    @classmethod
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
+        return of_other_micro_batches(cls, case, rank, max(case.layout.num_micro_batches // 2, 1))
 
-class FusedProductsDDP(OtherHands):
+
+class OtherOperations(OtherHands):
+    """Computes by other operations than the reference's, which save other activations."""
+
+    @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        return replace(super().recipe(case), activations_known=False)
+
+
+class FusedProductsDDP(OtherOperations):
     attention = FusedAttention
 
 
-class AttentionByHandDDP(OtherHands):
+class AttentionByHandDDP(OtherOperations):
     attention = AttentionByHand
 
 
-class EverythingElseDDP(OtherHands):
+class EverythingElseDDP(OtherOperations):
     """All of it at once."""
 
     engine = StridedRows
@@ -178,7 +216,7 @@ class ChunkedLoss(DDPEngine):
         return torch.stack(shares).sum() / batch.total_weight
 
 
-class ChunkedLossDDP(OtherHands):
+class ChunkedLossDDP(OtherOperations):
     engine = ChunkedLoss
 
 
@@ -190,15 +228,15 @@ def _reduce_wide(group: dist.ProcessGroup, bucket: Any) -> Future[Tensor]:  # no
 
 
 class WideReductionDDP(OtherHands):
+    @classmethod
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        def wide(flow: Flow) -> Flow:
+            return replace(flow, num_bytes=flow.num_bytes // case.precision.reduction.itemsize * Dtype.FP64.itemsize)
+
+        flows = step_traffic(case, rank)
+        return exceptions_for(flows, Purpose.GRADIENTS, "gradients are added up in float64", wide)
+
     def wrap(self, case: Case, context: RankContext) -> DistributedDataParallel:
         module = super().wrap(case, context)
         module.register_comm_hook(dist.group.WORLD, lambda group, bucket: _reduce_wide(group, bucket))
         return module
-
-
-ENGINES = {
-    name.removesuffix("DDP").lower(): f"{__name__}:{name}"
-    for name in list(globals())
-    if name.endswith("DDP") and name not in ("DDP", "OtherHands")
-}
-"""By name, as a launcher is told."""
