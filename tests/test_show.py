@@ -65,6 +65,16 @@ def leave(folder: Path, *records: Record) -> Path:
     return folder
 
 
+def test_show_says_that_the_case_comes_before_the_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # without a folder results/
+    leave(tmp_path / "mine", make_good())
+    for given in (["mine"], ["mine", "ddp"]):
+        assert main(["show", *given]) == 2
+        assert "give the case first: meshmark show CASE mine" in capsys.readouterr().err
+
+
 def test_show_tells_what_is_recorded_of_a_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hung = Outcome(status=Status.HUNG, rank=1, message="no end\x1b[31m", stacks={1: "File a.py, line 7"})
     leave(tmp_path, make_good(), make_timed(), make_good(case=make_case("gpipe"), outcome=hung))

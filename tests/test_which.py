@@ -65,6 +65,16 @@ def test_without_a_correct_case_there_is_no_page(tmp_path: Path, capsys: pytest.
     assert "no record of a case that trains correctly" in capsys.readouterr().err
 
 
+def test_the_command_says_what_it_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = RecordFile(tmp_path)
+    file.append(make_record())
+    file.close()
+    with (tmp_path / "records.jsonl").open("a") as end:
+        end.write('{"schema": 999}\n')
+    assert main(["which", str(tmp_path)]) == 2
+    assert "left out records.jsonl line 2: schema 999, this Meshmark reads 1 to" in capsys.readouterr().err
+
+
 def test_the_command_writes_the_page_and_notes_how(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "which.md"
     command = ["which", str(MEASURED), "-o", str(output), "--model", "llama-8b", "--gpus", "16", "--gpu", "h100"]

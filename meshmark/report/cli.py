@@ -9,7 +9,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from meshmark.errors import ResultsError
+from meshmark.errors import InputError, ResultsError
 from meshmark.records.record_file import Reading, read_records
 from meshmark.records.session import standing
 from meshmark.report.markdown import one_line
@@ -45,6 +45,11 @@ def add_schema(parser: argparse.ArgumentParser) -> None:
 def _show(parsed: argparse.Namespace) -> None:
     from meshmark.report.show import matching, show
 
+    if not parsed.results.exists() and (Path(parsed.case) / "records.jsonl").is_file():
+        raise InputError(
+            f"{parsed.case!r} is a folder of results, expected a case; give the case first: "
+            f"meshmark show CASE {shlex.quote(parsed.case)}"
+        )
     reading = read_records(parsed.results, latest=True)
     _complain(reading.complaints)
     sys.stdout.write(show(matching(reading.records, parsed.case)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shlex
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from meshmark.records.record import Record
 from meshmark.records.record_file import read_records
 from meshmark.report.conformance import AdapterColumn, Conformance, judged, read_conformance
 from meshmark.report.guard import write_page
-from meshmark.report.markdown import block, inline, table
+from meshmark.report.markdown import block, inline, one_line, table
 from meshmark.report.results import CaseResult, results
 from meshmark.report.table import Cell, Rows, bytes_cell
 from meshmark.spec.hardware import GIB, Gpu, gpu
@@ -94,7 +95,10 @@ def add_which(parser: argparse.ArgumentParser) -> None:
 def _which(parsed: argparse.Namespace) -> None:
     clauses = [path for path in parsed.results if path.suffixes[-2:] == [".clauses", ".jsonl"]]
     folders = [path for path in parsed.results if path not in clauses]
-    records = [record for folder in folders for record in read_records(folder, latest=True).records]
+    readings = [read_records(folder, latest=True) for folder in folders]
+    records = [record for reading in readings for record in reading.records]
+    for complaint in (each for reading in readings for each in reading.complaints):
+        print(f"meshmark: left out {one_line(complaint)}", file=sys.stderr)
     cluster = Cluster(
         model=plan_model(parsed.model), gpu=gpu(parsed.gpu), num_gpus=parsed.gpus, global_batch=parsed.global_batch
     )
