@@ -31,6 +31,8 @@ PRIVATE = {
     "_param_infos": "torch.distributed.fsdp._flat_param:FlatParameter",
     "_parameters": "torch.nn:Module",
     "_shapes": "torch.distributed.fsdp._flat_param:FlatParameter",
+    "_shared_param_infos": "torch.distributed.fsdp._flat_param:FlatParameter",
+    "_use_orig_params": "torch.distributed.fsdp._flat_param:FlatParamHandle",
     "_shard_param_infos": "torch.distributed.fsdp._flat_param:FlatParameter",
     "_sleep": "torch.cuda",
     "_cuda_clearCublasWorkspaces": "torch._C",

@@ -7,6 +7,7 @@ baselines/reach/measured.json. `--page` runs nothing.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--summary", action="store_true", help="run nothing: sum up the passes that are there")
     parser.add_argument("-o", "--output", type=Path, default=PAGE)
     parsed = parser.parse_args(arguments)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # introspection imports DeepSpeed, which would look for accelerators
     if not parsed.page:
         chosen = filter(None, parsed.adapters.split(","))
         if not parsed.summary and (left := run(units(chosen), 60 * parsed.minutes)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import defaultdict
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -154,6 +153,3 @@ def load(path: Path = MEASURED) -> Measured:
     """Return what `save` wrote."""
     found: Measured = decode(Measured, json.loads(path.read_text()))
     return found
-
-
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # introspection imports DeepSpeed, which would look for accelerators

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
+import inspect
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -553,7 +553,7 @@ def _observe_scaler(recorder: Recorder) -> None:
     scaler.scale, scaler.unscale_, scaler.step = observed_scale, observed_unscale, observed_step
 
 
-COLLECTIVES = ("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "broadcast")
+COLLECTIVES = ("all_gather", "all_gather_into_tensor", "all_reduce", "broadcast")
 _GRADIENTS_PASS = ("torch.distributed", "torch.nn.parallel", "deepspeed", "fairscale")
 """Modules whose own collectives are part of their backward pass or of their wrapping."""
 
@@ -568,7 +568,8 @@ def _observe_collectives(recorder: Recorder) -> None:
     def observed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-            caller = str(sys._getframe(1).f_globals.get("__name__", ""))
+            frame = inspect.currentframe()
+            caller = str(frame.f_back.f_globals.get("__name__", "")) if frame and frame.f_back else ""
             if not caller.startswith(_GRADIENTS_PASS):
                 recorder.saw_collective(name, tensors_in((args, kwargs)))
             return function(*args, **kwargs)
