@@ -154,6 +154,8 @@ class AccelerateScript(DDPRecommended):
         lacks={**LOOP_LACKS, Feature.UNUSED: "DDP is not told of parameters that a step does not use"},
     )
     loop: ClassVar[type[AccelerateLoop]] = AccelerateLoop
+    counts_labels: ClassVar[bool] = True
+    """Whether processes bring their numbers of labels together."""
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
@@ -164,7 +166,7 @@ class AccelerateScript(DDPRecommended):
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         found = super().traffic_exceptions(case, rank)
-        return (*found, _counts_labels(case)) if case.layout.dp > 1 else found
+        return (*found, _counts_labels(case)) if cls.counts_labels and case.layout.dp > 1 else found
 
     def build(self, case: Case, context: RankContext) -> Engine:
         return LoopEngine(case, context, self.loop(case, context))
@@ -175,10 +177,7 @@ class AccelerateScriptRecommended(AccelerateScript):
 
     track: ClassVar = Track.AUTHORS
     loop: ClassVar[type[AccelerateLoop]] = AccelerateExampleLoop
-
-    @classmethod
-    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
-        return DDPRecommended.traffic_exceptions.__func__(cls, case, rank)  # type: ignore[attr-defined, no-any-return]
+    counts_labels: ClassVar[bool] = False
 
 
 def _counts_labels(case: Case) -> TrafficException:
