@@ -390,11 +390,15 @@ class GradientBuffer(ByHandEngine):
 
     def __init__(self, case: Case, context: RankContext, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(case, context, module, optimizer)
+        self.buffer = self.make_buffer()
         parameters = list(module.parameters())
-        self.buffer = parameters[0].new_zeros(sum(p.numel() for p in parameters))
         views = self.buffer.split([p.numel() for p in parameters])
         for parameter, view in zip(parameters, views, strict=True):
             parameter.grad = view.view_as(parameter)
+
+    def make_buffer(self) -> Tensor:
+        parameters = list(self.module.parameters())
+        return parameters[0].new_zeros(sum(p.numel() for p in parameters))
 
     def reduce(self) -> None:
         dist.all_reduce(self.buffer)
@@ -426,27 +430,13 @@ class FromTheLastRankHand(TensorByTensorHand):
         return self.engine(case, context, model, self.optimizer(case, model))
 
 
-class FlatParameters(ByHandEngine):
+class FlatParameters(GradientBuffer):
     """Parameters are views of one flat tensor, and gradients of another."""
 
-    def __init__(self, case: Case, context: RankContext, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(case, context, module, optimizer)
-        self.flat = optimizer.param_groups[0]["params"][0]
-        self.buffer = self.flat.grad = torch.zeros_like(self.flat)
-        self.lend()
-
-    def lend(self) -> None:
-        parameters = list(self.module.parameters())
-        views = self.buffer.split([p.numel() for p in parameters])
-        for parameter, view in zip(parameters, views, strict=True):
-            parameter.grad = view.view_as(parameter)
-
-    def reduce(self) -> None:
-        dist.all_reduce(self.buffer)
-        self.buffer /= self.context.world_size
-
-    def forget_gradients(self) -> None:
-        self.buffer.zero_()
+    def make_buffer(self) -> Tensor:
+        self.flat = self.optimizer.param_groups[0]["params"][0]
+        self.flat.grad = torch.zeros_like(self.flat)
+        return self.flat.grad
 
     def clip(self, max_norm: float) -> Tensor:
         """By squares; on a CPU `vector_norm` of a long float32 tensor loses digits, 1e-3 of 2e7 elements."""
