@@ -307,21 +307,13 @@ def test_a_command_that_is_ended_leaves_no_worktree(repository: list[str]) -> No
         "import time\n\ndef test_waits():\n    open('waits', 'w').close()\n    time.sleep(60)\n"
     )
     commit("waits", {})
-    words = [
-        sys.executable,
-        "-m",
-        "meshmark",
-        "ab",
-        "--a",
-        "HEAD",
-        "--b",
-        "HEAD",
-        "--",
-        "test_waits.py",
-        "-p",
-        "no:meshmark",
-    ]
-    ended = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(Path.cwd())})
+    asked = ["ab", "--a", "HEAD", "--b", "HEAD", "--", "test_waits.py", "-k", "test_waits"]
+    ended = subprocess.Popen(
+        [sys.executable, "-m", "meshmark", *asked],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(Path.cwd())},
+    )
     deadline = time.monotonic() + 60
     while not list(Path().glob("meshmark-ab-*/A/waits")) and time.monotonic() < deadline:
         time.sleep(0.05)
