@@ -85,7 +85,7 @@ def _report(name: str) -> Callable[[Path], None]:
 
 def _which(path: Path) -> None:
     cluster = Cluster(model=plan_model("llama-7b"), gpu=gpu("a100-40"), num_gpus=8, global_batch=256)
-    write_page(path, which_page(measured(), cluster, COMMAND, [clauses_of("conformance")]))
+    write_page(path, which_page(measured(), cluster, COMMAND, [clauses_of("conformance")], in_reports=True))
 
 
 def _trainers(path: Path) -> None:
