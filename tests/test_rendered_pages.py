@@ -86,6 +86,19 @@ def test_a_page_is_stale_when_what_it_depends_on_has_changed(monkeypatch: pytest
     assert pages.unmarked(text) == "# Chaos\n\nbody\n" and pages.marked("chaos", text) == text
 
 
+@pytest.mark.parametrize("name", RENDERED)
+def test_no_note_is_cut(name: str) -> None:
+    """A table puts long texts below it, where there is room for all of them."""
+    page = (pages.REPORTS / f"{name}.md").read_text()
+    assert not re.findall(r".*\(\d+ characters more\).*", page)
+
+
+def test_trainers_by_default_stand_above_the_table() -> None:
+    page = (pages.REPORTS / "trainers.md").read_text()
+    (said,) = re.findall(r"^By default:\n\n((?:- .*\n)+)\n\| trainer", page, re.MULTILINE)
+    assert "transformers.Trainer" in said and "lightning.Trainer" in said
+
+
 # Two numbers for one thing are one number.
 
 
