@@ -78,7 +78,9 @@ def measured() -> list[Record]:
 
 def _report(name: str) -> Callable[[Path], None]:
     def render(path: Path) -> None:
-        write_report(read_records(RECORDS / f"{name}.jsonl.gz", latest=True), path, COMMAND)
+        write_report(
+            read_records(RECORDS / f"{name}.jsonl.gz", latest=True), path, COMMAND, glossary="../docs/glossary.md"
+        )
 
     return render
 

@@ -24,6 +24,7 @@ from meshmark.plan.search import NothingFitsError, Search, search, simulate_firs
 from meshmark.plan.stacks import rates_for, stack_of
 from meshmark.records.record import Record
 from meshmark.records.record_file import read_records
+from meshmark.report.communication import sent_bytes
 from meshmark.report.conformance import AdapterColumn, Conformance, judged, read_conformance
 from meshmark.report.guard import write_page
 from meshmark.report.markdown import block, inline, one_line, table
@@ -133,9 +134,9 @@ def which_page(
     plans = dict(_plans(cluster))
     answers = [_fits(plans, cluster)]
     answers += _least(correct, _state_bytes, "Fit a larger model into the same memory", "model states a rank")
-    answers += _least(correct, _sent_bytes, "Send less over the network", "bytes sent a rank")
+    answers += _least(correct, sent_bytes, "Send less over the network", "bytes sent a rank")
     replicas = [r for r in correct if r.case.layout.dp == r.case.world_size]
-    answers += _least(replicas, _sent_bytes, "Send less, by data parallelism alone", "bytes sent a rank")
+    answers += _least(replicas, sent_bytes, "Send less, by data parallelism alone", "bytes sent a rank")
     answers += [_kept(need, found) for need in NEEDS if _asked(need, found)]
     parts = ["# Which framework?", _introduction(in_reports), "\n".join(answers)]
     parts += _planned(plans, cluster)
@@ -181,11 +182,6 @@ def _peak_bytes(record: Record) -> float:
     return max(reading.peak.total for reading in record.memory.readings)
 
 
-def _sent_bytes(record: Record) -> float:
-    """Return the bytes that the busiest rank hands to its links in a step."""
-    return max((sum(c.wire_bytes for c in reading.asked) for reading in record.traffic.readings), default=0.0)
-
-
 def _shares(found: Sequence[CaseResult], measure: Measure) -> dict[str, float]:
     """Return each case's share of what DDP needs on as many ranks with the same model, by case id.
 
@@ -206,7 +202,7 @@ def measured_rows(found: Sequence[CaseResult]) -> Rows:
 
     Cases without a DDP run of the same model on as many ranks are left out.
     """
-    measures = {"model states / rank": _state_bytes, "peak / rank": _peak_bytes, "sent / rank": _sent_bytes}
+    measures = {"model states / rank": _state_bytes, "peak / rank": _peak_bytes, "sent / rank": sent_bytes}
     shares = {name: _shares(found, measure) for name, measure in measures.items()}
     rows = []
     for result in found:
