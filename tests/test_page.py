@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
@@ -24,6 +23,7 @@ from meshmark.report.charts import charts
 from meshmark.report.results import Tradeoff, frontier, results
 from meshmark.report.table import Cell, Rows, Table, bytes_cell, number, to_cell, yes_or_no
 from meshmark.spec.layout import Layout
+from tests.browser import chromium
 from tests.factories import make_case, make_good, make_timed, make_timing, make_verdict
 from tests.hostile_texts import HOSTILE
 from tests.test_hostile_records import hostile_records
@@ -258,14 +258,8 @@ def test_what_is_the_same_in_every_row_of_a_wide_table_is_said_once() -> None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="in the dev extra: pip install playwright")
-    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if program is None:
-        pytest.skip("no Chromium here: apt-get install chromium")
-    quiet = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
-    with playwright.sync_playwright() as running:
-        with closing(running.chromium.launch(executable_path=program, args=quiet)) as opened:
-            yield opened
+    with chromium() as opened:
+        yield opened
 
 
 def opened(browser: Any, path: Path, **context: Any) -> tuple[Any, list[str]]:  # noqa: ANN401
