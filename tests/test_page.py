@@ -351,6 +351,29 @@ def test_two_cases_are_compared_also_of_two_pages_and_links_lead_there(browser: 
     assert "loss" in page.locator("dialog[open]").inner_text() and not said, said
 
 
+def test_a_link_keeps_filters_and_order(browser: Any, path: Path) -> None:  # noqa: ANN401
+    page, said = opened(browser, path)
+    page.get_by_label("Filter Cases:").fill("2.5e-06")
+    page.locator("#cases thead th").first.locator("button").first.click()
+    page.locator("#cases thead th").first.locator("button").first.click()  # descending
+    page.locator("#cases thead th").first.locator("button").nth(1).click()
+    page.locator(".dtcc-dropdown input").first.fill("d")
+    page.wait_for_function("location.hash.includes('searchInput')")
+    rows, link = page.locator("#cases tbody tr").all_inner_texts(), page.evaluate("location.hash")
+    assert [row.split()[0] for row in rows] == ["fsdp2", "ddp"], "of three cases"
+    again, complained = opened(browser, path)
+    again.evaluate("(link) => { location.hash = link; }", link)  # as one types it
+    again.wait_for_function("document.querySelectorAll('#cases tbody tr').length === 2")
+    assert again.locator("#cases tbody tr").all_inner_texts() == rows and again.evaluate("location.hash") == link
+    assert again.get_by_label("Filter Cases:").input_value() == "2.5e-06"
+    for nonsense in ("%7B", '{"order":[[99,"asc"]]}', '{"columns":[1],"order":"x"}'):
+        again.goto("about:blank")
+        again.goto(f"{path.as_uri()}#table.Cases={nonsense}")
+        again.wait_for_function("document.documentElement.dataset.ready === 'yes'")
+        assert again.locator("#cases tbody tr").count() == 3
+    assert not said and not complained, (said, complained)
+
+
 def test_a_printed_page_keeps_its_cells(browser: Any, path: Path) -> None:  # noqa: ANN401
     page, _ = opened(browser, path)
     page.emulate_media(media="print")
