@@ -27,7 +27,14 @@ from meshmark.conformance.reproducers import failed_clauses, read_reproducers
 from meshmark.plan.model_names import plan_model
 from meshmark.records.record import EquivalenceEvidence, Record
 from meshmark.records.record_file import line_of, read_records
-from meshmark.report.conformance import Conformance, conformance_page, judged, keep_conformance, read_conformance
+from meshmark.report.conformance import (
+    Conformance,
+    conformance_page,
+    draw_clauses,
+    judged,
+    keep_conformance,
+    read_conformance,
+)
 from meshmark.report.gaps import gaps_page
 from meshmark.report.guard import write_page
 from meshmark.report.render import write_report
@@ -90,6 +97,11 @@ def _which(path: Path) -> None:
     write_page(path, which_page(measured(), cluster, COMMAND, [clauses_of("conformance")], in_reports=True))
 
 
+def _conformance(path: Path) -> None:
+    kept = clauses_of("conformance")
+    write_page(path, conformance_page(kept, COMMAND, picture=draw_clauses(kept, path)))
+
+
 def _trainers(path: Path) -> None:
     path.write_text(trainers.page(records_of("trainers"), clauses_of("trainers").columns), encoding="utf-8")
 
@@ -107,7 +119,7 @@ PAGES: dict[str, Page] = {
     "which": Page(render=_which, needs=(*MEASURES, "meshmark/conformance")),
     "report": Page(render=_report("report")),
     "conformance": Page(
-        render=lambda path: write_page(path, conformance_page(clauses_of("conformance"), COMMAND)),
+        render=_conformance,
         needs=(*MEASURES, "meshmark/conformance"),
     ),
     "gaps": Page(
