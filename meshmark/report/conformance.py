@@ -263,12 +263,12 @@ def _answer(found: Sequence[AdapterColumn], picture: str) -> list[str]:
         "# Conformance",
         headline,
         markdown([*map(_counted, _ranked(found))]),
-        "## Every cell",
         *(
             [f"![Adapters by clause: yes, a gap by its number below, or no answer]({quote(picture)})"]
             if picture
             else []
         ),
+        "## Every cell",
         markdown(rows),
         "*yes*: the clause holds, by measurement. **no**: it does not. *gap*: the framework, in a documented "
         "configuration, really fails it; what and why is below, by its number. *told*: not required, and counted with "
