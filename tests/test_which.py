@@ -81,7 +81,10 @@ def test_what_resumes_and_what_reshards_are_two_answers() -> None:
     kept = Conformance(columns=found, environment=records[0].environment)
     page = "\n\n".join(which_page(records, CLUSTER, "meshmark which", [kept]))
     assert "- **Resume exactly from a checkpoint**: all 2 that run on several ranks." in page
-    assert "- **Resume exactly on another number of ranks**: ddp. *Measured*: reshard. Not supported, or not" in page
+    assert (
+        "- **Resume exactly on another number of ranks**: ddp. *Measured* by the clause reshard. Not supported, or not"
+        in page
+    )
     assert "All 2 rows of the conformance table with several ranks: ddp, accelerate." in page, "the count is of rows"
     assert "| single " not in page and "some reason; some reason" not in page
 

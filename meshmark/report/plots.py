@@ -43,12 +43,16 @@ def _label(result: CaseResult) -> str:
 
 
 def memory_plot(found: Sequence[CaseResult], path: Path) -> bool:
-    """Draw stacked bytes at the peak of each case's fullest rank. Returns False when there is nothing to draw."""
+    """Draw stacked bytes at the peak of each case's fullest rank, the leanest case of each number of ranks first.
+
+    Returns False when there is nothing to draw.
+    """
     rows = [
         (r, max(r.observed.memory.readings, key=lambda m: m.peak.total))
         for r in found
         if r.observed and r.observed.memory.readings
     ]
+    rows.sort(key=lambda row: (row[0].case.world_size, row[1].peak.total))
     if not rows:
         return False
     largest = max(reading.peak.total for _, reading in rows)
@@ -63,6 +67,7 @@ def memory_plot(found: Sequence[CaseResult], path: Path) -> bool:
             left = [a + b for a, b in zip(left, widths, strict=True)]
         axes.set_yticks(range(len(rows)), [_label(result) for result, _ in rows], parse_math=False)
         axes.invert_yaxis()
+        axes.margins(y=0.01)
         axes.set_xlabel(f"{name} on the fullest rank at its peak")
         figure.legend(loc="outside upper left", ncols=6, frameon=False, fontsize=8)
         figure.tight_layout(rect=(0, 0, 1, 1 - 0.35 / figure.get_figheight()))

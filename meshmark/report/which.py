@@ -386,7 +386,7 @@ def _kept(need: Need, found: Sequence[AdapterColumn]) -> str:
     others = [column for column in asked if not _keeps(need, column)]
     broken = [c for c in others if {ClauseResult.FAIL, ClauseResult.KNOWN_GAP} & set(_results(need, c))]
     silent = [column for column in others if column not in broken]
-    because = f"*Measured*: {', '.join(need.clauses)}"
+    because = f"*Measured* by the clause{'s' * (len(need.clauses) > 1)} {', '.join(need.clauses)}"
     if broken:
         because += f". A clause fails in {', '.join(map(inline, _listed(broken)))}"
     if silent:
