@@ -16,6 +16,7 @@ from pathlib import Path
 
 from meshmark.conformance.clauses import CLAUSES
 from meshmark.conformance.finding import ClauseResult
+from meshmark.conformance.reproducers import Reproducer, failed_clauses, read_reproducers
 from meshmark.environment import Environment
 from meshmark.errors import InputError, ResultsError
 from meshmark.plan.frameworks import framework
@@ -27,7 +28,7 @@ from meshmark.records.record_file import read_records
 from meshmark.report.communication import sent_bytes
 from meshmark.report.conformance import AdapterColumn, Conformance, judged, read_conformance
 from meshmark.report.guard import write_page
-from meshmark.report.markdown import block, inline, one_line, table
+from meshmark.report.markdown import Markup, block, inline, one_line, table
 from meshmark.report.results import CaseResult, results
 from meshmark.report.table import Cell, Rows, bytes_cell
 from meshmark.spec.hardware import GIB, Gpu, gpu
@@ -145,6 +146,7 @@ def which_page(
         if _asked(need, found):
             statements = "\n".join(f"- *{name}*: {CLAUSES[name].statement}" for name in need.clauses)
             parts += [f"## {need.title}", statements, _clause_table(need, found)]
+    parts += ["## Known defects of the frameworks", _DEFECTS, table(_defect_rows(in_reports), keys=1)]
     environments = [*(record.environment for record in records), *(each.environment for each in kept)]
     return [*parts, *_origin(environments, command)]
 
@@ -166,6 +168,27 @@ def _introduction(in_reports: bool) -> str:
 _MEASURED = """Bytes do not depend on the machine. *Model states* are parameters, gradients and optimizer states of the
 fullest rank; *sent* is what a rank hands to its links in one step. In brackets is the share of what DDP has on as many
 ranks with the same model. Activations, which grow with the batch, are in the peak alone."""
+
+
+_DEFECTS = """Each has a script that shows it without Meshmark. A framework that more adapters use was looked at more:
+a small number does not mean few defects. *Fails a clause*: so many make an adapter fail a clause of conformance."""
+
+
+def _defect_rows(in_reports: bool) -> Rows:
+    """Return a row per framework, the one with most known defects first, with links if the page of gaps is beside."""
+    failed = failed_clauses()
+    by_framework: dict[str, list[Reproducer]] = {}
+    for each in read_reproducers():
+        by_framework.setdefault(each.framework, []).append(each)
+    return [
+        {
+            "framework": f"{name} {own[0].versions[name]}",
+            "known defects": Markup(f"[{len(own)}](gaps.md#{own[0].name})") if in_reports else len(own),
+            "fails a clause": sum(bool(failed.get(each.name)) for each in own),
+            "reported upstream": sum(bool(each.upstream) for each in own),
+        }
+        for name, own in sorted(by_framework.items(), key=lambda pair: -len(pair[1]))
+    ]
 
 
 Measure = Callable[[Record], float]
