@@ -18,7 +18,8 @@ _NOTES = """Every case is judged by a sample ([reading.md](../docs/reading.md)):
 names, by the noise of so many runs. *smallest detectable error*: the smallest relative error of a gradient that this
 verdict would have caught. *beside*: the most memory that bringing tensors together took on any rank beside what the
 engine held, told also in largest tensors of the model; it is to be two. What is sharded unevenly and gathered by gloo
-takes half of one more: the padded part, the whole, and gloo's copy of it. **broken** engines are wrong on purpose: *no* is right.
+takes half of one more: the padded part, the whole, and gloo's copy of it. **broken** engines are wrong on purpose: *no*
+is right.
 
 *Seconds* and *CPU seconds* are of all an adapter's processes, imports among them; *launches* are its cases alone, as
 their records tell. What lies between is above all the noise, measured once for each number of micro-batches.
