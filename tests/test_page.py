@@ -23,11 +23,12 @@ from meshmark.report.charts import charts
 from meshmark.report.results import Tradeoff, frontier, results
 from meshmark.report.table import Cell, Rows, Table, bytes_cell, number, to_cell, yes_or_no
 from meshmark.spec.layout import Layout
-from tests.browser import chromium
+from tests.browser import chromium, clipped
 from tests.factories import make_case, make_good, make_timed, make_timing, make_verdict
 from tests.hostile_texts import HOSTILE
 from tests.test_hostile_records import hostile_records
 
+ROOT = Path(__file__).parent.parent
 pytest.importorskip("plotly", reason='in the html extra: pip install "meshmark[html]"')
 pytest.importorskip("itables", reason='in the html extra: pip install "meshmark[html]"')
 
@@ -316,6 +317,17 @@ def test_nothing_is_wider_than_the_window(browser: Any, path: Path, width: int) 
     page.locator("#cases .plot svg .points path").first.wait_for(state="attached", timeout=30_000)
     assert page.locator("#cases .plot svg .points path").count() >= 1, "a dot a case"
     assert not said, said
+
+
+def test_no_label_of_a_plot_is_clipped(browser: Any, tmp_path: Path) -> None:  # noqa: ANN401
+    """On a phone legends stood beside the window, and long names of cases were cut off."""
+    path = tmp_path / "report.html"
+    assert main(["report", str(ROOT / "reports" / "records" / "report.jsonl.gz"), "-o", str(path)]) == 0
+    page, _ = opened(browser, path, viewport={"width": 400, "height": 900})
+    for place in page.locator(".plot").all():
+        place.scroll_into_view_if_needed()
+        place.locator("svg text").first.wait_for(state="attached", timeout=30_000)
+    assert page.locator("#cases .plot svg .legendtext").count() and not clipped(page), clipped(page)
 
 
 def test_a_table_says_what_it_is_and_breaks_no_name(browser: Any, tmp_path: Path) -> None:  # noqa: ANN401

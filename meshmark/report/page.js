@@ -12,15 +12,33 @@ function themed(layout) {
   return { ...layout, ...own };
 }
 
+// A name in two lines of about the same length, broken at a hyphen.
+function inTwoLines(name) {
+  const places = [...name.matchAll(/-/g)].map((found) => found.index + 1);
+  if (!places.length) return name;
+  const middle = places.reduce((best, at) => Math.abs(2 * at - name.length) < Math.abs(2 * best - name.length) ? at : best);
+  return `${name.slice(0, middle)}<br>${name.slice(middle)}`;
+}
+
+// On a phone long names of rows, which plotly would cut off, stand in two lines.
+function shortNames(figure) {
+  const rows = (trace) => trace.type === "box" ? [trace.name] : typeof trace.y?.[0] === "string" ? trace.y : [];
+  const names = [...new Set(figure.data.flatMap(rows))];
+  if (!names.some((name) => name.length > 24)) return figure.layout;
+  const ticks = { tickmode: "array", tickvals: names, ticktext: names.map(inTwoLines), tickfont: { size: 9 } };
+  return { ...figure.layout, yaxis: { ...figure.layout.yaxis, ...ticks } };
+}
+
 // On a phone a legend's entries stand one below another, and the plot is taller by them.
 function roomy(place, figure) {
   const entries = figure.layout.showlegend === false ? 0 : figure.data.filter((trace) => trace.name).length;
   const room = place.clientWidth < 500 && entries > 1 ? 20 * entries + 10 : 0;
   place.dataset.height ||= parseInt(place.style.height, 10);
   place.style.height = `${Number(place.dataset.height) + room}px`;
-  if (!room) return figure.layout;
-  const corner = { orientation: "v", x: 0, xref: "container", y: 1, yref: "container", yanchor: "top" };
-  return { ...figure.layout, legend: corner, margin: { ...figure.layout.margin, t: room } };
+  const layout = place.clientWidth < 500 ? shortNames(figure) : figure.layout;
+  if (!room) return layout;
+  const corner = { orientation: "v", x: 0, xanchor: "left", y: 1, yref: "container", yanchor: "top" };
+  return { ...layout, legend: corner, margin: { ...layout.margin, t: room } };
 }
 
 function draw(place, figures, index) {
