@@ -39,7 +39,7 @@ report: install  ## Run the suites on this machine's CPU (2 and 4 ranks); leave 
 pages: install  ## Render the pages of reports/ from committed records, and mark those that are stale. Runs nothing.
 	OMP_NUM_THREADS=1 $(BIN)/python -m studies.pages
 
-keep: install  ## Keep results/NAME (report, conformance, scale, trainers) as the records of its page, and render it.
+keep: install  ## Keep results/NAME (report, conformance, scale, trainers, versions) as the records of its page, and render it.
 	$(BIN)/python -m studies.pages --keep $(NAME)
 
 conformance: install  ## Hold every adapter of the core to every clause: reports/conformance.md.
@@ -97,7 +97,8 @@ convergence: install  ## Algorithms against their papers' rates, and to a target
 	OMP_NUM_THREADS=1 $(BIN)/python -m studies.convergence
 
 versions: install  ## The suites under the oldest and the newest versions, in environments of their own: reports/versions.md.
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.versions $(SETS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.versions $(SETS); status=$$?; \
+	$(BIN)/python -m studies.pages --keep versions && exit $$status
 
 throttled: install  ## Steps of algorithms on throttled links, as root: baselines/throttled.csv.
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.throttled

@@ -59,6 +59,7 @@ class PlainLoop(DDPRecommended):
 
     track: ClassVar = Track.THEORY
     requires: ClassVar[tuple[Requirement, ...]] = (GREENLET,)
+    broadcasts_buffers: ClassVar[bool] = False
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         families=frozenset(Family),

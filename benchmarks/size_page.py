@@ -15,10 +15,11 @@ from meshmark.report.table import Rows, bytes_text
 from meshmark.text import pluralize
 
 _NOTES = """Every case is judged by a sample ([reading.md](../docs/reading.md)): every tensor of the steps that *judged*
-names, by the noise of so many runs. *sees from*: the smallest relative error of a gradient that this verdict would have
-caught. *beside*: the most memory that bringing tensors together took on any rank beside what the engine held, told also
-in largest tensors of the model; it is to be two. What is sharded unevenly and gathered by gloo takes half of one more:
-the padded part, the whole, and gloo's copy of it. **broken** engines are wrong on purpose: *no* is right.
+names, by the noise of so many runs. *smallest detectable error*: the smallest relative error of a gradient that this
+verdict would have caught. *beside*: the most memory that bringing tensors together took on any rank beside what the
+engine held, told also in largest tensors of the model; it is to be two. What is sharded unevenly and gathered by gloo
+takes half of one more: the padded part, the whole, and gloo's copy of it. **broken** engines are wrong on purpose: *no*
+is right.
 
 *Seconds* and *CPU seconds* are of all an adapter's processes, imports among them; *launches* are its cases alone, as
 their records tell. What lies between is above all the noise, measured once for each number of micro-batches.
@@ -81,7 +82,7 @@ def _verdict(record: Record, broken: bool) -> dict[str, object]:
         "layout": record.case.layout.id,
         "correct": correct,
         "judged": found.sample.text if verdict and found.sample else "–",
-        "sees from": f"{limit:.2g}" if isinstance(limit, float) else "–",
+        "smallest detectable error": f"{limit:.2g}" if isinstance(limit, float) else "–",
         "seconds": f"{record.launch.seconds:.0f}",
         "beside": "–" if most is None else f"{bytes_text(most)} ({most / _largest_bytes(record):.1f})",
         "why": inline(f"{found.diagnosis.fault}: {why}" if found.diagnosis else why, 160),

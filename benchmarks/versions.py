@@ -146,6 +146,7 @@ def page(sets: dict[str, list[Record]]) -> str:
         "\n\n".join(
             [
                 "# Versions that work",
+                _headline(sets),
                 "Each cell counts the cases of an adapter that the equivalence, memory and communication suites find "
                 "right, of those that ran, on 2 ranks. *oldest*: the lower bounds of pyproject.toml; *pinned*: "
                 "constraints.txt; *newest*: the newest releases.",
@@ -160,6 +161,16 @@ def page(sets: dict[str, list[Record]]) -> str:
         )
         + "\n"
     )
+
+
+def _headline(sets: dict[str, list[Record]]) -> str:
+    """Return how many cases are right under each set of versions."""
+    counts = []
+    for name, records in sets.items():
+        ran = [record for record in records if record.outcome.status is not Status.SKIPPED]
+        right = sum(not wrong(record) for record in ran)
+        counts.append(f"{right} of {len(ran)} under the {name} (torch {_version('torch', records)})")
+    return f"**Cases that are right**: {', '.join(counts)}."
 
 
 def _outcome(adapter: str, records: Sequence[Record]) -> str:

@@ -16,6 +16,7 @@ from meshmark.conformance.reproducers import Reproducer, failed_clauses, read_re
 from meshmark.report.markdown import inline, table
 from meshmark.report.results import CaseResult, results
 from meshmark.report.which import measured_rows
+from meshmark.text import pluralize
 from studies import pages
 
 ROOT = Path(__file__).parents[1]
@@ -61,7 +62,7 @@ def framework_page(name: str) -> str:
     measured = results(pages.measured())
     parts = [
         f"# {FRAMEWORKS[name]}",
-        f"Run it on two ranks:\n\n    pytest suites --adapters {next(iter(own))} --world 2",
+        f"Run it on two ranks:\n\n    pytest suites --adapters {_distributed(own)} --world 2",
         "## What it gets wrong",
         _defects(defects),
         "## What it keeps",
@@ -77,6 +78,12 @@ def framework_page(name: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _distributed(adapters: dict[str, type[Adapter]]) -> str:
+    """Return the adapter to try first: the first that runs on several ranks, of data parallelism if any is."""
+    several = [name for name, adapter in adapters.items() if adapter.capabilities.degrees]
+    return next((name for name in several if "dp" in adapters[name].capabilities.degrees), several[0])
+
+
 def _framework_of(adapter: type[Adapter]) -> str | None:
     """Return the page that an adapter belongs to: that of the first package that it needs, PyTorch's if none."""
     name = adapter.requires[0].distribution if adapter.requires else "pytorch"
@@ -89,9 +96,10 @@ def _page_of(defect: Reproducer) -> str:
 
 def _defects(defects: Sequence[Reproducer]) -> str:
     if not defects:
-        return "No defect is known that shows in a documented configuration."
+        return "**No defect is known** that shows in a documented configuration."
     failed = failed_clauses()
-    lines = []
+    count = f"**{pluralize(len(defects), 'defect')} known**, each with a script that shows it without Meshmark:"
+    lines = [count, ""]
     for each in defects:
         adapters, version = ", ".join(failed.get(each.name, {})), f"{each.framework} {each.versions[each.framework]}"
         fails = f" Clauses fail by it under {adapters}." if adapters else ""

@@ -2,6 +2,7 @@
 
     python -m studies.pages                 # renders every page that can be
     python -m studies.pages --keep report   # keeps results/report as the page's records, then renders
+    python -m studies.pages --keep versions --results DIR   # keeps what lies in another folder than results
 
 Every page then says below its title which commit its records are of, and whether it is stale. A page is **stale** when
 a file that it depends on differs between that commit and HEAD, by `git diff`. That costs one call of git a page. It is
@@ -23,11 +24,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import versions
+from benchmarks.reach.attempts import read_readings, tried_before
+from benchmarks.reach.measured import load
+from benchmarks.reach.page import page as reach_page
 from meshmark.conformance.reproducers import failed_clauses, read_reproducers
 from meshmark.plan.model_names import plan_model
 from meshmark.records.record import EquivalenceEvidence, Record
 from meshmark.records.record_file import line_of, read_records
-from meshmark.report.conformance import Conformance, conformance_page, judged, keep_conformance, read_conformance
+from meshmark.report.conformance import (
+    Conformance,
+    conformance_page,
+    draw_clauses,
+    judged,
+    keep_conformance,
+    read_conformance,
+)
 from meshmark.report.gaps import gaps_page
 from meshmark.report.guard import write_page
 from meshmark.report.render import write_report
@@ -59,6 +71,8 @@ class Page:
     """Files and folders that what it says depends on. Empty for a page that the code of today computes."""
     anew: str = ""
     """How a page without records is made, and why that is no rendering."""
+    folders: Sequence[str] = ()
+    """Folders of results/ that `--keep` packs, for a page of several runs. Empty for the folder of its own name."""
 
 
 def records_of(name: str) -> list[Record]:
@@ -78,14 +92,21 @@ def measured() -> list[Record]:
 
 def _report(name: str) -> Callable[[Path], None]:
     def render(path: Path) -> None:
-        write_report(read_records(RECORDS / f"{name}.jsonl.gz", latest=True), path, COMMAND)
+        write_report(
+            read_records(RECORDS / f"{name}.jsonl.gz", latest=True), path, COMMAND, glossary="../docs/glossary.md"
+        )
 
     return render
 
 
 def _which(path: Path) -> None:
     cluster = Cluster(model=plan_model("llama-7b"), gpu=gpu("a100-40"), num_gpus=8, global_batch=256)
-    write_page(path, which_page(measured(), cluster, COMMAND, [clauses_of("conformance")]))
+    write_page(path, which_page(measured(), cluster, COMMAND, [clauses_of("conformance")], in_reports=True))
+
+
+def _conformance(path: Path) -> None:
+    kept = clauses_of("conformance")
+    write_page(path, conformance_page(kept, COMMAND, picture=draw_clauses(kept, path)))
 
 
 def _trainers(path: Path) -> None:
@@ -94,6 +115,15 @@ def _trainers(path: Path) -> None:
 
 def _gaps(path: Path) -> None:
     path.write_text(gaps_page(read_reproducers(), failed_clauses()), encoding="utf-8")
+
+
+def _versions(path: Path) -> None:
+    sets = {name: records_of(f"versions-{name}") for name in versions.SETS}
+    path.write_text(versions.page(sets), encoding="utf-8")
+
+
+def _reach(path: Path) -> None:
+    path.write_text(reach_page(load(), tried_before(), read_readings()), encoding="utf-8")
 
 
 def _tables(path: Path) -> None:
@@ -105,7 +135,7 @@ PAGES: dict[str, Page] = {
     "which": Page(render=_which, needs=(*MEASURES, "meshmark/conformance")),
     "report": Page(render=_report("report")),
     "conformance": Page(
-        render=lambda path: write_page(path, conformance_page(clauses_of("conformance"), COMMAND)),
+        render=_conformance,
         needs=(*MEASURES, "meshmark/conformance"),
     ),
     "gaps": Page(
@@ -123,17 +153,14 @@ PAGES: dict[str, Page] = {
     ),
     "coatnet": Page(anew="make coatnet: measures for 6 minutes; it keeps no records"),
     "validation": Page(anew="make validate: fits rates for minutes, from baselines/ alone; tests hold it", needs=()),
-    "versions": Page(anew="make versions: installs and runs other versions of frameworks; it keeps no records"),
+    "versions": Page(render=_versions, folders=tuple(f"versions/{name}" for name in versions.SETS)),
     "validation-runs": Page(anew="make validate: as validation.md", needs=()),
     "dry-runs": Page(anew="make dry-runs: runs ranks of worlds of 16,384; it keeps no records"),
     "power": Page(anew="make power: 29 minutes; what it measured was not kept", needs=(*MEASURES, "tests/broken")),
     "correct-engines": Page(
         anew="make correct-engines: 10 minutes; it keeps no records", needs=(*MEASURES, "tests/correct")
     ),
-    "reach": Page(
-        anew="make reach: 20 minutes under coverage.py; python -m benchmarks.reach --page renders baselines/reach",
-        needs=(),
-    ),
+    "reach": Page(render=_reach, needs=()),
     "gate": Page(anew="make gate: 35 minutes of launches; its pairs were not kept", needs=("meshmark/regression",)),
     "chaos": Page(anew="make chaos: 13 minutes of faults; it keeps no records", needs=("meshmark/launch",)),
     "cluster": Page(anew="make cluster-test: a real SLURM, as root; it keeps no records", needs=("meshmark/launch",)),
@@ -201,7 +228,7 @@ def marked(name: str, text: str) -> str:
 
 
 def keep(results: Path, name: str) -> None:
-    """Keep the records of a results folder as those of a page: no bulky evidence, and clauses as they were judged."""
+    """Keep the records of a results folder under a name: no bulky evidence, and clauses as they were judged."""
     reading = read_records(results, latest=True)
     RECORDS.mkdir(exist_ok=True)
     if clauses := judged(reading.records):
@@ -229,9 +256,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m studies.pages", description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PAGES)} (default: all)")
     parser.add_argument("--keep", metavar="NAME", help="first keep results/NAME as the records of that page")
+    parser.add_argument("--results", type=Path, default=ROOT / "results", metavar="DIR", help="(default: results)")
     parsed = parser.parse_args(arguments)
     if parsed.keep:
-        keep(ROOT / "results" / parsed.keep, parsed.keep)
+        kept = PAGES[parsed.keep].folders if parsed.keep in PAGES else ()
+        for folder in kept or [parsed.keep]:
+            keep(parsed.results / folder, folder.replace("/", "-"))
     for name in parsed.names or ([parsed.keep] if parsed.keep else PAGES):
         if name not in PAGES:
             parser.error(f"no page {name!r}; there are {', '.join(PAGES)}")

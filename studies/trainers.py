@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -82,7 +83,11 @@ two micro-batches each, rows of unequal length, in float32.
 
 **{right} of {len(rows)} optimise the mean over all tokens of the global batch**, with the optimizer that they were
 asked for. What the others do instead is in the table; it is what they do by the arguments that they have here.
-Rows of `-recommended` are trainers with their own defaults; `hf-trainer` is `transformers.Trainer`.
+`hf-trainer` is `transformers.Trainer`, `lightning-trainer` is `lightning.Trainer`.
+
+By default:
+
+{_defaults(every, clauses)}
 
 {markdown(rows)}
 
@@ -103,8 +108,48 @@ Rows of `-recommended` are trainers with their own defaults; `hf-trainer` is `tr
 
 
 _RIGHT = "the mean over all tokens"
+DEFAULTS = {
+    "hf-trainer-recommended": "`transformers.Trainer` with a loss over `num_items_in_batch`, and its own optimizer",
+    "hf-trainer-model-loss": "`transformers.Trainer` with the loss that the model computes",
+    "lightning-trainer-recommended": "`lightning.Trainer` with a `training_step` as its examples write it",
+    "accelerate-loop": "Accelerate's loop as its guide writes it",
+    "accelerate-loop-recommended": "Accelerate's loop as its example writes it",
+}
+"""What a user gets who follows the trainer's own examples, by the adapter that runs it."""
+_CELL = 1000
+"""Characters of a cell. Long ones become notes below the table."""
 _SAME_BITS = "bitwise equal"
 """How the clause's evidence starts where both halves are one run."""
+
+
+def _defaults(every: Sequence[CaseResult], clauses: Sequence[AdapterColumn]) -> str:
+    """Return a line for each trainer as its own examples have it: what it optimises, by model where models differ."""
+    lines = []
+    for name, what in DEFAULTS.items():
+        models: dict[str, list[str]] = {}
+        own = [result for result in every if result.case.adapter == name]
+        for result in own:
+            models.setdefault(_default(result), []).append(result.case.workload.name.partition(".")[0])
+        if own:
+            said = [text if len(models) == 1 else f"{text} ({', '.join(names)})" for text, names in models.items()]
+            inexact = any(_resumes(result, clauses) not in ("yes", "–") for result in own)
+            lines.append(f"- {what}: {'; '.join(said)}.{' It does not resume exactly.' if inexact else ''}")
+    return "\n".join(lines)
+
+
+def _default(result: CaseResult) -> str:
+    """Return what a run optimises in a sentence. An update is at fault only where every gradient is right."""
+    equivalence = result.observed.verdict("equivalence") if result.observed else None
+    if result.observed is None or equivalence is None:
+        return inline(result.correctness.text)
+    diagnosis = result.observed.equivalence.diagnosis
+    if equivalence.passed:
+        return _RIGHT
+    if diagnosis is None:
+        return "not judged"
+    gradients = f"{_RIGHT}, but by " if diagnosis.fault is Fault.UPDATE else ""
+    detail = re.split("(?:; )?weights of the ", diagnosis.detail)[0]  # numbers of this batch, which the table has
+    return f"{gradients}**{inline(f'{diagnosis.fault}: {detail}' if detail else str(diagnosis.fault))}**"
 
 
 def _row(result: CaseResult, clauses: Sequence[AdapterColumn]) -> dict[str, object]:
@@ -118,7 +163,7 @@ def _row(result: CaseResult, clauses: Sequence[AdapterColumn]) -> dict[str, obje
     other = [name for name in ("memory", "communication") if (v := record.verdict(name)) is None or not v.passed]
     return {
         **row,
-        "optimises": _RIGHT if right else f"**{inline(clip(_wrong(record.equivalence.diagnosis), 200))}**",
+        "optimises": _RIGHT if right else f"**{inline(clip(_wrong(record.equivalence.diagnosis), _CELL))}**",
         "memory and traffic": f"**not as planned: {', '.join(other)}**" if other else "as planned",
         "resumes": _resumes(result, clauses),
     }
@@ -142,7 +187,7 @@ def _resumes(result: CaseResult, clauses: Sequence[AdapterColumn]) -> str:
     if found is None or found.result is ClauseResult.UNSUPPORTED:
         return "–"
     same = found.evidence.startswith(_SAME_BITS)  # which is what resuming is about, whatever it trains
-    return "yes" if same or found.result is ClauseResult.PASS else f"**{inline(clip(found.evidence, 120))}**"
+    return "yes" if same or found.result is ClauseResult.PASS else f"**{inline(clip(found.evidence, _CELL))}**"
 
 
 def _first_paragraph(name: str) -> str:

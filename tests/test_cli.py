@@ -10,7 +10,9 @@ import pytest
 
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.cli.commands import main
-from meshmark.records.record_file import RecordFile
+from meshmark.records.record import SCHEMA
+from meshmark.records.record_file import RecordFile, line_of
+from meshmark.records.session import Session
 from tests.factories import make_good, make_timed
 
 ROOT = Path(__file__).parent.parent
@@ -156,9 +158,26 @@ def test_report_names_the_lines_that_it_leaves_out(tmp_path: Path, capsys: pytes
     write(tmp_path)
     with open(tmp_path / "records.jsonl", "a") as file:
         file.write('{"schema": 1, "ca')
-    assert main(["report", str(tmp_path)]) == 0
-    assert capsys.readouterr().err.startswith("meshmark: left out records.jsonl line 3: not whole JSON")
+    assert main(["report", str(tmp_path)]) == 0, "a run that was cut off and resumed always has such a line"
+    said = capsys.readouterr().err
+    assert said.startswith("meshmark: left out records.jsonl line 3: not whole JSON")
+    assert "1 line could not be read and stand in no table" in said
     assert "- records.jsonl line 3: not whole JSON" in (tmp_path / "report.md").read_text()
+
+
+def test_report_of_records_that_cannot_be_read_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where the line about the session can be read."""
+    bad = '{"schema": 999, "case": {}}\n{"schema": 1, "ca'
+    (tmp_path / "records.jsonl").write_text(bad)
+    assert main(["report", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "line 1: schema 999" in said and "line 2: not whole JSON" in said
+    session = Session(schema=SCHEMA, session="one", command="pytest suites", device="cpu")
+    (tmp_path / "records.jsonl").write_text(line_of(session).decode() + bad)
+    assert main(["report", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "left out records.jsonl line 2: schema 999" in said and "line 3: not whole JSON" in said
+    assert f"no record of {str(tmp_path)!r} can be read (2 lines, named above)" in said
 
 
 @pytest.mark.parametrize(

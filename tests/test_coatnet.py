@@ -99,7 +99,8 @@ def test_the_page_says_what_is_best_and_what_is_planned(tmp_path: Path) -> None:
     ]
     text = page(found, 10 * MIB, 60)
     assert (
-        "**2 ranks**, 0.569 M parameters: of what fits, ZeRO-3 (9 MiB), **ZeRO-3** is the best compromise: 16 (" in text
+        "**2 ranks**, 0.569 M parameters: of what fits, ZeRO-3 (9.00 MiB), **ZeRO-3** is the best compromise: 16 ("
+        in text
     )
     assert "**pipeline of 4** sends least, 10 B a step" in text
     assert "deals them evenly" not in text and "of those that deal them evenly, **ZeRO-3** with 4.88 KiB" in text

@@ -30,10 +30,15 @@ PAGES = sorted(ROOT.glob("docs/**/*.md"))
 def anchors(page: Path) -> set[str]:
     """Of a page's headings, as mkdocs and GitHub make them."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\s-]", "", title).strip().lower().replace(" ", "-") for title in titles}
+    given = set(re.findall(r'^<a id="([\w-]+)">', page.read_text(), re.MULTILINE))
+    return given | {re.sub(r"[^\w\s-]", "", title).strip().lower().replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.name)
+RESULTS = sorted(ROOT.glob("reports/*.md"))
+TOP = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+
+
+@pytest.mark.parametrize("page", [*TOP, *PAGES, *RESULTS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_somewhere(page: Path) -> None:
     text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -71,8 +76,17 @@ def test_a_framework_s_page_lists_its_defects_and_what_was_measured(name: str) -
     page = docs_site.framework_page(name)
     defects = [each for each in read_reproducers() if each.framework.replace("torch", "pytorch") == name]
     assert all(f"](../reports/gaps.md#{each.name})" in page for each in defects)
+    assert (f"**{len(defects)} defect" if defects else "**No defect is known**") in page
     assert "cases train correctly" in page or "the roster" in page
     assert not re.search(r"\]\((?!\.\./|http)", page), "links lead to other pages of the site"
+
+
+@pytest.mark.parametrize("page", RESULTS, ids=lambda page: page.name)
+def test_pages_that_a_reader_is_sent_to_are_links(page: Path) -> None:
+    """A path in words leads nowhere in the site. A command may name one."""
+    text = re.sub(r"^ *```.*?^ *```|\]\([^)]*\)|`[^`]* [^`]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    named = re.findall(r"`?\b(?:reports|docs)/[\w-]+\.md`?", text)
+    assert not named
 
 
 def test_links_of_pages_are_rewritten_for_the_site() -> None:

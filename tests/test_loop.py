@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.loop import Dealing, GlobalRows, Loop, LoopEngine, Moment, collate
 from meshmark.adapter.registry import builtin_adapters, load_adapter
+from meshmark.cli.options import chosen_workloads
 from meshmark.errors import AdapterError
 from meshmark.launch.launchers import ForkserverLauncher
 from meshmark.reference.data import Batch, make_batch
@@ -21,6 +22,7 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import workload
 
+ROOT = Path(__file__).parent.parent
 GPT = workload("gpt-mini")
 LAYOUT = Layout(dp=2, num_micro_batches=2)
 
@@ -35,6 +37,23 @@ def same(one: Batch, other: Batch) -> bool:
 
 def context(tmp_path: Path) -> RankContext:
     return RankContext(rank=0, world_size=1, device=torch.device("cpu"), backend="gloo", scratch=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "broadcasts"),
+    [
+        ("ddp-recommended", True),
+        ("plain-loop", False),
+        ("hf-trainer-model-loss", False),
+        ("hf-trainer-rank-means", False),
+    ],
+)
+def test_loops_that_ask_ddp_for_no_broadcast_of_buffers_plan_none(name: str, broadcasts: bool) -> None:
+    """They were accused of sending none, on models with buffers such as Llama's tables of positions."""
+    (llama,) = chosen_workloads(f"hf:{ROOT}/examples/transformers/llama.json", None, None)
+    one = Case(adapter=name, workload=llama, layout=LAYOUT)
+    exceptions = load_adapter(builtin_adapters()[name]).traffic_exceptions(one, 0)
+    assert any(flow.kind == "broadcast" for each in exceptions for flow in each.sends) == broadcasts
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
@@ -24,10 +23,12 @@ from meshmark.report.charts import charts
 from meshmark.report.results import Tradeoff, frontier, results
 from meshmark.report.table import Cell, Rows, Table, bytes_cell, number, to_cell, yes_or_no
 from meshmark.spec.layout import Layout
+from tests.browser import chromium, clipped
 from tests.factories import make_case, make_good, make_timed, make_timing, make_verdict
 from tests.hostile_texts import HOSTILE
 from tests.test_hostile_records import hostile_records
 
+ROOT = Path(__file__).parent.parent
 pytest.importorskip("plotly", reason='in the html extra: pip install "meshmark[html]"')
 pytest.importorskip("itables", reason='in the html extra: pip install "meshmark[html]"')
 
@@ -258,14 +259,8 @@ def test_what_is_the_same_in_every_row_of_a_wide_table_is_said_once() -> None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="in the dev extra: pip install playwright")
-    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if program is None:
-        pytest.skip("no Chromium here: apt-get install chromium")
-    quiet = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
-    with playwright.sync_playwright() as running:
-        with closing(running.chromium.launch(executable_path=program, args=quiet)) as opened:
-            yield opened
+    with chromium() as opened:
+        yield opened
 
 
 def opened(browser: Any, path: Path, **context: Any) -> tuple[Any, list[str]]:  # noqa: ANN401
@@ -324,6 +319,17 @@ def test_nothing_is_wider_than_the_window(browser: Any, path: Path, width: int) 
     assert not said, said
 
 
+def test_no_label_of_a_plot_is_clipped(browser: Any, tmp_path: Path) -> None:  # noqa: ANN401
+    """On a phone legends stood beside the window, and long names of cases were cut off."""
+    path = tmp_path / "report.html"
+    assert main(["report", str(ROOT / "reports" / "records" / "report.jsonl.gz"), "-o", str(path)]) == 0
+    page, _ = opened(browser, path, viewport={"width": 400, "height": 900})
+    for place in page.locator(".plot").all():
+        place.scroll_into_view_if_needed()
+        place.locator("svg text").first.wait_for(state="attached", timeout=30_000)
+    assert page.locator("#cases .plot svg .legendtext").count() and not clipped(page), clipped(page)
+
+
 def test_a_table_says_what_it_is_and_breaks_no_name(browser: Any, tmp_path: Path) -> None:  # noqa: ANN401
     plain = dataclasses.replace(make_good().conformance, scenario="plain", base=make_case())
     sharded = make_good(case=make_case("fsdp2", layout=Layout(dp=2, zero_stage=3, num_micro_batches=2)))
@@ -355,6 +361,29 @@ def test_two_cases_are_compared_also_of_two_pages_and_links_lead_there(browser: 
     page.evaluate("(key) => { location.hash = `cell=${encodeURIComponent(key)}`; }", key)
     page.locator("dialog[open]").wait_for()
     assert "loss" in page.locator("dialog[open]").inner_text() and not said, said
+
+
+def test_a_link_keeps_filters_and_order(browser: Any, path: Path) -> None:  # noqa: ANN401
+    page, said = opened(browser, path)
+    page.get_by_label("Filter Cases:").fill("2.5e-06")
+    page.locator("#cases thead th").first.locator("button").first.click()
+    page.locator("#cases thead th").first.locator("button").first.click()  # descending
+    page.locator("#cases thead th").first.locator("button").nth(1).click()
+    page.locator(".dtcc-dropdown input").first.fill("d")
+    page.wait_for_function("location.hash.includes('searchInput')")
+    rows, link = page.locator("#cases tbody tr").all_inner_texts(), page.evaluate("location.hash")
+    assert [row.split()[0] for row in rows] == ["fsdp2", "ddp"], "of three cases"
+    again, complained = opened(browser, path)
+    again.evaluate("(link) => { location.hash = link; }", link)  # as one types it
+    again.wait_for_function("document.querySelectorAll('#cases tbody tr').length === 2")
+    assert again.locator("#cases tbody tr").all_inner_texts() == rows and again.evaluate("location.hash") == link
+    assert again.get_by_label("Filter Cases:").input_value() == "2.5e-06"
+    for nonsense in ("%7B", '{"order":[[99,"asc"]]}', '{"columns":[1],"order":"x"}'):
+        again.goto("about:blank")
+        again.goto(f"{path.as_uri()}#table.Cases={nonsense}")
+        again.wait_for_function("document.documentElement.dataset.ready === 'yes'")
+        assert again.locator("#cases tbody tr").count() == 3
+    assert not said and not complained, (said, complained)
 
 
 def test_a_printed_page_keeps_its_cells(browser: Any, path: Path) -> None:  # noqa: ANN401

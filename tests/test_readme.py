@@ -17,12 +17,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.cli.options import chosen_workloads
 from meshmark.environment import describe
 from meshmark.records.record_file import RecordFile
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
+from studies import docs_site
 from tests.ci_commands import JOBS, commands_of_job
 from tests.factories import make_case, make_good, make_timed, make_timing
 from tests.test_plan_search import sweep_rows, write_table
@@ -281,6 +283,7 @@ WRONG = [
 def complaint(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """By command, of every page and of wrong ones; in their order, for one may read what another wrote."""
     pages = [command for page in PAGES for command in commands_of(page.read_text())]
+    pages += [command for name in docs_site.FRAMEWORKS for command in commands_of(docs_site.framework_page(name))]
     jobs = [command for path in JOBS for command in commands_of_job(path)]
     return complaints(list(dict.fromkeys([*pages, *jobs, *WRONG])), tmp_path_factory.mktemp("reader"))
 
@@ -296,6 +299,14 @@ def test_pages_that_teach_commands_are_read() -> None:
 @pytest.mark.parametrize("page", COMMANDING, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_of_a_page_runs(page: Path, complaint: dict[str, str]) -> None:
     commands = commands_of(page.read_text())
+    assert not {command: complaint[command] for command in commands if command in complaint}
+
+
+@pytest.mark.parametrize("name", docs_site.FRAMEWORKS)
+def test_a_framework_s_page_shows_how_to_run_it_on_two_ranks(name: str, complaint: dict[str, str]) -> None:
+    commands = commands_of(docs_site.framework_page(name))
+    (adapter,) = [command.split()[3] for command in commands if command.endswith("--world 2")]
+    assert "dp" in load_adapter(builtin_adapters()[adapter]).capabilities.degrees, "one rank alone is nothing to try"
     assert not {command: complaint[command] for command in commands if command in complaint}
 
 

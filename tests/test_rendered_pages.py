@@ -13,7 +13,14 @@ from meshmark.conformance.finding import ClauseResult
 from meshmark.errors import ResultsError
 from meshmark.records.record import Record
 from meshmark.records.record_file import Reading, line_of, read_records
-from meshmark.report.conformance import conformance_page, judged, keep_conformance, read_conformance, write_conformance
+from meshmark.report.conformance import (
+    conformance_page,
+    draw_clauses,
+    judged,
+    keep_conformance,
+    read_conformance,
+    write_conformance,
+)
 from meshmark.report.guard import write_page
 from studies import pages
 from tests.factories import make_case, make_good
@@ -51,8 +58,12 @@ def test_what_is_kept_of_a_run_renders_the_same_page(tmp_path: Path) -> None:
     assert kept is not None
     keep_conformance(kept, tmp_path / "kept.clauses.jsonl")
     read = read_conformance(tmp_path / "kept.clauses.jsonl")
-    write_page(tmp_path / "again.md", conformance_page(read, "command"))
+    picture = (tmp_path / "page-clauses.svg").read_text()
+    (tmp_path / "page-clauses.svg").unlink()
+    again = conformance_page(read, "command", picture=draw_clauses(read, tmp_path / "page.md"))
+    write_page(tmp_path / "again.md", again)
     assert (tmp_path / "again.md").read_text() == (tmp_path / "page.md").read_text()
+    assert (tmp_path / "page-clauses.svg").read_text() == picture and "](page-clauses.svg)" in "".join(again)
     (tmp_path / "kept.clauses.jsonl").write_text("{}\n")
     with pytest.raises(ResultsError, match="no judged clauses"):
         read_conformance(tmp_path / "kept.clauses.jsonl")
@@ -84,6 +95,19 @@ def test_a_page_is_stale_when_what_it_depends_on_has_changed(monkeypatch: pytest
     assert "not known" in pages.status("chaos", "no commit")
     text = pages.marked("chaos", "# Chaos\n\nbody\n")
     assert pages.unmarked(text) == "# Chaos\n\nbody\n" and pages.marked("chaos", text) == text
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_no_note_is_cut(name: str) -> None:
+    """A table puts long texts below it, where there is room for all of them."""
+    page = (pages.REPORTS / f"{name}.md").read_text()
+    assert not re.findall(r".*\(\d+ characters more\).*", page)
+
+
+def test_trainers_by_default_stand_above_the_table() -> None:
+    page = (pages.REPORTS / "trainers.md").read_text()
+    (said,) = re.findall(r"^By default:\n\n((?:- .*\n)+)\n\| trainer", page, re.MULTILINE)
+    assert "transformers.Trainer" in said and "lightning.Trainer" in said
 
 
 # Two numbers for one thing are one number.

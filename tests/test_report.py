@@ -150,8 +150,8 @@ def test_the_headline_counts_right_wrong_and_skipped(page: str) -> None:
 def test_the_fastest_and_leanest_are_sought_among_the_correct(page: str) -> None:
     """The wrong run is twice as fast; it is no result."""
     head = page.splitlines()[2]
-    assert f"On 2 ranks the fastest correct case is `{DDP.id}` (96 tokens/s ±0.0%)" in head
-    assert f"; the leanest is `{DDP.id}` (2.66 KiB at its fullest rank's peak)" in head
+    assert f"on 2 ranks the fastest correct case is `{DDP.id}` (96 tokens/s ±0.0%)" in head
+    assert FSDP2.id not in head.partition("; 1 not run")[2], "and the only correct one is no leanest of several"
 
 
 def test_the_fastest_is_not_always_the_leanest(tmp_path: Path) -> None:
@@ -165,10 +165,11 @@ def test_the_fastest_is_not_always_the_leanest(tmp_path: Path) -> None:
     ]
     head = render(tmp_path, records).splitlines()[2]
     assert f"fastest correct case is `{DDP.id}`" in head
+    assert head.index(f"the leanest is `{FSDP2.id}` (1.70 KiB") < head.index("Speed is of a model of"), "speed is last"
     scattered = make_timing(num_launches=3, rank_step_seconds=[[0.1, 1.9, 1.0]] * 2)
     head = render(tmp_path, [*all_sorts()[:2], small, make_timed(case=FSDP2, timing=scattered)]).splitlines()[2]
-    assert f"On 2 ranks the fastest correct cases are `{DDP.id}` (96 tokens/s ±0.0%) and `{FSDP2.id}`, whose" in head
-    assert f"intervals meet, so that none is ahead; the leanest is `{FSDP2.id}` (1.7 KiB" in head
+    assert f"on 2 ranks the fastest correct cases are `{DDP.id}` (96 tokens/s ±0.0%) and `{FSDP2.id}`, whose" in head
+    assert "intervals meet, so that none is ahead." in head
 
 
 def test_a_wrong_run_s_speed_is_struck_out_and_it_has_no_mfu(page: str) -> None:
@@ -461,7 +462,7 @@ def test_the_communication_table_is_of_the_rank_that_sends_most(tmp_path: Path) 
         )
     )
     assert (row["asked for"], row["backend issued"]) == ("2 reduce_scatter 4 KiB", "2 all_reduce 4 KiB")
-    assert (row["sent / rank"], row["really sent / rank"]) == ("2 KiB", "4 KiB")
+    assert (row["sent / rank"], row["really sent / rank"]) == ("2.00 KiB", "4 KiB")
     assert row["differences"] == "0"
 
 
@@ -710,6 +711,7 @@ def test_the_same_records_make_the_same_bytes(tmp_path: Path) -> None:
         (1024, "1 KiB"),
         (925 * 1024, "925 KiB"),
         (3 * 2**20, "3 MiB"),
+        (2.904 * 2**20, "2.90 MiB"),
         (80 * 2**30, "80 GiB"),
         (2 * 2**40, "2 TiB"),
         (2048 * 2**40, "2.05e+03 TiB"),

@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 
 from meshmark.cli.commands import main
+from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.plan.model_names import plan_model
 from meshmark.records.record import Record
 from meshmark.records.record_file import RecordFile, read_records
+from meshmark.report.conformance import AdapterColumn, Conformance
 from meshmark.report.results import results
 from meshmark.report.which import Cluster, measured_rows, which_page
 from meshmark.spec.hardware import gpu
-from tests.factories import make_good, make_record
+from meshmark.spec.layout import Layout
+from tests.factories import make_case, make_good, make_record
 
 ROOT = Path(__file__).parent.parent
 MEASURED = ROOT / "baselines" / "epyc-2cpu"
@@ -34,6 +37,62 @@ def test_a_framework_of_which_no_layout_fits_says_what_is_missing() -> None:
     page = "\n\n".join(which_page(read_records(MEASURED, latest=True).records, CLUSTER, "meshmark which"))
     assert "| ddp           | none fits" in page
     assert "- ddp: 'llama-7b' does not fit on 8 a100-40" in page
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "batch", "ties"),
+    [("llama-7b", "a100-40", 256, {True}), ("llama-8b", "h100", 64, {True, False})],
+)
+def test_speeds_whose_intervals_overlap_are_a_tie(model: str, kind: str, batch: int, ties: set[bool]) -> None:
+    """Nobody is named slower by less than the planner can tell; of a tie the simplest layout comes first."""
+    cluster = Cluster(model=plan_model(model), gpu=gpu(kind), num_gpus=8, global_batch=batch)
+    page = "\n\n".join(which_page(read_records(MEASURED, latest=True).records, cluster, "meshmark which"))
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if " to " in line]
+    plans = [(row[0], row[1], *map(number, (row[3], *row[4].split(" to "))), row[5]) for row in rows if len(row) == 6]
+    fastest = max(plans, key=lambda plan: plan[2])
+    meets = [plan[3] <= fastest[4] and fastest[3] <= plan[4] for plan in plans]
+    assert set(meets) == ties and meets == sorted(meets, reverse=True), "ties stand above what is slower"
+    for plan, tied in zip(plans, meets, strict=True):
+        slower = f"{100 * (1 - plan[2] / fastest[2]):.0f} % slower"
+        assert plan[5] == ("within noise of the fastest" if tied else slower)
+    (answer,) = [line for line in page.splitlines() if line.startswith(f"- **Train {model}")]
+    assert [f"{plan[0]} {plan[1]}" in answer for plan in plans] == meets and "slower" not in answer
+
+
+def number(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
+def column(adapter: str, layout: Layout, **found: ClauseResult) -> AdapterColumn:
+    findings = {name.replace("_", " "): Finding(result=one, evidence="some reason") for name, one in found.items()}
+    base = make_case(adapter=adapter, layout=layout)
+    return AdapterColumn(base=base, findings=findings, launch_seconds=1.0)
+
+
+def test_what_resumes_and_what_reshards_are_two_answers() -> None:
+    yes, no_answer = ClauseResult.PASS, ClauseResult.UNSUPPORTED
+    two = Layout(dp=2)
+    found = [
+        column("single", Layout(), resume=yes, reshard=no_answer),
+        column("ddp", two, resume=yes, reshard=yes, dropout=yes, recomputed_dropout=yes),
+        column("accelerate", two, resume=yes, reshard=no_answer, dropout=no_answer, recomputed_dropout=no_answer),
+    ]
+    records = read_records(MEASURED, latest=True).records
+    kept = Conformance(columns=found, environment=records[0].environment)
+    page = "\n\n".join(which_page(records, CLUSTER, "meshmark which", [kept]))
+    assert "- **Resume exactly from a checkpoint**: all 2 that run on several ranks." in page
+    assert (
+        "- **Resume exactly on another number of ranks**: ddp. *Measured* by the clause reshard. Not supported, or not"
+        in page
+    )
+    assert "All 2 rows of the conformance table with several ranks: ddp, accelerate." in page, "the count is of rows"
+    assert "| single " not in page and "some reason; some reason" not in page
+
+
+def test_links_are_those_of_the_page_s_place() -> None:
+    records = read_records(MEASURED, latest=True).records
+    assert "](validation.md)" in "".join(which_page(records, CLUSTER, "x", in_reports=True))
+    assert "](" not in "".join(which_page(records, CLUSTER, "x")), "elsewhere no page lies beside it"
 
 
 def test_shares_are_of_ddp_on_as_many_ranks() -> None:

@@ -85,6 +85,8 @@ class HFTrainer(DDPRecommended):
         lacks=LOOP_LACKS,
     )
     loop: ClassVar[type[HFLoop]] = HFLoop
+    broadcasts_buffers: ClassVar[bool] = False
+    """The loop asks the Trainer for `ddp_broadcast_buffers=False`."""
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
@@ -113,7 +115,7 @@ class HFTrainerRankMeans(HFTrainer):
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
-        return DDPRecommended.traffic_exceptions(case, rank)
+        return super(HFTrainer, cls).traffic_exceptions(case, rank)  # counts nothing
 
 
 class HFTrainerModelLoss(HFTrainer):

@@ -84,6 +84,11 @@ def _report(parsed: argparse.Namespace) -> None:
     except OSError as error:
         raise ResultsError(f"{str(output)!r} cannot be written: {error.strerror}") from error
     _complain(left_out)
+    if unread := len(reading.complaints):
+        lines = pluralize(unread, "line")
+        if not reading.records:
+            raise ResultsError(f"no record of {str(parsed.results)!r} can be read ({lines}, named above)")
+        print(f"meshmark: {lines} could not be read and stand in no table; {output} lists them", file=sys.stderr)
 
 
 def _complain(complaints: list[str]) -> None:

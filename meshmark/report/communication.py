@@ -7,11 +7,17 @@ from collections.abc import Iterable, Sequence
 
 from meshmark.measure.readings import Collective, wire_factor
 from meshmark.records.reach import Reach
+from meshmark.records.record import Record
 from meshmark.report.results import CaseResult
 from meshmark.report.table import EMPTY, KIB, Cell, Rows, bytes_cell, bytes_text, yes_or_no
 from meshmark.report.tables import names
 from meshmark.spec.layout import AXES, Layout
 from meshmark.theory.flow import Flow, TrafficException
+
+
+def sent_bytes(record: Record) -> float:
+    """Return the bytes that the busiest rank hands to its links in a step."""
+    return max((sum(c.wire_bytes for c in reading.asked) for reading in record.traffic.readings), default=0.0)
 
 
 def communication(found: Sequence[CaseResult]) -> Rows:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import quote
 
 from meshmark.conformance.clauses import CLAUSES, Clause, judge_clause, point_back
 from meshmark.conformance.finding import ClauseResult, Finding
@@ -35,6 +36,18 @@ _MARKS = {
     ClauseResult.UNDECIDED: "**too slow**",
     ClauseResult.TOLD: "told",
 }
+
+
+_PICTURED = {
+    ClauseResult.PASS: "yes",
+    ClauseResult.FAIL: "no",
+    ClauseResult.UNSUPPORTED: "no answer",
+    ClauseResult.KNOWN_GAP: "gap",
+    ClauseResult.STALE_GAP: "no",
+    ClauseResult.UNDECIDED: "no",
+    ClauseResult.TOLD: "told",
+}
+"""Colour of a result in the heat map, as `plots.CLAUSE_COLOURS` names it."""
 
 
 _LINK = re.compile(r"https://[\w./#?=&%+-]+")
@@ -178,20 +191,55 @@ def write_conformance(reading: Reading, path: Path, command: str) -> list[str]:
             return ["# Conformance", "**No record can be shown.**", *tests, *left_out]
         kept = _judged(found, records)
         assert kept is not None
-        return conformance_page(kept, command, [*tests, *left_out])
+        return conformance_page(kept, command, [*tests, *left_out], picture=draw_clauses(kept, path))
 
     parts, complaints = rendered(page, _by_base(records), lambda one: one[0].id)
     write_page(path, parts)
     return [*complaints, *lacking]
 
 
-def conformance_page(kept: Conformance, command: str, problems: Sequence[str] = ()) -> list[str]:
-    """Return the page as paragraphs. `problems` are those about failed tests and unreadable records."""
+def conformance_page(kept: Conformance, command: str, problems: Sequence[str] = (), *, picture: str = "") -> list[str]:
+    """Return the page as paragraphs.
+
+    `problems` are those about failed tests and unreadable records, `picture` the heat map's file beside the page.
+    """
     found = kept.columns
-    return [*_answer(found), *problems, *_evidence(found), *_origin(kept, command)]
+    return [*_answer(found, picture), *problems, *_evidence(found), *_origin(kept, command)]
 
 
-def _answer(found: Sequence[AdapterColumn]) -> list[str]:
+def draw_clauses(kept: Conformance, page: Path) -> str:
+    """Draw the heat map of adapters by clause beside a page. Returns the name of its file."""
+    from meshmark.report.plots import clause_plot  # which imports matplotlib
+
+    names, numbers = _asked(kept.columns), {gap: number for number, gap in enumerate(_gaps(kept.columns), 1)}
+    rows: dict[str, list[tuple[str, str] | None]] = {}
+    for column in _ranked(kept.columns):
+        cells = [column.findings.get(name) for name in names]
+        rows[f"{column.title}, {column.base.layout.id}"] = [
+            (_PICTURED[cell.result], _pictured_mark(cell, numbers)) if cell else None for cell in cells
+        ]
+    file = page.with_name(f"{page.stem}-clauses.svg")
+    clause_plot(names, rows, file)
+    return file.name
+
+
+def _pictured_mark(finding: Finding, numbers: Mapping[Finding, int]) -> str:
+    """Return the mark of a cell of the heat map: the number of a gap, or a word where the colour is not enough."""
+    marks = {
+        ClauseResult.FAIL: "no",
+        ClauseResult.UNSUPPORTED: "–",
+        ClauseResult.STALE_GAP: "st",
+        ClauseResult.TOLD: "t",
+    }
+    return str(numbers[finding]) if finding in numbers else marks.get(finding.result, "")
+
+
+def _asked(found: Sequence[AdapterColumn]) -> list[str]:
+    """Return the clauses that were run for any adapter."""
+    return [name for name in CLAUSES if any(name in column.findings for column in found)]
+
+
+def _answer(found: Sequence[AdapterColumn], picture: str) -> list[str]:
     cells = Counter(f.result for column in found for f in column.findings.values())
     unjudged = (ClauseResult.UNSUPPORTED, ClauseResult.UNDECIDED, ClauseResult.TOLD)
     judged = sum(cells.values()) - sum(cells[result] for result in unjudged)
@@ -206,21 +254,37 @@ def _answer(found: Sequence[AdapterColumn]) -> list[str]:
     if cells[ClauseResult.STALE_GAP]:
         one, many = "known gap no longer shows: take it out of its", "known gaps no longer show: take them out of their"
         headline += f" {pluralize(cells[ClauseResult.STALE_GAP], f'{one} adapter', f'{many} adapters')}."
-    asked = [clause for clause in CLAUSES.values() if any(clause.name in c.findings for c in found)]
+    asked = [CLAUSES[name] for name in _asked(found)]
     numbers = {gap: number for number, gap in enumerate(_gaps(found), 1)}
     rows: list[dict[str, object]] = [
-        {"adapter": c.title, **{clause.name: _mark(c, clause, numbers) for clause in asked}} for c in found
+        {"adapter": c.title, **{clause.name: _mark(c, clause, numbers) for clause in asked}} for c in _ranked(found)
     ]
     return [
         "# Conformance",
         headline,
-        markdown(sorted(map(_counted, found), key=lambda row: (row["known gaps"], row["no answer"]))),
+        markdown([*map(_counted, _ranked(found))]),
+        *(
+            [f"![Adapters by clause: yes, a gap by its number below, or no answer]({quote(picture)})"]
+            if picture
+            else []
+        ),
         "## Every cell",
         markdown(rows),
         "*yes*: the clause holds, by measurement. **no**: it does not. *gap*: the framework, in a documented "
         "configuration, really fails it; what and why is below, by its number. *told*: not required, and counted with "
         "neither; what was found is in the records. –: not supported, or without meaning in this layout.",
     ]
+
+
+def _ranked(found: Sequence[AdapterColumn]) -> list[AdapterColumn]:
+    """Return the columns that keep most first: those with the fewest failures, gaps and clauses without an answer."""
+
+    def lacks(column: AdapterColumn) -> tuple[int, ...]:
+        counts = Counter(finding.result for finding in column.findings.values())
+        order = (ClauseResult.FAIL, ClauseResult.KNOWN_GAP, ClauseResult.UNDECIDED, ClauseResult.UNSUPPORTED)
+        return tuple(counts[result] for result in order)
+
+    return sorted(found, key=lacks)
 
 
 def _counted(column: AdapterColumn) -> dict[str, object]:

@@ -13,13 +13,8 @@ from meshmark.conformance.reproducers import Clauses, Reproducer, failed_clauses
 from meshmark.errors import ResultsError, UnknownNameError
 from meshmark.text import pluralize
 
-_INTRODUCTION = """# What frameworks get wrong
-
-Made by `meshmark gaps -o reports/gaps.md`. Do not edit.
-
-Defects that Meshmark met in released frameworks, each with a script that shows it **without Meshmark**. `make test`
-runs those whose frameworks are installed, in the versions named here; one that no longer shows its defect fails that
-test. Other versions were not tried.
+_INTRODUCTION = """`make test` runs the scripts whose frameworks are installed, in the versions named here; one that
+no longer shows its defect fails that test. Other versions were not tried. `meshmark gaps` prints this list.
 
 Save a script under its name and run the command above it. It ends with exit code 1 and a line «expected: ...; got: ...»
 while the defect is there, and with 0 once it is gone."""
@@ -62,7 +57,13 @@ def gaps_page(reproducers: Sequence[Reproducer], failed: Mapping[str, Clauses]) 
         of_it = [each for each in reproducers if each.framework == framework]
         lines = [f"- [{each.title}](#{each.name}){_issue(each)}" for each in of_it]
         overview.append(f"**{framework} {of_it[0].versions[framework]}**\n\n" + "\n".join(lines))
-    return "\n\n".join([_INTRODUCTION, *overview, *(_section(each, failed) for each in reproducers)]) + "\n"
+    frameworks = pluralize(len(overview), "released framework")
+    head = (
+        f"**{pluralize(len(reproducers), 'defect')} in {frameworks}**, each with a script that shows it **without "
+        "Meshmark**."
+    )
+    parts = ["# What frameworks get wrong", head, _INTRODUCTION]
+    return "\n\n".join([*parts, *overview, *(_section(each, failed) for each in reproducers)]) + "\n"
 
 
 def gaps_text(reproducers: Sequence[Reproducer], failed: Mapping[str, Clauses]) -> str:

@@ -138,7 +138,13 @@ def _narrow(keys: Sequence[_Column], others: Sequence[_Column], together: int) -
     for group in groups:
         shown = [_with_notes(column, notes, room) for column in group]
         if _width([*parts[-1], *shown]) > WIDTH:
-            parts.append(list(lead))
+            with_more = dict(notes)
+            shorter = [_with_notes(column, with_more, _LONG) for column in group]
+            if _width([*parts[-1], *shorter]) <= WIDTH:  # more notes rather than one more table
+                shown = shorter
+                notes.update(with_more)
+            else:
+                parts.append(list(lead))
         parts[-1] += shown
     alike = [f"{column.title}: {_text(column.values[0])}" for column in said if column.cells[0]]
     above = [f"In every row: {'; '.join(alike)}."] if alike else []

@@ -12,15 +12,33 @@ function themed(layout) {
   return { ...layout, ...own };
 }
 
+// A name in two lines of about the same length, broken at a hyphen.
+function inTwoLines(name) {
+  const places = [...name.matchAll(/-/g)].map((found) => found.index + 1);
+  if (!places.length) return name;
+  const middle = places.reduce((best, at) => Math.abs(2 * at - name.length) < Math.abs(2 * best - name.length) ? at : best);
+  return `${name.slice(0, middle)}<br>${name.slice(middle)}`;
+}
+
+// On a phone long names of rows, which plotly would cut off, stand in two lines.
+function shortNames(figure) {
+  const rows = (trace) => trace.type === "box" ? [trace.name] : typeof trace.y?.[0] === "string" ? trace.y : [];
+  const names = [...new Set(figure.data.flatMap(rows))];
+  if (!names.some((name) => name.length > 24)) return figure.layout;
+  const ticks = { tickmode: "array", tickvals: names, ticktext: names.map(inTwoLines), tickfont: { size: 9 } };
+  return { ...figure.layout, yaxis: { ...figure.layout.yaxis, ...ticks } };
+}
+
 // On a phone a legend's entries stand one below another, and the plot is taller by them.
 function roomy(place, figure) {
   const entries = figure.layout.showlegend === false ? 0 : figure.data.filter((trace) => trace.name).length;
   const room = place.clientWidth < 500 && entries > 1 ? 20 * entries + 10 : 0;
   place.dataset.height ||= parseInt(place.style.height, 10);
   place.style.height = `${Number(place.dataset.height) + room}px`;
-  if (!room) return figure.layout;
-  const corner = { orientation: "v", x: 0, xref: "container", y: 1, yref: "container", yanchor: "top" };
-  return { ...figure.layout, legend: corner, margin: { ...figure.layout.margin, t: room } };
+  const layout = place.clientWidth < 500 ? shortNames(figure) : figure.layout;
+  if (!room) return layout;
+  const corner = { orientation: "v", x: 0, xanchor: "left", y: 1, yref: "container", yanchor: "top" };
+  return { ...layout, legend: corner, margin: { ...layout.margin, t: room } };
 }
 
 function draw(place, figures, index) {
@@ -56,14 +74,23 @@ async function copy(button) {
   button.textContent = "Copied";
 }
 
+// Change parts of the page's link: a cell, two compared cases, and how each table is filtered and sorted.
+function remember(changes) {
+  const link = new URLSearchParams(location.hash.slice(1));
+  for (const [name, value] of Object.entries(changes)) link.set(name, value);
+  for (const [name, value] of [...link]) if (!value) link.delete(name);  // a section's name, or what is no more asked for
+  history.replaceState(null, "", link.size ? `#${link}` : location.pathname + location.search);
+}
+
 function showEvidence(cells, key) {
   const dialog = document.getElementById("evidence");
   for (const [name, text] of Object.entries(cells[key])) dialog.querySelector(`[data-of="${name}"]`).textContent = text;
-  history.replaceState(null, "", `#cell=${encodeURIComponent(key)}`);  // a link to this cell
+  remember({ cell: key });
   dialog.showModal();
 }
 
-// A link may name a cell of the clauses, or two cases that are compared: #cell=KEY, #compare=A&with=B.
+// A link may name a cell of the clauses, or two cases that are compared: #cell=KEY, #compare=A&with=B. What it says of
+// tables, such as table.Cases=..., is read where they are made.
 function followLink(cells, facts) {
   const asked = new URLSearchParams(location.hash.slice(1)), key = asked.get("cell");
   if (key !== null && Object.hasOwn(cells, key)) showEvidence(cells, key);
@@ -114,6 +141,31 @@ async function addPage(facts, file) {
   compare(facts);
 }
 
+// What a link says of a table: DataTables' state without what is as it always is.
+function tableState(data) {
+  const typed = Object.entries(data.columnControl ?? {}).filter(([, one]) => one.searchInput?.value || one.searchList?.length);
+  const state = {};
+  if (data.search.search) state.search = data.search.search;
+  if (data.order.length) state.order = data.order;
+  if (typed.length) state.columns = Object.fromEntries(typed);
+  return Object.keys(state).length ? JSON.stringify(state) : "";
+}
+
+// The state that a link asks for, as DataTables reads it; null where it asks for none, or for what is no state.
+function askedState(name) {
+  try {
+    const asked = JSON.parse(new URLSearchParams(location.hash.slice(1)).get(name));
+    if (!asked) return null;
+    const order = Array.isArray(asked.order) ? asked.order : [], columnControl = asked.columns ?? {};
+    const search = { search: String(asked.search ?? ""), smart: true, regex: false, caseInsensitive: true };
+    return { time: Date.now(), order, search, columnControl };
+  } catch { return null; }
+}
+
+function askedTables() {
+  return JSON.stringify([...new URLSearchParams(location.hash.slice(1))].filter(([name]) => name.startsWith("table.")));
+}
+
 async function sortable(tables) {
   const bytes = Uint8Array.from(atob(document.getElementById("datatables").textContent.trim()), (c) => c.charCodeAt(0));
   const url = URL.createObjectURL(new Blob([bytes], { type: "text/javascript" }));
@@ -121,8 +173,11 @@ async function sortable(tables) {
   const columns = ["order", ["search"]];
   for (const table of tables) {
     const narrow = table.classList.contains("heat");  // a heat map has no room for controls: a click on a title sorts
+    const name = `table.${table.dataset.what}`;
     new DataTable(table, { paging: false, info: false, order: [], autoWidth: false, columnControl: narrow ? [] : columns,
       ordering: { indicators: false, handler: narrow },
+      stateSave: true, stateDuration: -1, stateLoadCallback: () => askedState(name),
+      stateSaveCallback: (_, data) => remember({ [name]: tableState(data) }),
       language: { search: `Filter ${table.dataset.what}:` } });
   }
   for (const button of document.querySelectorAll("table.data thead button")) {
@@ -146,11 +201,15 @@ addEventListener("DOMContentLoaded", () => {
     chooser.addEventListener("change", () => {
       compare(facts);
       const [one, other] = chosen(facts);
-      history.replaceState(null, "", `#${new URLSearchParams({ compare: one, with: other })}`);
+      remember({ compare: one, with: other });
     });
   }
   document.getElementById("compare-page")?.addEventListener("change", (e) => addPage(facts, e.target.files[0]));
-  addEventListener("hashchange", () => followLink(cells, facts));
+  document.getElementById("evidence").addEventListener("close", () => remember({ cell: "" }));
+  addEventListener("hashchange", () => {
+    // A link that was typed or clicked on this very page. Sections' links say nothing of tables, and change none.
+    if (askedTables() === "[]") followLink(cells, facts); else location.reload();
+  });
   followLink(cells, facts);
   sortable(document.querySelectorAll("table.data"));
 });

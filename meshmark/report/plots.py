@@ -1,4 +1,4 @@
-"""SVG plots of a report: memory by category and over time, and throughput with its spread."""
+"""SVG plots of a report: memory by category and over time, throughput with its spread, and clauses as a heat map."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import matplotlib
 matplotlib.rcdefaults()  # a matplotlibrc in the working directory may be a stranger's, and ask for LaTeX
 matplotlib.use("svg")
 from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.patches import Patch, Rectangle  # noqa: E402
 
 from meshmark.report.markdown import one_line  # noqa: E402
 from meshmark.report.results import CaseResult, frontier, tradeoffs  # noqa: E402
@@ -42,12 +43,16 @@ def _label(result: CaseResult) -> str:
 
 
 def memory_plot(found: Sequence[CaseResult], path: Path) -> bool:
-    """Draw stacked bytes at the peak of each case's fullest rank. Returns False when there is nothing to draw."""
+    """Draw stacked bytes at the peak of each case's fullest rank, the leanest case of each number of ranks first.
+
+    Returns False when there is nothing to draw.
+    """
     rows = [
         (r, max(r.observed.memory.readings, key=lambda m: m.peak.total))
         for r in found
         if r.observed and r.observed.memory.readings
     ]
+    rows.sort(key=lambda row: (row[0].case.world_size, row[1].peak.total))
     if not rows:
         return False
     largest = max(reading.peak.total for _, reading in rows)
@@ -62,6 +67,7 @@ def memory_plot(found: Sequence[CaseResult], path: Path) -> bool:
             left = [a + b for a, b in zip(left, widths, strict=True)]
         axes.set_yticks(range(len(rows)), [_label(result) for result, _ in rows], parse_math=False)
         axes.invert_yaxis()
+        axes.margins(y=0.01)
         axes.set_xlabel(f"{name} on the fullest rank at its peak")
         figure.legend(loc="outside upper left", ncols=6, frameon=False, fontsize=8)
         figure.tight_layout(rect=(0, 0, 1, 1 - 0.35 / figure.get_figheight()))
@@ -146,6 +152,44 @@ def throughput_plot(found: Sequence[CaseResult], path: Path) -> bool:
         figure.tight_layout()
         figure.savefig(path, metadata={"Date": None})
     return True
+
+
+CLAUSE_COLOURS = {"yes": "#9BD4BF", "gap": "#E69F00", "no": "#D55E00", "no answer": "#E5E5E5", "told": "#C9DDF0"}
+"""Colours of cells of the heat map, by what they say. Cells also carry a mark, for readers who see no colours."""
+
+
+def clause_plot(
+    names: Sequence[str], rows: Mapping[str, Sequence[tuple[str, str] | None]], path: Path, *, inch: float = 0.26
+) -> None:
+    """Draw adapters by clause, a coloured cell each. `inch` is the side of a cell.
+
+    A cell is a key of `CLAUSE_COLOURS` and the mark that it carries, or None where the clause was not run.
+    """
+    with matplotlib.rc_context(_STYLE):
+        left, top, bottom = 0.077 * max(map(len, rows)) + 0.15, 0.073 * max(map(len, names)) + 0.2, 0.45
+        size = (left + inch * len(names) + 0.15, top + inch * len(rows) + bottom)
+        figure = Figure(figsize=size)
+        axes = figure.add_axes(
+            (left / size[0], bottom / size[1], inch * len(names) / size[0], inch * len(rows) / size[1])
+        )
+        for y, cells in enumerate(rows.values()):
+            for x, cell in enumerate(cells):
+                if cell is None:
+                    continue
+                said, mark = cell
+                axes.add_patch(Rectangle((x, y), 1, 1, facecolor=CLAUSE_COLOURS[said], edgecolor="white", linewidth=1))
+                axes.text(x + 0.5, y + 0.5, one_line(mark), ha="center", va="center", fontsize=7, parse_math=False)
+        axes.set_xlim(0, len(names))
+        axes.set_ylim(len(rows), 0)
+        axes.xaxis.tick_top()
+        axes.set_xticks([x + 0.5 for x in range(len(names))], [*map(one_line, names)], rotation=90, parse_math=False)
+        axes.set_yticks([y + 0.5 for y in range(len(rows))], [one_line(title)[:48] for title in rows], parse_math=False)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        used = {cell[0] for cells in rows.values() for cell in cells if cell}
+        shown = [Patch(color=colour, label=name) for name, colour in CLAUSE_COLOURS.items() if name in used]
+        figure.legend(handles=shown, loc="lower left", ncols=len(shown), frameon=False, fontsize=8)
+        figure.savefig(path, metadata={"Date": None})
 
 
 def curves(lines: Mapping[str, Sequence[tuple[float, int]]], path: Path) -> bool:

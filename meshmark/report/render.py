@@ -13,6 +13,7 @@ from meshmark.records.record import Record
 from meshmark.records.record_file import Reading
 from meshmark.report import tables
 from meshmark.report.baseline import Baseline
+from meshmark.report.communication import sent_bytes
 from meshmark.report.guard import rendered, write_page
 from meshmark.report.markdown import block, code, inline, table
 from meshmark.report.missing_failures import failing, missing_failures, unrecorded
@@ -29,11 +30,14 @@ _DRAWN = 50
 """Number of cases that a plot can show."""
 
 
-def write_report(reading: Reading, path: Path, command: str, baseline: Reading | None = None) -> list[str]:
+def write_report(
+    reading: Reading, path: Path, command: str, baseline: Reading | None = None, glossary: str = ""
+) -> list[str]:
     """Write Markdown to `path`, and plots next to it with names derived from it.
 
     `command` is the command that made the report. With a `baseline`, times, peaks and verdicts are compared with its
-    own. Returns complaints about cases that are missing.
+    own. `glossary` is the address of docs/glossary.md as seen from `path`, if it is there. Returns complaints about
+    cases that are missing.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     found = results(reading.records)
@@ -42,7 +46,7 @@ def write_report(reading: Reading, path: Path, command: str, baseline: Reading |
     def page(some: Sequence[CaseResult], complaints: Sequence[str]) -> list[str]:
         read = dataclasses.replace(reading, complaints=[*reading.complaints, *undrawn, *complaints])
         evidence = [*_evidence(some, read, baseline), *_profiles(reading.records, path)]
-        return [*_answer(some, read), *drawn, *evidence, *_origin(some, read, command)]
+        return [*_answer(some, read, glossary), *drawn, *evidence, *_origin(some, read, command)]
 
     parts, complaints = rendered(page, found, lambda result: result.case.id)
     write_page(path, parts)
@@ -91,7 +95,7 @@ def headline(found: Sequence[CaseResult], reading: Reading) -> str:
     return _headline(found, missing, len(failing(reading.sessions, conforming=False)))
 
 
-def _answer(found: Sequence[CaseResult], reading: Reading) -> list[str]:
+def _answer(found: Sequence[CaseResult], reading: Reading, glossary: str) -> list[str]:
     if not reading.records:
         return ["# Meshmark report", headline(found, reading)]
     environment = newest(reading.records).environment
@@ -101,27 +105,27 @@ def _answer(found: Sequence[CaseResult], reading: Reading) -> list[str]:
     return [
         f"# Meshmark report: {inline(environment.machine)}, {environment.num_cpus} CPUs, {inline(environment.device)}",
         headline(found, reading),
+        "*Smallest detectable error*: the smallest scaling of any parameter's gradient that the verdict *correct* "
+        "would have caught. *Peak*: bytes alive at once on the fullest rank. The leanest case of each number of ranks "
+        f"comes first.{f' More words are in [the glossary]({glossary}).' if glossary else ''}",
         Table(title="Cases", rows=tables.answer(found)).markdown,
         "*correct*: every loss, gradient norm, gradient and parameter of every step stands no further "
         "from a float64 single-process truth than rounding in its precision carries a correct run, told by a factor on "
         f"that noise; of how often it fails a correct run, there is shown: {shown()}. *cannot tell*: the noise hides "
-        "too much for a verdict. "
-        "*smallest detectable error*: the smallest scaling of any parameter's gradient that this verdict would have "
-        "caught. "
-        "*peak / rank*: exact bytes alive on the fullest rank. Memory and speed of a run that is wrong, "
+        "too much for a verdict. Memory and speed of a run that is wrong, "
         "or that keeps narrower states than its precision promises, are struck out: they are no result. "
-        f"All values are *measured*, the leanest case of each number of ranks first. {_speeds_of(found)}",
+        "All values are *measured*. Speeds stand last.",
     ]
 
 
 def _speeds_of(found: Sequence[CaseResult]) -> str:
-    """Return what the speeds are of."""
+    """Return what the speeds are of: `Speed is of a model of ... parameters on 2 CPUs, ...`."""
     models = {r.case.workload.model.num_parameters for r in found if not r.skipped}
     sizes = " to ".join(f"{size:,}" for size in sorted({min(models), max(models)})) if models else "no"
     devices = sorted({r.any.environment.device for r in found})
     on = f" on {newest([r.any for r in found]).environment.num_cpus} CPUs" if devices == ["cpu"] else ""
-    toys = " They rank nothing that you would train." if on and models and max(models) < _TOY else ""
-    return f"Speeds stand last, and are of a model of {sizes} parameters{on}.{toys}"
+    toys = ", and ranks nothing that you would train" if on and models and max(models) < _TOY else ""
+    return f"Speed is of a model of {sizes} parameters{on}{toys}"
 
 
 _TOY = 10_000_000
@@ -129,23 +133,31 @@ _TOY = 10_000_000
 
 
 def _headline(found: Sequence[CaseResult], missing: Sequence[str], failed_tests: int) -> str:
-    """Return the headline. `missing` is the cases without a record."""
+    """Return the headline: what is correct, what does not depend on the machine, and speed last.
+
+    `missing` is the cases without a record.
+    """
     right = [r for r in found if r.correct and not r.skipped]
     equal = [r for r in right if r.comparable]
-    parts = [_counts(found, missing, failed_tests)]
+    parts, speeds = [_counts(found, missing, failed_tests)], list[str]()
     units = sorted({r.case.workload.unit for r in right}, reverse=True)
     for ranks, unit in itertools.product(sorted({r.case.world_size for r in right if r.case.world_size > 1}), units):
         peers = [r for r in equal if r.case.world_size == ranks and r.case.workload.unit == unit]
         timed = [r for r in peers if r.timed and r.timed.timing.rank_step_seconds]
         measured = [r for r in peers if r.observed and r.observed.memory.readings]
-        if timed and measured:
+        if len(measured) > 1:
             leanest = min(measured, key=_peak)
-            peak = f"{bytes_text(_peak(leanest))} at its fullest rank's peak"
+            sending = [(sent_bytes(r.observed), r) for r in peers if r.observed and r.observed.traffic.readings]
+            least = min((sent for sent, _ in sending), default=0.0)
+            quietest = [code(r.case.id) for sent, r in sending if sent == least] if len(sending) > 1 else []
+            sends = f"; {' and '.join(quietest)} send{'s' * (len(quietest) == 1)} least ({bytes_text(least)} a step)"
             parts.append(
-                f"On {ranks} ranks {_fastest([r.timed for r in timed if r.timed])}; "
-                f"the leanest is {code(leanest.case.id)} ({peak})."
+                f"On {ranks} ranks the leanest is {code(leanest.case.id)} "
+                f"({bytes_text(_peak(leanest))} at its fullest rank's peak){sends if quietest else ''}."
             )
-    return " ".join(parts)
+        if timed:
+            speeds.append(f"on {ranks} ranks {_fastest([r.timed for r in timed if r.timed])}")
+    return " ".join([*parts, *([f"{_speeds_of(found)}: {'; '.join(speeds)}."] if speeds else [])])
 
 
 def _fastest(timed: Sequence[Record]) -> str:

@@ -106,14 +106,20 @@ def yes_or_no(right: bool) -> Cell:
 
 
 def bytes_text(count: float) -> str:
-    """Return bytes in binary units with three significant digits: `925 KiB`."""
+    """Return bytes in binary units with three significant digits: `925 KiB`, `2.90 MiB`; `4 KiB` if it is just that."""
     if math.isnan(count):
         return "unknown"
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+            return f"{count:.0f} {unit}" if unit == "B" else f"{_three_digits(count)} {unit}"
         count /= KIB
-    return f"{count:.3g} TiB"
+    return f"{_three_digits(count)} TiB"
+
+
+def _three_digits(value: float) -> str:
+    """Return three significant digits, or fewer where these are the number itself."""
+    short = f"{value:.3g}"
+    return short if float(short) == value else f"{value:#.3g}".rstrip(".")
 
 
 def bytes_cell(count: float) -> Cell:

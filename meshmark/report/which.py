@@ -16,6 +16,7 @@ from pathlib import Path
 
 from meshmark.conformance.clauses import CLAUSES
 from meshmark.conformance.finding import ClauseResult
+from meshmark.conformance.reproducers import Reproducer, failed_clauses, read_reproducers
 from meshmark.environment import Environment
 from meshmark.errors import InputError, ResultsError
 from meshmark.plan.frameworks import framework
@@ -24,9 +25,10 @@ from meshmark.plan.search import NothingFitsError, Search, search, simulate_firs
 from meshmark.plan.stacks import rates_for, stack_of
 from meshmark.records.record import Record
 from meshmark.records.record_file import read_records
+from meshmark.report.communication import sent_bytes
 from meshmark.report.conformance import AdapterColumn, Conformance, judged, read_conformance
 from meshmark.report.guard import write_page
-from meshmark.report.markdown import block, inline, one_line, table
+from meshmark.report.markdown import Markup, block, inline, one_line, table
 from meshmark.report.results import CaseResult, results
 from meshmark.report.table import Cell, Rows, bytes_cell
 from meshmark.spec.hardware import GIB, Gpu, gpu
@@ -36,11 +38,6 @@ from meshmark.theory.grid import SearchSpace
 
 PLANNED = ("ddp", "deepspeed", "fsdp2", "torchtitan", "megatron-core")
 """Frameworks to plan for, the simplest first."""
-_NEAR = 0.9
-"""Share of the fastest framework's speed from which others are named too.
-
-The difference is below the planner's error.
-"""
 _SEARCHED = 10
 """Number of layouts per framework whose bubbles are simulated."""
 
@@ -54,7 +51,8 @@ class Need:
 
 
 NEEDS = (
-    Need(title="Resume exactly from a checkpoint", clauses=("resume", "reshard")),
+    Need(title="Resume exactly from a checkpoint", clauses=("resume",)),
+    Need(title="Resume exactly on another number of ranks", clauses=("reshard",)),
     Need(title="Go on after a lost rank or an error", clauses=("recovery", "error")),
     Need(title="Rows of unequal length, and gradient accumulation", clauses=("uneven tokens", "accumulation")),
     Need(title="Frozen, unused and tied parameters", clauses=("frozen", "unused", "tied embeddings")),
@@ -115,11 +113,17 @@ def _which(parsed: argparse.Namespace) -> None:
 
 
 def which_page(
-    records: Sequence[Record], cluster: Cluster, command: str, kept: Sequence[Conformance] = ()
+    records: Sequence[Record],
+    cluster: Cluster,
+    command: str,
+    kept: Sequence[Conformance] = (),
+    *,
+    in_reports: bool = False,
 ) -> list[str]:
-    """Return the page as paragraphs: a table of answers, then the evidence of each, then how it was obtained.
+    """Return the page as paragraphs: a list of answers, then the evidence of each, then how it was obtained.
 
-    `kept` are clauses that were judged before, beside those of the records.
+    `kept` are clauses that were judged before, beside those of the records. A page `in_reports` links to the pages
+    beside it, as GitHub and the site have them. Elsewhere these pages are only named.
 
     Raises `InputError` if no record is of a correct case of the matrix.
     """
@@ -127,32 +131,64 @@ def which_page(
     if not correct:
         raise InputError("no record of a case that trains correctly: run `pytest suites --results DIR` first")
     kept = [*kept, *filter(None, [judged(records)])]
-    found = [column for each in kept for column in each.columns]
+    found = [column for each in kept for column in each.columns if column.base.world_size > 1]
     plans = dict(_plans(cluster))
     answers = [_fits(plans, cluster)]
     answers += _least(correct, _state_bytes, "Fit a larger model into the same memory", "model states a rank")
-    answers += _least(correct, _sent_bytes, "Send less over the network", "bytes sent a rank")
+    answers += _least(correct, sent_bytes, "Send less over the network", "bytes sent a rank")
     replicas = [r for r in correct if r.case.layout.dp == r.case.world_size]
-    answers += _least(replicas, _sent_bytes, "Send less, by data parallelism alone", "bytes sent a rank")
+    answers += _least(replicas, sent_bytes, "Send less, by data parallelism alone", "bytes sent a rank")
     answers += [_kept(need, found) for need in NEEDS if _asked(need, found)]
-    parts = ["# Which framework?", _INTRODUCTION, "\n".join(answers)]
+    parts = ["# Which framework?", _introduction(in_reports), "\n".join(answers)]
     parts += _planned(plans, cluster)
     parts += ["## Memory and traffic, measured", _MEASURED, table(measured_rows(correct), keys=3)]
     for need in NEEDS:
-        if rows := _clause_rows(need, found):
+        if _asked(need, found):
             statements = "\n".join(f"- *{name}*: {CLAUSES[name].statement}" for name in need.clauses)
-            parts += [f"## {need.title}", statements, table(rows, keys=1)]
+            parts += [f"## {need.title}", statements, _clause_table(need, found)]
+    parts += ["## Known defects of the frameworks", _DEFECTS, table(_defect_rows(in_reports), keys=1)]
     environments = [*(record.environment for record in records), *(each.environment for each in kept)]
     return [*parts, *_origin(environments, command)]
 
 
-_INTRODUCTION = """*Measured*: trained here, by the suites, and equal to float64. *Planned*: computed for GPUs that
-were not at hand; `reports/validation.md` says how far off plans are. `meshmark gaps` prints what frameworks get wrong.
-`docs/glossary.md` explains the names of layouts."""
+def _introduction(in_reports: bool) -> str:
+    """Return what *measured* and *planned* mean, with links where the pages are beside this one."""
+
+    def page(words: str, path: str) -> str:
+        return f"[{words}]({path})" if in_reports else words
+
+    return (
+        "*Measured*: trained here, by the suites, and equal to float64. *Planned*: computed for GPUs that were not at "
+        f"hand; {page('the planner is held against published runs', 'validation.md')}. What frameworks get wrong is "
+        f"{page('listed with scripts that show it', 'gaps.md')} (`meshmark gaps`). "
+        f"{page('The glossary', '../docs/glossary.md')} explains names of layouts such as `dp4.zero3.mb2`."
+    )
+
 
 _MEASURED = """Bytes do not depend on the machine. *Model states* are parameters, gradients and optimizer states of the
 fullest rank; *sent* is what a rank hands to its links in one step. In brackets is the share of what DDP has on as many
 ranks with the same model. Activations, which grow with the batch, are in the peak alone."""
+
+
+_DEFECTS = """Each has a script that shows it without Meshmark. A framework that more adapters use was looked at more:
+a small number does not mean few defects. *Fails a clause*: so many make an adapter fail a clause of conformance."""
+
+
+def _defect_rows(in_reports: bool) -> Rows:
+    """Return a row per framework, the one with most known defects first, with links if the page of gaps is beside."""
+    failed = failed_clauses()
+    by_framework: dict[str, list[Reproducer]] = {}
+    for each in read_reproducers():
+        by_framework.setdefault(each.framework, []).append(each)
+    return [
+        {
+            "framework": f"{name} {own[0].versions[name]}",
+            "known defects": Markup(f"[{len(own)}](gaps.md#{own[0].name})") if in_reports else len(own),
+            "fails a clause": sum(bool(failed.get(each.name)) for each in own),
+            "reported upstream": sum(bool(each.upstream) for each in own),
+        }
+        for name, own in sorted(by_framework.items(), key=lambda pair: -len(pair[1]))
+    ]
 
 
 Measure = Callable[[Record], float]
@@ -167,11 +203,6 @@ def _state_bytes(record: Record) -> float:
 def _peak_bytes(record: Record) -> float:
     """Return the highest peak of any rank."""
     return max(reading.peak.total for reading in record.memory.readings)
-
-
-def _sent_bytes(record: Record) -> float:
-    """Return the bytes that the busiest rank hands to its links in a step."""
-    return max((sum(c.wire_bytes for c in reading.asked) for reading in record.traffic.readings), default=0.0)
 
 
 def _shares(found: Sequence[CaseResult], measure: Measure) -> dict[str, float]:
@@ -194,7 +225,7 @@ def measured_rows(found: Sequence[CaseResult]) -> Rows:
 
     Cases without a DDP run of the same model on as many ranks are left out.
     """
-    measures = {"model states / rank": _state_bytes, "peak / rank": _peak_bytes, "sent / rank": _sent_bytes}
+    measures = {"model states / rank": _state_bytes, "peak / rank": _peak_bytes, "sent / rank": sent_bytes}
     shares = {name: _shares(found, measure) for name, measure in measures.items()}
     rows = []
     for result in found:
@@ -245,10 +276,52 @@ def _plans(cluster: Cluster) -> Iterator[tuple[str, Search | str]]:
             yield name, str(error)
 
 
-def _fastest(plans: Mapping[str, Search | str]) -> list[tuple[str, Search]]:
-    """Return the frameworks with a layout that fits, the fastest first."""
-    fitting = [(name, plan) for name, plan in plans.items() if isinstance(plan, Search)]
-    return sorted(fitting, key=lambda pair: -float(pair[1].prediction.tokens_per_second_per_gpu[pair[1].ranked[0]]))
+@dataclass(frozen=True, kw_only=True)
+class _Planned:
+    """The best layout of a framework on the cluster."""
+
+    name: str
+    layout: str
+    num_axes: int
+    """Number of ways of parallelism that the layout combines."""
+    memory_bytes: float
+    tokens_per_second: float
+    """Tokens a second on one GPU."""
+    interval: tuple[float, float] | None
+    """Tokens a second within which nine runs in ten lie. None if the planner knows no interval."""
+
+    def meets(self, other: _Planned) -> bool:
+        """Return whether the intervals of two plans overlap, so that neither is known to be faster."""
+        if self.interval is None or other.interval is None:
+            return self.tokens_per_second == other.tokens_per_second
+        return self.interval[0] <= other.interval[1] and other.interval[0] <= self.interval[1]
+
+
+def _best(name: str, plan: Search, cluster: Cluster) -> _Planned:
+    row, predicted = int(plan.ranked[0]), plan.prediction
+    layout, interval = predicted.grid.layout(row), predicted.step_seconds_interval
+    tokens = cluster.global_batch * cluster.model.seq_len / cluster.num_gpus
+    return _Planned(
+        name=name,
+        layout=layout.id,
+        num_axes=sum(degree > 1 for degree in (layout.dp, layout.tp, layout.pp, layout.cp)),
+        memory_bytes=float(predicted.memory_bytes[row]),
+        tokens_per_second=float(predicted.tokens_per_second_per_gpu[row]),
+        interval=(tokens / float(interval[1][row]), tokens / float(interval[0][row])) if interval else None,
+    )
+
+
+def _ranked(plans: Mapping[str, Search | str], cluster: Cluster) -> tuple[list[_Planned], list[_Planned]]:
+    """Return the frameworks whose speed cannot be told from the fastest one's, and the others.
+
+    Of those that tie, the layout with the fewest ways of parallelism comes first, then the one with least memory. The
+    others are sorted by speed.
+    """
+    fitting = [_best(name, plan, cluster) for name, plan in plans.items() if isinstance(plan, Search)]
+    fitting.sort(key=lambda each: -each.tokens_per_second)
+    tied = [each for each in fitting if each.meets(fitting[0])]
+    slower = [each for each in fitting if not each.meets(fitting[0])]
+    return sorted(tied, key=lambda each: (each.num_axes, each.memory_bytes)), slower
 
 
 def _answer(need: str, take: Sequence[str], because: str) -> str:
@@ -258,40 +331,46 @@ def _answer(need: str, take: Sequence[str], because: str) -> str:
 def _fits(plans: Mapping[str, Search | str], cluster: Cluster) -> str:
     """Return the answer about the cluster."""
     need = f"Train {cluster.model.name} on {cluster.num_gpus} {cluster.gpu.name}"
-    if not (fitting := _fastest(plans)):
+    tied, _ = _ranked(plans, cluster)
+    if not tied:
         return _answer(need, [], "*Planned*: no layout of these frameworks fits")
-    layouts = [f"{name} {plan.prediction.grid.layout(int(plan.ranked[0])).id}" for name, plan in fitting]
-    speeds = [float(plan.prediction.tokens_per_second_per_gpu[plan.ranked[0]]) for _, plan in fitting]
-    near = [f"{one} ({100 * (1 - speed / speeds[0]):.0f} % slower)" for one, speed in zip(layouts, speeds, strict=True)]
-    near = [one for one, speed in zip(near, speeds, strict=True) if speed >= _NEAR * speeds[0]][1:]
-    memory = fitting[0][1].prediction.memory_bytes[fitting[0][1].ranked[0]]
-    because = f"*Planned*: {speeds[0]:,.0f} tokens/s a GPU in {memory / GIB:.0f} GiB"
-    return _answer(need, [layouts[0], *near], because)
+    speeds, memory = [each.tokens_per_second for each in tied], [each.memory_bytes / GIB for each in tied]
+    because = f"*Planned*: {_span(speeds, ',.0f')} tokens/s a GPU in {_span(memory, '.1f')} GiB"
+    if len(tied) > 1:
+        because += "; their intervals overlap, so that none is known to be faster; the simplest layout comes first"
+    return _answer(need, [f"{each.name} {each.layout}" for each in tied], because)
+
+
+def _span(values: Sequence[float], form: str) -> str:
+    """Return the smallest and the largest value, or one of them where they read the same."""
+    low, high = format(min(values), form), format(max(values), form)
+    return low if low == high else f"{low} to {high}"
 
 
 def _planned(plans: Mapping[str, Search | str], cluster: Cluster) -> list[str]:
     """Return the section about the cluster: the best layout of each framework, and why others have none."""
-    rows: Rows = []
-    for name, plan in _fastest(plans):
-        row, predicted = int(plan.ranked[0]), plan.prediction
-        interval = predicted.step_seconds_interval
-        low, high = (float(column[row]) for column in interval) if interval else (0.0, 0.0)
-        tokens = cluster.global_batch * cluster.model.seq_len / cluster.num_gpus
-        rows.append(
-            {
-                "framework": name,
-                "layout": predicted.grid.layout(row).id,
-                "memory, GiB": Cell(text=f"{predicted.memory_bytes[row] / GIB:.1f}"),
-                "tokens/s a GPU": Cell(text=f"{predicted.tokens_per_second_per_gpu[row]:,.0f}"),
-                "nine runs in ten": f"{tokens / high:,.0f} to {tokens / low:,.0f}" if interval else "not known",
-            }
-        )
+    tied, slower = _ranked(plans, cluster)
+    fastest = max((each.tokens_per_second for each in tied), default=0.0)
+    rows: Rows = [
+        {
+            "framework": each.name,
+            "layout": each.layout,
+            "memory, GiB": Cell(text=f"{each.memory_bytes / GIB:.1f}"),
+            "tokens/s a GPU": Cell(text=f"{each.tokens_per_second:,.0f}"),
+            "nine runs in ten": "not known" if each.interval is None else "{:,.0f} to {:,.0f}".format(*each.interval),
+            "speed": "within noise of the fastest"
+            if each in tied
+            else f"{100 * (1 - each.tokens_per_second / fastest):.0f} % slower",
+        }
+        for each in (*tied, *slower)
+    ]
     reasons = [f"- {name}: {inline(plan)}" for name, plan in plans.items() if isinstance(plan, str)]
     rows += [{"framework": name, "layout": "none fits"} for name, plan in plans.items() if isinstance(plan, str)]
     title = f"## {cluster.model.name} on {cluster.num_gpus} {cluster.gpu.name}, planned"
     about = (
         f"The fastest layout of each framework that fits {cluster.gpu.memory_bytes / GIB:.0f} GiB, of all that it has, "
-        f"with {cluster.global_batch} sequences of {cluster.model.seq_len:,} tokens in a step. `meshmark plan --model "
+        f"with {cluster.global_batch} sequences of {cluster.model.seq_len:,} tokens in a step. *Within noise*: its "
+        "interval overlaps the fastest one's; of these the simplest layout comes first. `meshmark plan --model "
         f"{cluster.model.name} --gpus {cluster.num_gpus} --gpu {cluster.gpu.name}` prints more of them."
     )
     return [title, about, table(rows, keys=1), *(["\n".join(reasons)] if reasons else [])]
@@ -317,35 +396,54 @@ def _asked(need: Need, found: Iterable[AdapterColumn]) -> bool:
     return any(_results(need, column) for column in found)
 
 
+def _keeps(need: Need, column: AdapterColumn) -> bool:
+    """Return whether every clause of a need was checked for an adapter, and holds."""
+    asked = _results(need, column)
+    return len(asked) == len(need.clauses) and all(result is ClauseResult.PASS for result in asked)
+
+
 def _kept(need: Need, found: Sequence[AdapterColumn]) -> str:
-    """Return the answer that clauses decide."""
-    kept, broken, silent = list[str](), list[str](), list[str]()
-    for column in found:
-        asked = _results(need, column)
-        if column.base.world_size == 1 or not asked:
-            continue
-        if len(asked) == len(need.clauses) and all(result is ClauseResult.PASS for result in asked):
-            kept.append(column.title)
-        else:
-            (broken if {ClauseResult.FAIL, ClauseResult.KNOWN_GAP} & set(asked) else silent).append(column.title)
-    others = [*broken, *silent]
-    take = [f"all but {', '.join(others)}" if others else f"all {len(kept)}"] if len(kept) > len(others) else kept
-    not_in = f"; a clause fails in {', '.join(map(inline, broken))}" if broken else ""
-    return _answer(need.title, take, f"*Measured*: {', '.join(need.clauses)}{not_in}")
+    """Return the answer that clauses decide: which adapters keep them, which fail one, and which lack an answer."""
+    asked = [column for column in found if _results(need, column)]
+    kept = [column for column in asked if _keeps(need, column)]
+    others = [column for column in asked if not _keeps(need, column)]
+    broken = [c for c in others if {ClauseResult.FAIL, ClauseResult.KNOWN_GAP} & set(_results(need, c))]
+    silent = [column for column in others if column not in broken]
+    because = f"*Measured* by the clause{'s' * (len(need.clauses) > 1)} {', '.join(need.clauses)}"
+    if broken:
+        because += f". A clause fails in {', '.join(map(inline, _listed(broken)))}"
+    if silent:
+        because += f". Not supported, or not judged, in {', '.join(map(inline, _listed(silent)))}"
+    take = _listed(kept) if others else [f"all {len(kept)} that run on several ranks"]
+    return _answer(need.title, take, because)
 
 
-def _clause_rows(need: Need, found: Sequence[AdapterColumn]) -> Rows:
-    """Return a row per adapter, those with the most passing clauses first, with reasons for failures."""
+def _listed(columns: Sequence[AdapterColumn]) -> list[str]:
+    """Return the adapters' names, those of one adapter together: `deepspeed ZeRO-1/2/3`."""
+    titles: dict[str, list[str]] = {}
+    for column in columns:
+        name, _, stage = column.title.partition(" ZeRO-")
+        titles.setdefault(name, []).append(stage)
+    return [f"{name} ZeRO-{'/'.join(stages)}" if any(stages) else name for name, stages in titles.items()]
+
+
+def _clause_table(need: Need, found: Sequence[AdapterColumn]) -> str:
+    """Return a table with a row per adapter, those with the most passing clauses first, with reasons for failures.
+
+    Where every adapter keeps every clause, a sentence says so.
+    """
+    asked = [column for column in found if _results(need, column)]
+    if all(_keeps(need, column) for column in asked):
+        return f"All {len(asked)} rows of the conformance table with several ranks: {', '.join(_listed(asked))}."
     rows = []
-    for column in found:
-        if not (asked := _results(need, column)):
-            continue
+    for column in asked:
+        results = _results(need, column)
         findings = {name: column.findings[name] for name in need.clauses if name in column.findings}
-        why = "; ".join(finding.evidence for finding in findings.values() if finding.result is not ClauseResult.PASS)
+        failed = [finding.evidence for finding in findings.values() if finding.result is not ClauseResult.PASS]
         row: dict[str, object] = {"adapter": column.title, "layout": column.base.layout.id}
         row |= {name: _WORDS[finding.result] for name, finding in findings.items()}
-        rows.append((-asked.count(ClauseResult.PASS), {**row, "why not": why}))
-    return [row for _, row in sorted(rows, key=lambda one: one[0])]
+        rows.append((-results.count(ClauseResult.PASS), {**row, "why not": "; ".join(dict.fromkeys(failed))}))
+    return table([row for _, row in sorted(rows, key=lambda one: one[0])], keys=1)
 
 
 def _origin(environments: Sequence[Environment], command: str) -> list[str]:
