@@ -23,6 +23,7 @@ from meshmark.adapters.tensor_parallel import TensorParallel
 from meshmark.judge.faults import Fault
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute, Schedule
+from meshmark.spec.workload import Workload, workload
 from meshmark.theory.sharding import Sharding
 from tests.broken import gradients as g
 from tests.broken import reducing as h
@@ -38,6 +39,7 @@ SHARED = Layout(cp=2, zero_stage=3, num_micro_batches=4)
 REDUCED = Layout(dp=2, num_micro_batches=4)
 TWO, FOUR = Layout(dp=2, zero_stage=3, num_micro_batches=4), Layout(dp=4, zero_stage=3, num_micro_batches=2)
 
+WARM = workload("gpt-mini-warmup")
 PARTED = Layout(dp=2, zero_stage=2, num_micro_batches=4)
 AGAIN = replace(TWO, recompute=Recompute.FULL)
 
@@ -143,6 +145,18 @@ class BucketsNotReduced(Broken):
         self.zero.gradient_reduction_w_predivide = lambda tensor, dtype: tensor
 
 
+class StepsEachMicroBatch(Broken):
+    """DeepSpeed's scheduler is stepped after every micro-batch, and once more with the optimizer."""
+
+    module: Any
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        with super().micro_batch(last):
+            yield
+        self.module.lr_scheduler.step()
+
+
 class AveragedOverTokens(Broken):
     """The ranks that share a sequence average their gradients, of losses that add up."""
 
@@ -227,9 +241,14 @@ class ReshardsAll(Adapter):
 
 
 def _on(
-    adapters: str, defect: type[Broken] | type[Adapter], *faults: Fault, suite: str = "equivalence", layout: Layout
+    adapters: str,
+    defect: type[Broken] | type[Adapter],
+    *faults: Fault,
+    suite: str = "equivalence",
+    layout: Layout,
+    problem: Workload = GPT,
 ) -> Iterator[Mutant]:
-    trained = DEEP if layout.folded else GPT
+    trained = DEEP if layout.folded else problem
     for adapter in adapters.split():
         yield Mutant(
             adapter=adapter, defect=defect, suite=suite, faults=frozenset(faults), workload=trained, layout=layout
@@ -243,6 +262,13 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("fsdp2-hsdp", g.AveragedTwice, F.SCALED, layout=FOUR),
     *_on("deepspeed-whole-buckets", BucketsNotReduced, F.NOT_REDUCED, layout=PARTED),
     *_on("deepspeed-reduce-to-ranks", AsTheorySays, suite="communication", layout=PARTED),
+    *_on(
+        "deepspeed-configured deepspeed-range-test deepspeed-one-cycle",
+        StepsEachMicroBatch,
+        F.UPDATE,
+        layout=PARTED,
+        problem=WARM,
+    ),
     *_on("fsdp1-nosync", FullShard, suite="communication", layout=TWO),
     *_on("fsdp2-nosync", ShardsPlainly, suite="communication", layout=TWO),
     *_on("fsdp2-hsdp-noallreduce", FSDP2ReducesEach, suite="communication", layout=FOUR),
