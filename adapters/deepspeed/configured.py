@@ -108,7 +108,7 @@ class DeepSpeedRangeTest(DeepSpeedConfigured):
 
 
 class DeepSpeedOneCycle(DeepSpeedConfigured):
-    """`OneCycle`, whose rate falls again after the warm-up. Without its cycle of momentum, which also replaces the second
+    """`OneCycle`, whose rate falls again after the warm-up. Its cycle of momentum is off, for it also replaces the second
     beta (adapters/gaps/deepspeed_one_cycle_betas.py)."""
 
     scheduler: ClassVar[str] = "OneCycle"
@@ -121,4 +121,3 @@ class DeepSpeedOneCycle(DeepSpeedConfigured):
             "cycle_first_step_size": spec.warmup_steps - 1,
             "cycle_momentum": False,
         }
-

@@ -8,13 +8,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.loop import LoopEngine
 from meshmark.adapters.accelerate import AccelerateFSDP2
+from meshmark.adapters.accelerate.loop import ShuffledLoop, SplitLoop
 from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.ulysses import UlyssesAttention
+from meshmark.adapters.deepspeed.variants import DeepSpeedDivides
 from meshmark.adapters.fairscale import FairScaleFSDP
 from meshmark.adapters.fsdp1 import FSDP1
 from meshmark.adapters.fsdp2 import FSDP2, FSDP2HSDP
@@ -23,6 +27,7 @@ from meshmark.adapters.tensor_parallel import TensorParallel
 from meshmark.judge.faults import Fault
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute, Schedule
+from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload, workload
 from meshmark.theory.sharding import Sharding
 from tests.broken import gradients as g
@@ -145,6 +150,64 @@ class BucketsNotReduced(Broken):
         self.zero.gradient_reduction_w_predivide = lambda tensor, dtype: tensor
 
 
+class DividesByRanksBefore(Adapter):
+    """The factor is the number of ranks, of which DeepSpeed's stage 3 divides twice and multiplies not at all."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        class ByRanks(DeepSpeedDivides):
+            @classmethod
+            def scaling(cls, case: Case) -> dict[str, Any]:
+                return {"gradient_predivide_factor": float(case.layout.dp)}
+
+        return ByRanks().build(case, context)
+
+
+class WeightsInBf16(Broken):
+    """Weights are rounded to bf16 as well, where autocast keeps them wide."""
+
+    def update(self) -> Tensor | None:
+        norm = super().update()
+        with torch.no_grad():
+            for _, weight in self.named():
+                weight.copy_(weight.bfloat16())
+        return norm
+
+
+class ShufflesAlone(Adapter):
+    """Every process shuffles by a seed of its own."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        class Alone(ShuffledLoop):
+            def arguments(self) -> dict[str, Any]:
+                from accelerate import DataLoaderConfiguration
+
+                own = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=self.seed + context.rank)
+                return {**super().arguments(), "dataloader_config": own}
+
+        return LoopEngine(case, context, Alone(case, context))
+
+
+class StepsForEachProcess(Adapter):
+    """A batch of all processes, and a schedule that is stepped once for each of them."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        class ForEach(SplitLoop):
+            def ready(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+                self.schedule.split_batches = False
+                super().ready(module, optimizer)
+
+        return LoopEngine(case, context, ForEach(case, context))
+
+
+class NeverDivided(Broken):
+    """Gradients are summed over ranks, and not divided before."""
+
+    zero: Any
+
+    def prepare(self) -> None:
+        self.zero.sequence_parallel_size = self.case.layout.dp
+
+
 class StepsEachMicroBatch(Broken):
     """DeepSpeed's scheduler is stepped after every micro-batch, and once more with the optimizer."""
 
@@ -247,11 +310,17 @@ def _on(
     suite: str = "equivalence",
     layout: Layout,
     problem: Workload = GPT,
+    precision: Precision = Precision.FP32,
 ) -> Iterator[Mutant]:
-    trained = DEEP if layout.folded else problem
     for adapter in adapters.split():
         yield Mutant(
-            adapter=adapter, defect=defect, suite=suite, faults=frozenset(faults), workload=trained, layout=layout
+            adapter=adapter,
+            defect=defect,
+            suite=suite,
+            faults=frozenset(faults),
+            workload=DEEP if layout.folded else problem,
+            layout=layout,
+            precision=precision,
         )
 
 
@@ -262,6 +331,15 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("fsdp2-hsdp", g.AveragedTwice, F.SCALED, layout=FOUR),
     *_on("deepspeed-whole-buckets", BucketsNotReduced, F.NOT_REDUCED, layout=PARTED),
     *_on("deepspeed-reduce-to-ranks", AsTheorySays, suite="communication", layout=PARTED),
+    *_on("accelerate-loop-shuffled", ShufflesAlone, layout=REDUCED),
+    *_on("accelerate-loop-split", StepsForEachProcess, F.UPDATE, layout=REDUCED, problem=WARM),
+    *_on("deepspeed-predivide", DividesByRanksBefore, F.SCALED, layout=TWO),
+    *_on("deepspeed-prescale", NeverDivided, F.SCALED, layout=PARTED),
+    *_on("deepspeed-separate-gradients", AsTheorySays, suite="memory", layout=replace(PARTED, zero_stage=1)),
+    *_on(
+        "deepspeed-autocast", WeightsInBf16, F.PRECISION, layout=replace(PARTED, zero_stage=0), precision=Precision.BF16
+    ),
+    *_on("deepspeed-fetch-by-reduction", AsTheorySays, suite="communication", layout=TWO),
     *_on(
         "deepspeed-configured deepspeed-range-test deepspeed-one-cycle",
         StepsEachMicroBatch,
