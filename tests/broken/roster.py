@@ -199,6 +199,37 @@ class StepsForEachProcess(Adapter):
         return LoopEngine(case, context, ForEach(case, context))
 
 
+class AveragesAsEver(Broken):
+    """Gradients are averaged over ranks, of losses that add up."""
+
+    def prepare(self) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        for part in self.root().modules():
+            if isinstance(part, FSDPModule):
+                part.set_gradient_divide_factor(float(self.case.layout.dp))
+
+
+class OwnersTellNobody(Broken):
+    """Owners update what they own, and no other rank hears of it."""
+
+    def prepare(self) -> None:
+        self.optimizer._sync_params = lambda: None
+
+
+class RowsOfColumns(Broken):
+    """The gathered columns of a matrix are read as if they were rows: its halves come one above the other."""
+
+    def prepare(self) -> None:
+        from torch.distributed.tensor import DTensor
+
+        for _, weight in self.named():
+            if isinstance(weight, DTensor) and weight.placements[0].is_shard(1) and weight.shape[0] == weight.shape[1]:
+                local = weight.to_local()
+                with torch.no_grad():
+                    local.copy_(local.reshape(local.shape[1], local.shape[0]).T.clone())
+
+
 class NeverDivided(Broken):
     """Gradients are summed over ranks, and not divided before."""
 
@@ -347,6 +378,10 @@ ROSTER_MUTANTS: list[Mutant] = [
         layout=PARTED,
         problem=WARM,
     ),
+    *_on("fsdp2-sums", AveragesAsEver, F.SCALED, layout=TWO),
+    *_on("fsdp2-columns", RowsOfColumns, layout=TWO),
+    *_on("fsdp1-no-shard", FullShard, suite="communication", layout=replace(TWO, zero_stage=0)),
+    *_on("ddp-zero1-views", OwnersTellNobody, F.DRIFT, layout=replace(TWO, zero_stage=1)),
     *_on("fsdp1-nosync", FullShard, suite="communication", layout=TWO),
     *_on("fsdp2-nosync", ShardsPlainly, suite="communication", layout=TWO),
     *_on("fsdp2-hsdp-noallreduce", FSDP2ReducesEach, suite="communication", layout=FOUR),
