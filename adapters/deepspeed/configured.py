@@ -108,7 +108,7 @@ class DeepSpeedRangeTest(DeepSpeedConfigured):
 
 
 class DeepSpeedOneCycle(DeepSpeedConfigured):
-    """`OneCycle`, whose rate falls again after the warm-up. Its cycle of momentum is off, for it also replaces the second
+    """`OneCycle`, whose rate falls again after the warm-up. Its cycle of momentum is off: it would replace the second
     beta (adapters/gaps/deepspeed_one_cycle_betas.py)."""
 
     scheduler: ClassVar[str] = "OneCycle"
