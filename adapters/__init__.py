@@ -26,6 +26,7 @@ ADAPTERS: dict[str, str] = {
 ROSTER: dict[str, str] = {
     "ddp-static": "meshmark.adapters.ddp:DDPStatic",
     "ddp-recommended": "meshmark.adapters.ddp:DDPRecommended",
+    "ddp-buckets": "meshmark.adapters.ddp:DDPBuckets",
     "ddp-zero1": "meshmark.adapters.zero_redundancy:DDPZero1",
     "ddp-zero1-views": "meshmark.adapters.zero_redundancy:DDPZero1Views",
     "tp": "meshmark.adapters.tensor_parallel:TensorParallel",
@@ -71,6 +72,7 @@ ROSTER: dict[str, str] = {
     "deepspeed-ulysses": "meshmark.adapters.deepspeed.ulysses:DeepSpeedUlysses",
     "deepspeed-autotp": "meshmark.adapters.deepspeed.autotp:DeepSpeedAutoTP",
     "megatron-gpt": "meshmark.adapters.megatron.gpt_model:MegatronGPT",
+    "megatron-gpt-average": "meshmark.adapters.megatron.gpt_model:MegatronGPTAverages",
     "megatron-gpt-zero1": "meshmark.adapters.megatron.gpt_model:MegatronGPTDistributedOptimizer",
     "megatron-gpt-overlap": "meshmark.adapters.megatron.overlap:MegatronGPTOverlap",
     "megatron-gpt-recommended": "meshmark.adapters.megatron.recommended:MegatronGPTRecommended",
@@ -92,6 +94,7 @@ ROSTER: dict[str, str] = {
     "fabric-fsdp": "meshmark.adapters.fabric:FabricFSDP",
     "fabric-fsdp-separate": "meshmark.adapters.fabric:FabricFSDPSeparate",
     "fabric-deepspeed": "meshmark.adapters.fabric.deepspeed:FabricDeepSpeed",
+    "fabric-loop": "meshmark.adapters.fabric.loop:FabricScript",
     "fabric-tp-fsdp2": "meshmark.adapters.fabric.model_parallel:FabricTensorParallelFSDP2",
     "horovod": "meshmark.adapters.horovod:Horovod",
     "horovod-fp16": "meshmark.adapters.horovod:HorovodFP16",

@@ -42,6 +42,7 @@ CLAUSES_OF = (
     "fabric-fsdp",
     "accelerate-loop",
     *("deepspeed-configured", "accelerate-loop-split", "accelerate-loop-shuffled", "ddp-zero1", "deepspeed-predivide"),
+    *("fabric-loop", "ddp-buckets"),
 )
 """Adapters whose clauses are run, of each the deepest ZeRO stage, most valuable first."""
 SUITES_OF_TWO = (
@@ -73,6 +74,7 @@ SUITES_OF_TWO = (
     *("accelerate-loop", "accelerate-loop-recommended", "hf-trainer", "hf-trainer-fsdp2", "hf-trainer-deepspeed"),
     *("hf-trainer-recommended", "lightning-trainer"),
     *("deepspeed-predivide", "deepspeed-prescale", "deepspeed-separate-gradients", "deepspeed-fetch-by-reduction"),
+    *("ddp-buckets", "fabric-loop", "megatron-gpt-average"),
     *("deepspeed-autocast", "fsdp2-sums", "fsdp2-columns", "fsdp1-no-shard", "ddp-zero1-views"),
 )
 SUITES_OF_FOUR = (

@@ -148,6 +148,7 @@ def describe(target: str) -> Workload:
         couples_rows=couples,
         has_batch_norms=has_batch_norms,
         layers=layers,
+        layers_share=bool(shared_layers),
         shared_layers=shared_layers,
         split=_split(target, own, module),
         narrow_error=_narrow_error(own, module, batch),

@@ -114,6 +114,8 @@ class OwnModelConfig(ModelConfig):
     has_batch_norms: bool = False
     layers: tuple[LayerCount, ...] = ()
     """Layers between which a pipeline is cut; empty if the workload does not name them."""
+    layers_share: bool = False
+    """Whether two of the layers share a parameter."""
     shared_layers: tuple[tuple[int, int], ...] = ()
     """Pairs of layers that share a parameter, such as a block that runs twice. It counts in the first of them."""
     split: TensorSplit | None = None

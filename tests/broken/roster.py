@@ -10,15 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapter.loop import LoopEngine
+from meshmark.adapter.loop import LoopEngine, collate
 from meshmark.adapters.accelerate import AccelerateFSDP2
 from meshmark.adapters.accelerate.loop import ShuffledLoop, SplitLoop
+from meshmark.adapters.ddp import DDP
 from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.ulysses import UlyssesAttention
 from meshmark.adapters.deepspeed.variants import DeepSpeedDivides
+from meshmark.adapters.fabric.loop import FabricLoop
 from meshmark.adapters.fairscale import FairScaleFSDP
 from meshmark.adapters.fsdp1 import FSDP1
 from meshmark.adapters.fsdp2 import FSDP2, FSDP2HSDP
@@ -230,6 +233,38 @@ class RowsOfColumns(Broken):
                     local.copy_(local.reshape(local.shape[1], local.shape[0]).T.clone())
 
 
+class OneBucket(Adapter):
+    """DDP, whatever size of buckets was asked for."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return DDP().build(case, context)
+
+
+class EveryRankReadsAll(Adapter):
+    """Fabric is told to deal no rows: every rank reads the same."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        class Same(FabricLoop):
+            def loader(self, fabric: Any) -> DataLoader[Any]:  # noqa: ANN401
+                plain = DataLoader(self.rows, batch_size=self.rows_per_micro_batch, collate_fn=collate)
+                same: DataLoader[Any] = fabric.setup_dataloaders(plain, use_distributed_sampler=False)
+                return same
+
+        return LoopEngine(case, context, Same(case, context))
+
+
+class SumsOverReplicas(Broken):
+    """Gradients were not scaled, for the reduction was to average, and it sums."""
+
+    def prepare(self) -> None:
+        for chunk in self.chunks:  # type: ignore[attr-defined]
+            for buffers in (chunk.buffers, chunk.expert_parallel_buffers):
+                for buffer in buffers:
+                    for group in buffer.bucket_groups if hasattr(buffer, "bucket_groups") else ():
+                        group.ddp_config.average_in_collective = False
+            chunk.ddp_config.average_in_collective = False
+
+
 class NeverDivided(Broken):
     """Gradients are summed over ranks, and not divided before."""
 
@@ -362,6 +397,9 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("fsdp2-hsdp", g.AveragedTwice, F.SCALED, layout=FOUR),
     *_on("deepspeed-whole-buckets", BucketsNotReduced, F.NOT_REDUCED, layout=PARTED),
     *_on("deepspeed-reduce-to-ranks", AsTheorySays, suite="communication", layout=PARTED),
+    *_on("ddp-buckets", OneBucket, suite="communication", layout=REDUCED),
+    *_on("fabric-loop", EveryRankReadsAll, layout=REDUCED),
+    *_on("megatron-gpt-average", SumsOverReplicas, F.SCALED, layout=REDUCED),
     *_on("accelerate-loop-shuffled", ShufflesAlone, layout=REDUCED),
     *_on("accelerate-loop-split", StepsForEachProcess, F.UPDATE, layout=REDUCED, problem=WARM),
     *_on("deepspeed-predivide", DividesByRanksBefore, F.SCALED, layout=TWO),
