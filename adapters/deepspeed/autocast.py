@@ -24,14 +24,13 @@ class DeepSpeedAutocast(DeepSpeedZero0):
     arithmetic: ClassVar = Arithmetic(casting=Casting.AUTOCAST)
     capabilities: ClassVar = dataclasses.replace(
         DeepSpeedZero0.capabilities,
-        precisions=frozenset({Precision.BF16}),
+        precisions=frozenset({Precision.FP32, Precision.BF16}),
         lacks={
             **{
                 feature: why
                 for feature, why in DeepSpeedZero0.capabilities.lacks.items()
                 if feature not in (Precision.BF16, Precision.FP16)
             },
-            Precision.FP32: "it is `deepspeed-zero0` then",
             Precision.FP16: "on a CPU its GradScaler has no kernel of DeepSpeed's",
         },
     )
@@ -40,13 +39,17 @@ class DeepSpeedAutocast(DeepSpeedZero0):
         return {
             **super().config(case, context),
             "bf16": {"enabled": False},
-            "torch_autocast": {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []},
+            "torch_autocast": {
+                "enabled": case.precision.is_mixed,  # without, it is `deepspeed-zero0`
+                "dtype": "bfloat16",
+                "lower_precision_safe_modules": [],
+            },
         }
 
     def build(self, case: Case, context: RankContext) -> Engine:
         """Raise `AdapterError` where DeepSpeed does not run under autocast."""
         engine = super().build(case, context)
         assert isinstance(engine, DeepSpeedEngine)
-        if not engine.module.torch_autocast_enabled():
-            raise AdapterError(f"rank {context.rank}: DeepSpeed runs without torch_autocast, which it was asked for")
+        if engine.module.torch_autocast_enabled() != case.precision.is_mixed:
+            raise AdapterError(f"rank {context.rank}: DeepSpeed does not heed torch_autocast in {case.precision}")
         return engine
