@@ -103,7 +103,7 @@ class DeepSpeed(Adapter):
             return f"{case.adapter} does not support {Feature.SCALARS} at stage {case.layout.zero_stage} ({why})"
         if case.precision.is_mixed and (case.workload.frozen or getattr(case.workload.model, "has_frozen", False)):
             return (
-                f"{case.adapter} does not support {Feature.FROZEN} in {case.precision} (it keeps them in 16 bits alone, "
+                f"{case.adapter} does not support {Feature.FROZEN} in {case.precision} (it keeps them in 16 bits, "
                 "so that their values are rounded when it is set up)"
             )
         if case.precision.compute is Dtype.FP16 and device == "cpu":
