@@ -80,6 +80,8 @@ ROSTER: dict[str, str] = {
     "fairscale-oss-ddp": "meshmark.adapters.fairscale.under_ddp:FairScaleOSSDDP",
     "fairscale-fsdp-unflattened": "meshmark.adapters.fairscale.options:FairScaleFSDPUnflattened",
     "fairscale-fsdp-noreshard": "meshmark.adapters.fairscale.options:FairScaleFSDPNoReshard",
+    "fairscale-fsdp-nosync": "meshmark.adapters.fairscale.options:FairScaleFSDPNoSync",
+    "fairscale-fsdp-predivide": "meshmark.adapters.fairscale.options:FairScaleFSDPPredivide",
     "fairscale-checkpoint-offload": "meshmark.adapters.fairscale.options:FairScaleCheckpointOffload",
     "ddp-compressed": "meshmark.adapters.ddp_compressed:DDPCompressed",
     "compressed": "meshmark.adapters.compressed:Compressed",

@@ -74,7 +74,7 @@ SUITES_OF_TWO = (
     *("accelerate-loop", "accelerate-loop-recommended", "hf-trainer", "hf-trainer-fsdp2", "hf-trainer-deepspeed"),
     *("hf-trainer-recommended", "lightning-trainer"),
     *("deepspeed-predivide", "deepspeed-prescale", "deepspeed-separate-gradients", "deepspeed-fetch-by-reduction"),
-    *("ddp-buckets", "fabric-loop", "megatron-gpt-average"),
+    *("ddp-buckets", "fabric-loop", "megatron-gpt-average", "fairscale-fsdp-nosync", "fairscale-fsdp-predivide"),
     *("deepspeed-autocast", "fsdp2-sums", "fsdp2-columns", "fsdp1-no-shard", "ddp-zero1-views"),
 )
 SUITES_OF_FOUR = (

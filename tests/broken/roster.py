@@ -23,6 +23,7 @@ from meshmark.adapters.deepspeed.ulysses import UlyssesAttention
 from meshmark.adapters.deepspeed.variants import DeepSpeedDivides
 from meshmark.adapters.fabric.loop import FabricLoop
 from meshmark.adapters.fairscale import FairScaleFSDP
+from meshmark.adapters.fairscale.options import FairScaleFSDPPredivide
 from meshmark.adapters.fsdp1 import FSDP1
 from meshmark.adapters.fsdp2 import FSDP2, FSDP2HSDP
 from meshmark.adapters.pipeline_nd import PipelineFSDP2
@@ -265,6 +266,17 @@ class SumsOverReplicas(Broken):
             chunk.ddp_config.average_in_collective = False
 
 
+class DividesBeforeAndAfter(Adapter):
+    """The factor exceeds the number of ranks, and FairScale does not multiply after the reduction."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        class Twice(FairScaleFSDPPredivide):
+            def choices(self, case: Case) -> dict[str, Any]:
+                return {"gradient_predivide_factor": 2.0 * case.layout.dp}
+
+        return Twice().build(case, context)
+
+
 class NeverDivided(Broken):
     """Gradients are summed over ranks, and not divided before."""
 
@@ -455,6 +467,8 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("deepspeed-hpz", GathersFromAll, suite="communication", layout=FOUR),
     *_on("deepspeed-checkpointing", ByPyTorch, suite="communication", layout=AGAIN),
     *_on("deepspeed-checkpointing", g.OverMicroBatches, F.SCALED, layout=AGAIN),
+    *_on("fairscale-fsdp-nosync", ReshardsAll, suite="communication", layout=TWO),
+    *_on("fairscale-fsdp-predivide", DividesBeforeAndAfter, F.SCALED, layout=TWO),
     *_on("fairscale-fsdp-noreshard", ReshardsAll, suite="communication", layout=TWO),
     *_on("fairscale-fsdp-unflattened", g.OverMicroBatches, F.SCALED, layout=TWO),
     *_on("fairscale-checkpoint-offload", g.MeanOfRanks, F.UNEVEN, layout=AGAIN),
