@@ -105,6 +105,8 @@ ROSTER: dict[str, str] = {
     "accelerate-hsdp": "meshmark.adapters.accelerate:AccelerateHSDP",
     "accelerate-fsdp2-launched": "meshmark.adapters.accelerate.launched:AccelerateFSDP2Launched",
     "accelerate-fsdp1": "meshmark.adapters.accelerate.fsdp1:AccelerateFSDP1",
+    "accelerate-sync-each": "meshmark.adapters.accelerate:AccelerateSyncEach",
+    "accelerate-fsdp2-nosync": "meshmark.adapters.accelerate:AccelerateFSDP2NoSync",
     "accelerate-loop": "meshmark.adapters.accelerate.loop:AccelerateScript",
     "accelerate-loop-recommended": "meshmark.adapters.accelerate.loop:AccelerateScriptRecommended",
     "accelerate-loop-split": "meshmark.adapters.accelerate.loop:AccelerateSplit",

@@ -75,6 +75,7 @@ SUITES_OF_TWO = (
     *("hf-trainer-recommended", "lightning-trainer"),
     *("deepspeed-predivide", "deepspeed-prescale", "deepspeed-separate-gradients", "deepspeed-fetch-by-reduction"),
     *("ddp-buckets", "fabric-loop", "megatron-gpt-average", "fairscale-fsdp-nosync", "fairscale-fsdp-predivide"),
+    *("accelerate-sync-each", "accelerate-fsdp2-nosync"),
     *("deepspeed-autocast", "fsdp2-sums", "fsdp2-columns", "fsdp1-no-shard", "ddp-zero1-views"),
 )
 SUITES_OF_FOUR = (

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.loop import LoopEngine, collate
-from meshmark.adapters.accelerate import AccelerateFSDP2
+from meshmark.adapters.accelerate import Accelerate, AccelerateFSDP2
 from meshmark.adapters.accelerate.loop import ShuffledLoop, SplitLoop
 from meshmark.adapters.ddp import DDP
 from meshmark.adapters.deepspeed import DeepSpeed
@@ -277,6 +277,13 @@ class DividesBeforeAndAfter(Adapter):
         return Twice().build(case, context)
 
 
+class SyncsOnce(Adapter):
+    """Accelerate reduces once a step, whatever `sync_each_batch` says."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return Accelerate().build(case, context)
+
+
 class NeverDivided(Broken):
     """Gradients are summed over ranks, and not divided before."""
 
@@ -447,6 +454,8 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("tp", g.OverMicroBatches, F.SCALED, layout=Layout(tp=2, num_micro_batches=4)),
     *_on("tp", ReplicasAlone, F.NOT_REDUCED, layout=Layout(dp=2, tp=2, num_micro_batches=4)),
     *_on("tp-whole-loss", LossInParallel, suite="communication", layout=Layout(tp=2, num_micro_batches=4)),
+    *_on("accelerate-sync-each", SyncsOnce, suite="communication", layout=REDUCED),
+    *_on("accelerate-fsdp2-nosync", ShardsOverAll, suite="communication", layout=TWO),
     *_on("accelerate-hsdp", ShardsOverAll, suite="communication", layout=FOUR),
     *_on("fabric-tp-fsdp2", g.OverMicroBatches, F.SCALED, layout=CROSSED),
     *_on("deepspeed-pipeline", StageNotScaled, F.SCALED, layout=replace(PIPELINE, zero_stage=1)),
