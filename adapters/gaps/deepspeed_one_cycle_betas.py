@@ -6,8 +6,7 @@
 # framework = "deepspeed"
 # symptom = "With `OneCycle`, whose `cycle_momentum` is on by default, AdamW's betas of (0.9, 0.95) become (0.8, 0.99)."
 # cause = """
-# `_initialize_momentum` (lr_schedules.py) writes `(momentum, 0.99)` into every group's `betas`, and each step does so
-# again. No parameter of the scheduler names the second beta."""
+# `_initialize_momentum` (lr_schedules.py) writes `(momentum, 0.99)` into every group's `betas`."""
 # processes = 1
 # ///
 import sys

@@ -7,7 +7,7 @@
 # symptom = "The first optimizer step with `WarmupCosineLR` changes no parameter."
 # cause = """
 # `get_lr` (lr_schedules.py) returns 0 until the scheduler is stepped, which the engine does after the optimizer's first
-# step. Its sibling `WarmupLR` returns the smallest rate there."""
+# step."""
 # processes = 1
 # ///
 import sys

@@ -17,7 +17,7 @@ import torch
 from deepspeed.utils import safe_get_full_grad
 from torch import nn
 
-deepspeed.ops.__compatible_ops__ = {}  # On a CPU, DeepSpeed would compile an operator.
+deepspeed.ops.__compatible_ops__ = {}
 model = nn.Linear(4, 4, bias=False)
 config = {
     "train_batch_size": 2,

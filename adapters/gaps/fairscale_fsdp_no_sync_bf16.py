@@ -4,14 +4,14 @@
 # [tool.meshmark]
 # title = "FairScale's FSDP accumulates in bf16 under no_sync, though fp32_reduce_scatter is on"
 # framework = "fairscale"
-# symptom = "Gradients of several micro-batches are added in bf16 and lose digits."
+# symptom = "Gradients of several micro-batches lose digits."
 # cause = """
 # Under `no_sync`, micro-batches are added up in the whole parameter's `grad`, which has the dtype `compute_dtype`."""
 # processes = 2
 # ///
 import contextlib
 import sys
-import types
+from types import ModuleType, SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -19,18 +19,17 @@ from fairscale.nn.data_parallel import FullyShardedDataParallel, fully_sharded_d
 from torch import nn
 
 dist.init_process_group("gloo")
-if not torch.cuda.is_available():  # FairScale takes CUDA's streams for granted. These do nothing.
-    stream = types.SimpleNamespace(wait_stream=lambda other: None)
-    without_streams = types.ModuleType("torch")
-    without_streams.__getattr__ = lambda name: getattr(torch, name)
-    without_streams.cuda = types.SimpleNamespace(
+if not torch.cuda.is_available():  # FairScale takes streams for granted.
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    shim = ModuleType("torch")
+    shim.__getattr__ = lambda name: getattr(torch, name)
+    shim.cuda = SimpleNamespace(
         is_available=lambda: True,
         Stream=lambda: stream,
         current_stream=lambda: stream,
         stream=lambda stream: contextlib.nullcontext(),
-        synchronize=lambda: None,
     )
-    fully_sharded_data_parallel.torch = without_streams
+    fully_sharded_data_parallel.torch = shim
     torch.Tensor.record_stream = lambda self, stream: None
 dtypes = {"mixed_precision": True, "compute_dtype": torch.bfloat16, "fp32_reduce_scatter": True}
 model = FullyShardedDataParallel(nn.Embedding(1, 2), compute_device=torch.device("cpu"), bucket_cap_mb=0, **dtypes)

@@ -4,7 +4,7 @@
 # [tool.meshmark]
 # title = "FSDP1 gives a parameter that no forward pass uses a gradient of zero"
 # framework = "torch"
-# symptom = "Weight decay and momentum move a parameter that DDP and FSDP2 leave alone, for its gradient is None there."
+# symptom = "Weight decay and momentum move a parameter that DDP and FSDP2 leave alone."
 # cause = """
 # The gradient of a unit is one flat tensor, of which every parameter has a view, also with `use_orig_params=True`."""
 # processes = 2
