@@ -7,7 +7,7 @@ REPORT ?= results/report.md
 
 .PHONY: help install env report pages keep conformance test test-slow lint types docs clean \
         tables twins validate convergence throttled scale versions dry-runs coatnet architectures trainers roster roster-page \
-        reach reach-mutants power power-page correct-engines power-long chaos fuzz gate cluster-test size bench gpu horovod
+        reach reach-mutants pairs power power-page correct-engines power-long chaos fuzz gate cluster-test size bench gpu horovod
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1  /p' Makefile | awk -F '  ' '{printf "make %-14s %s\n", $$1, $$2}'
@@ -131,6 +131,9 @@ reach: install  ## Lines and options of the frameworks that judged passes reach,
 reach-mutants: install  ## Mutants of the frameworks, against the passes that `make reach` left: 15 minutes at a time.
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.reach.mutants --minutes $(or $(MINUTES),15)
 	$(BIN)/python -m benchmarks.reach --page
+
+pairs: install  ## Resume, where every two of nine variations meet; what fails is printed.
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.pairs
 
 power: install  ## Engines broken on purpose must be caught, correct runs must pass: reports/power.md.
 	$(BIN)/python -m benchmarks.power

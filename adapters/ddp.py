@@ -40,6 +40,9 @@ _FIRST_BUCKET_BYTES, _BUCKET_BYTES = 2**20, 25 * 2**20
 """DDP's defaults."""
 
 
+_SMALL_BUCKET_BYTES = 10 * 2**10
+
+
 class DDPEngine(DataParallelEngine):
     module: DistributedDataParallel
 
@@ -67,6 +70,8 @@ class DDP(Adapter):
     broadcasts_buffers: ClassVar[bool] = False
     """Otherwise each replica keeps its own statistics, as the workload defines them."""
     static_graph: ClassVar[bool] = False
+    buckets: ClassVar[dict[str, Any]] = {}
+    """Further arguments of DDP."""
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
@@ -85,10 +90,28 @@ class DDP(Adapter):
             gradient_as_bucket_view=self.gradients_are_views,
             broadcast_buffers=self.broadcasts_buffers,
             static_graph=self.static_graph,
+            **self.buckets,
         )
         if case.precision.narrows_reduction:
             module.register_comm_hook(dist.group.WORLD, _HOOKS[case.precision.reduction])
         return module
+
+
+class DDPBuckets(DDP):
+    """Buckets of 10 KiB, so that a small model too has several, and no comparison of ranks at the start."""
+
+    buckets: ClassVar[dict[str, Any]] = {"bucket_cap_mb": _SMALL_BUCKET_BYTES / 2**20, "init_sync": False}
+
+    @classmethod
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        """A bucket is closed by the tensor that fills it, so it holds no more than that beyond its size."""
+        sizes = [math.prod(shape) for shape in parameter_shapes(case.workload.model).values()]
+
+        def several(flow: Flow) -> Flow:
+            largest = max(sizes) * flow.num_bytes // sum(sizes)
+            return replace(flow, fewest=max(1, flow.num_bytes // (_SMALL_BUCKET_BYTES + largest)))
+
+        return exceptions_for(step_traffic(case, rank), Purpose.GRADIENTS, "buckets are small", several)
 
 
 class StaticEngine(DDPEngine):

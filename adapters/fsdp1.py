@@ -25,7 +25,7 @@ from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Purpose, TrafficException, exceptions_for
+from meshmark.theory.flow import Flow, Purpose, TrafficException, exceptions_for
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.sharding import Padding, Sharding, neighbours, sharded_recipe, sharding_exceptions
 from meshmark.theory.traffic import step_traffic
@@ -188,6 +188,27 @@ class FSDP1ShardGradOp(FSDP1):
 
     strategy: ClassVar = "SHARD_GRAD_OP"
     sharding: ClassVar = Sharding(reshards_blocks=False, reshards_root=False)
+
+
+class FSDP1NoShard(FSDP1):
+    """NO_SHARD: every rank keeps whole flat parameters, whose gradients are all-reduced after every micro-batch."""
+
+    strategy: ClassVar = "NO_SHARD"
+    capabilities: ClassVar = replace(FSDP1.capabilities, zero_stages=frozenset({0}))
+
+    @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        return eager_recipe(case, "eager-fsdp1", casts_weights=True)
+
+    @classmethod
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        rounds = case.layout.num_micro_batches
+
+        def each(flow: Flow) -> Flow:
+            return replace(flow, num_bytes=rounds * flow.num_bytes, fewest=rounds, most=rounds * flow.most)
+
+        reason = "gradients are reduced after every micro-batch"
+        return exceptions_for(step_traffic(case, rank) if rounds > 1 else None, Purpose.GRADIENTS, reason, each)
 
 
 class FSDP1NoSync(FSDP1):

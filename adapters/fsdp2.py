@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -91,7 +91,10 @@ class FSDP2(Adapter):
             Feature.SCALARS: "`fully_shard` refuses them, for it shards by the first dimension",
         },
     )
+    engine: ClassVar[type[FSDP2Engine]] = FSDP2Engine
     sharding: ClassVar = Sharding()
+    by_columns: ClassVar[bool] = False
+    """Whether matrices are sharded by their second dimension."""
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
@@ -114,9 +117,9 @@ class FSDP2(Adapter):
             model = configure(build_model(case.workload.model), case)
         if case.precision.master is Dtype.FP64:
             model.double()
-        shard(model, case, context, self.sharding)
+        shard(model, case, context, self.sharding, by_columns=self.by_columns)
         optimizer = build_optimizer(case.workload.optimizer, model.named_parameters(), case.tuning)
-        engine = FSDP2Engine(case, context, model, optimizer)
+        engine = self.engine(case, context, model, optimizer)
         engine.sharding = self.sharding
         return engine
 
@@ -160,6 +163,50 @@ class FSDP2HSDPNoAllReduce(FSDP2HSDP):
     replica, and their sum among replicas."""
 
     sharding: ClassVar = Sharding(replicas=2, reduces_among=False)
+
+
+class FSDP2SumsEngine(FSDP2Engine):
+    """Losses are not multiplied by the number of ranks, so that gradients add up."""
+
+    def differentiate(self, loss: Tensor) -> None:
+        super().differentiate(loss / self.case.layout.dp)
+
+
+class FSDP2Sums(FSDP2):
+    """`set_gradient_divide_factor(1)` and `set_force_sum_reduction_for_comms(True)`: gradients are summed over ranks,
+    not averaged."""
+
+    engine: ClassVar[type[FSDP2Engine]] = FSDP2SumsEngine
+    arithmetic: ClassVar = dataclasses.replace(FSDP2.arithmetic, averages=False)
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        from torch.distributed.fsdp import FSDPModule
+
+        engine = super().build(case, context)
+        assert isinstance(engine, FSDP2Engine)
+        for part in engine.module.modules():
+            if isinstance(part, FSDPModule):
+                part.set_gradient_divide_factor(1.0)
+                part.set_force_sum_reduction_for_comms(True)
+        return engine
+
+
+class FSDP2Columns(FSDP2):
+    """`shard_placement_fn`: matrices are sharded by their second dimension, all else by the first."""
+
+    by_columns: ClassVar = True
+
+    @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        """Gathered columns are copied to where rows lie. How much of that is there at the peak is not planned."""
+        return dataclasses.replace(super().recipe(case), peak_known=False)
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        shapes = parameter_shapes(case.workload.model).values()
+        if any(len(shape) > 1 and shape[1] % case.layout.dp for shape in shapes):
+            return f"{case.adapter} does not support dimensions that the ranks do not divide (FSDP2 refuses them)"
+        return super().supports(case, device, backend)
 
 
 class FSDP2Offload(FSDP2):
@@ -249,7 +296,7 @@ def fsdp2_exceptions(case: Case, rank: int, sharding: Sharding) -> tuple[Traffic
     )
 
 
-def shard(model: Model, case: Case, context: RankContext, sharding: Sharding) -> None:
+def shard(model: Model, case: Case, context: RankContext, sharding: Sharding, *, by_columns: bool = False) -> None:
     """Shard a model on the meta device over all ranks, block by block, and fill the shards with initial values."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -262,10 +309,15 @@ def shard(model: Model, case: Case, context: RankContext, sharding: Sharding) ->
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced) if low else MixedPrecisionPolicy()
     home = CPUOffloadPolicy(pin_memory=False) if case.layout.offload is Offload.CPU else OffloadPolicy()
     after = sharding.resharded_over or sharding.reshards_blocks
+    arguments: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": home}
+    if by_columns:
+        from torch.distributed.tensor import Shard
+
+        arguments["shard_placement_fn"] = lambda parameter: Shard(1) if parameter.dim() > 1 else None
     for block in model.blocks.values():
-        fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=home, reshard_after_forward=after)
+        fully_shard(block, reshard_after_forward=after, **arguments)
     # PyTorch's default leaves the root whole between forward and backward, which is not quite ZeRO-3.
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=home, reshard_after_forward=sharding.reshards_root)
+    fully_shard(model, reshard_after_forward=sharding.reshards_root, **arguments)
     model.to_empty(device=context.device)
     fill_shards(model, case)
     model.initialize_buffers()

@@ -50,6 +50,9 @@ class DDPZero1(DDP):
         lacks={Feature.MATRIX_WISE: "its shares are planned for states of the parameters' shapes"},
     )
 
+    parameters_are_views: ClassVar[bool] = False
+    """Whether weights lie in one flat tensor for each owner."""
+
     @classmethod
     def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         """Group by group whole tensors have one owner: the largest first, each to the rank that owns least so far."""
@@ -77,5 +80,13 @@ class DDPZero1(DDP):
         module, spec = self.wrap(case, context), case.workload.optimizer
         kind, arguments = reference_optimizer(spec).arguments()
         groups = parameter_groups(spec, module.module.named_parameters())
-        optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=kind, **arguments)
+        optimizer = ZeroRedundancyOptimizer(
+            groups, optimizer_class=kind, parameters_as_bucket_view=self.parameters_are_views, **arguments
+        )
         return ZeroRedundancyEngine(case, context, module, optimizer)
+
+
+class DDPZero1Views(DDPZero1):
+    """`parameters_as_bucket_view`: an owner's weights lie in one flat tensor, which is broadcast as a whole."""
+
+    parameters_are_views: ClassVar = True

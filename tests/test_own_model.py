@@ -409,6 +409,16 @@ def test_a_plan_and_layers_say_what_ranks_hold_and_send() -> None:
     assert sum(held) == model.num_parameters and held[1] == 2 * model.block_parameters
 
 
+def test_a_layer_that_runs_twice_must_lie_in_one_stage() -> None:
+    """Six layers, of which the second and the third are one block: two stages have three each, three have two."""
+    model = describe(f"{EXAMPLES / 'hard.py'}:Hard").model
+    assert isinstance(model, OwnModelConfig) and model.shared_layers == ((1, 2),)
+    assert model.misfits(tp=1, num_stages=2, cp=1) == []
+    (reason,) = model.misfits(tp=1, num_stages=3, cp=1)
+    assert "share a weight" in reason
+    assert sum(layer.num_parameters for layer in model.layers) == model.num_parameters
+
+
 def test_parts_of_a_model_are_the_model() -> None:
     own = describe(f"{CUT[0]}:{CUT[1]}")
     whole, batch = build_model(own.model), make_batch(own, 0)

@@ -44,10 +44,11 @@ from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import TrafficException
+from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException, exceptions_for
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.sharding import Sharding, sharded_recipe
 from meshmark.theory.states import ExtraMemory
+from meshmark.theory.traffic import step_traffic
 
 REQUIREMENT = Requirement(module="accelerate", distribution="accelerate")
 FP16_IS_FP32 = (
@@ -140,8 +141,8 @@ class Accelerate(Adapter):
         accelerator = Accelerator(
             cpu=on_cpu,
             mixed_precision=mixed_precision(case),
-            gradient_accumulation_steps=case.layout.num_micro_batches,
             dataloader_config=whole_batches(),
+            **self.accumulation(case),
             kwargs_handlers=[
                 backend_arguments(context),
                 DistributedDataParallelKwargs(
@@ -160,8 +161,49 @@ class Accelerate(Adapter):
         )
         return AccelerateDDPEngine(case, context, accelerator, prepared)
 
+    def accumulation(self, case: Case) -> dict[str, Any]:
+        """Return the arguments that say how micro-batches are accumulated."""
+        return {"gradient_accumulation_steps": case.layout.num_micro_batches}
+
+
+class AccelerateSyncEach(Accelerate):
+    """`sync_each_batch`: gradients are reduced after every micro-batch."""
+
+    arithmetic: ClassVar = dataclasses.replace(Accelerate.arithmetic, reduces_each=True)
+
+    @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        using = super().recipe(case)
+        return dataclasses.replace(using, backward=dataclasses.replace(using.backward, accumulates_beside=False))
+
+    @classmethod
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        count = case.layout.num_micro_batches
+
+        def each(flow: Flow) -> Flow:
+            return dataclasses.replace(flow, num_bytes=count * flow.num_bytes, fewest=count, most=count * flow.most)
+
+        reason = "gradients are reduced after every micro-batch"
+        return exceptions_for(step_traffic(case, rank) if count > 1 else None, Purpose.GRADIENTS, reason, each)
+
+    @classmethod
+    def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
+        """DDP lays out buckets anew in the second pass that reduces: with accumulation, in the first step."""
+        found = super().one_time_traffic(case, rank)
+        if case.layout.num_micro_batches == 1:
+            return found
+        return tuple(dataclasses.replace(each, steps=(0,)) for each in found)
+
+    def accumulation(self, case: Case) -> dict[str, Any]:
+        from accelerate.utils import GradientAccumulationPlugin
+
+        plugin = GradientAccumulationPlugin(num_steps=case.layout.num_micro_batches, sync_each_batch=True)
+        return {"gradient_accumulation_plugin": plugin}
+
 
 class AccelerateFSDP2Engine(FSDP2Engine, AccelerateEngine):
+    micro_batch = AccelerateEngine.micro_batch  # FSDP2Engine switches the reduction itself, which is Accelerate's here
+
     def evaluate(self, batch: Batch) -> Tensor:
         share = super().evaluate(batch)
         self.module.reshard()  # type: ignore[operator]  # Accelerate's root stays whole until a backward pass
@@ -185,6 +227,8 @@ class AccelerateFSDP2(Adapter):
     )
     sharding: ClassVar = Sharding(reshards_root=False)
     """Accelerate leaves the root to `fully_shard`, which keeps it whole from forward to backward."""
+    reduces_each: ClassVar[bool] = True
+    """Whether every micro-batch's gradients are reduced."""
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
@@ -229,7 +273,20 @@ class AccelerateFSDP2(Adapter):
             transformer_cls_names_to_wrap=sorted(kind.__name__ for kind in block_classes(case.workload.model)),
             mixed_precision_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced) if low else None,
         )
-        return sharding_accelerator(case, context, plugin, **self.arguments(case))
+        return sharding_accelerator(case, context, plugin, sync_each_batch=self.reduces_each, **self.arguments(case))
+
+
+class AccelerateFSDP2NoSync(AccelerateFSDP2):
+    """Without `sync_each_batch`, Accelerate's default: gradients are reduced once a step, and are whole until then."""
+
+    sharding: ClassVar = Sharding(reshards_root=False, reduces_within=False)
+    arithmetic: ClassVar = dataclasses.replace(AccelerateFSDP2.arithmetic, reduces_each=False)
+    reduces_each: ClassVar = False
+
+    @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        """How much of the whole gradients is left when the peak comes is not planned."""
+        return dataclasses.replace(super().recipe(case), peak_known=case.layout.num_micro_batches == 1)
 
 
 class AccelerateHSDP(AccelerateFSDP2):

@@ -26,6 +26,8 @@ from meshmark.spec.precision import Precision
 
 
 class AccelerateFSDP1Engine(FSDP1Engine, AccelerateEngine):
+    micro_batch = AccelerateEngine.micro_batch  # FSDP1Engine switches the reduction itself, which is Accelerate's here
+
     def clip(self, max_norm: float) -> Tensor:
         return AccelerateEngine.clip(self, max_norm)
 

@@ -14,15 +14,15 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.contract import Track
 from meshmark.adapter.data_parallel import initial_model
 from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapter.loop import GREENLET, LOOP_LACKS, Dealing, Loop, LoopEngine, collate
+from meshmark.adapter.loop import GREENLET, LOOP_LACKS, Dealing, GlobalRows, Loop, LoopEngine, collate
 from meshmark.adapters.accelerate import REQUIREMENT
-from meshmark.adapters.accelerate.prepare import backend_arguments, choose_device
+from meshmark.adapters.accelerate.prepare import backend_arguments, choose_device, whole_batches
 from meshmark.adapters.ddp import DDPRecommended
 from meshmark.reference.data import Batch
 from meshmark.reference.objective import build_optimizer, build_schedule, loss_share
@@ -63,11 +63,12 @@ class AccelerateLoop(Loop):
             cpu=self.context.device.type == "cpu",
             gradient_accumulation_steps=count,
             kwargs_handlers=[backend_arguments(self.context)],
+            **self.arguments(),
         )
         model: Any = initial_model(self.case, self.context.device)
         optimizer: Any = build_optimizer(spec, model.named_parameters())
         self.schedule: Any = build_schedule(spec, optimizer)
-        loader: Any = DataLoader(self.rows, batch_size=self.rows_per_micro_batch, collate_fn=collate)
+        loader: Any = self.loader()
         model, optimizer, loader = self.accelerator.prepare(model, optimizer, loader)
         self.progress = Progress()
         self.accelerator.register_for_checkpointing(self.progress)
@@ -80,6 +81,14 @@ class AccelerateLoop(Loop):
             loader = self.accelerator.skip_first_batches(loader, self.progress.step * count)
         self.ready(model, optimizer.optimizer)
         self.train(model, optimizer, iter(loader))
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the further arguments that a variant gives the `Accelerator`."""
+        return {}
+
+    def loader(self) -> DataLoader[Batch]:
+        """Return the loader that Accelerate prepares."""
+        return DataLoader(self.rows, batch_size=self.rows_per_micro_batch, collate_fn=collate)
 
     def train(self, model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:  # noqa: ANN401
         accelerator, count = self.accelerator, self.case.layout.num_micro_batches
@@ -117,6 +126,53 @@ class AccelerateLoop(Loop):
 
     def save_to(self, folder: Path) -> None:
         self._folder = folder
+
+
+class SplitLoop(AccelerateLoop):
+    """`split_batches`: the loader's batch is that of all processes, and a prepared schedule steps once a step."""
+
+    prepares_schedule: ClassVar = True
+
+    def arguments(self) -> dict[str, Any]:
+        return {"dataloader_config": whole_batches()}
+
+    def loader(self) -> DataLoader[Batch]:
+        rows = self.rows_per_micro_batch * self.case.layout.dp
+        return DataLoader(self.rows, batch_size=rows, collate_fn=collate)
+
+
+class ShuffledRows(Dataset[Batch]):
+    """Rows at the places where PyTorch's `RandomSampler` looks for them, given a seed: read so, they are in order."""
+
+    def __init__(self, rows: GlobalRows, seed: int) -> None:
+        self._rows = rows
+        sampler = RandomSampler(rows, generator=torch.Generator().manual_seed(seed))
+        place = torch.tensor(list(sampler))
+        self._row = torch.empty_like(place).scatter_(0, place, torch.arange(len(place))).tolist()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Batch:
+        return self._rows[self._row[index]]
+
+
+class ShuffledLoop(AccelerateLoop):
+    """`use_seedable_sampler`: all processes shuffle alike, by `data_seed`. Its prepared schedule steps when it is asked
+    to (`step_scheduler_with_optimizer=False`)."""
+
+    prepares_schedule: ClassVar = True
+    seed: ClassVar = 17
+
+    def arguments(self) -> dict[str, Any]:
+        from accelerate import DataLoaderConfiguration
+
+        shuffled = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=self.seed)
+        return {"dataloader_config": shuffled, "step_scheduler_with_optimizer": False}
+
+    def loader(self) -> DataLoader[Batch]:
+        rows = ShuffledRows(self.rows, self.seed)
+        return DataLoader(rows, batch_size=self.rows_per_micro_batch, collate_fn=collate, shuffle=True)
 
 
 class AccelerateExampleLoop(AccelerateLoop):
@@ -178,6 +234,18 @@ class AccelerateScriptRecommended(AccelerateScript):
     track: ClassVar = Track.AUTHORS
     loop: ClassVar[type[AccelerateLoop]] = AccelerateExampleLoop
     counts_labels: ClassVar[bool] = False
+
+
+class AccelerateSplit(AccelerateScript):
+    """The guide's loop, whose loader splits batches of all processes."""
+
+    loop: ClassVar[type[AccelerateLoop]] = SplitLoop
+
+
+class AccelerateShuffled(AccelerateScript):
+    """The guide's loop, whose loader shuffles by a seed."""
+
+    loop: ClassVar[type[AccelerateLoop]] = ShuffledLoop
 
 
 def _counts_labels(case: Case) -> TrafficException:

@@ -42,9 +42,16 @@ def whole_batches() -> Any:  # noqa: ANN401
     return DataLoaderConfiguration(split_batches=True)
 
 
-def sharding_accelerator(case: Case, context: RankContext, plugin: Any, **arguments: Any) -> Any:  # noqa: ANN401
-    """An `Accelerator` of an FSDP plugin of either version. By default whole gradients would be accumulated and reduced
-    once: no longer sharded."""
+def sharding_accelerator(
+    case: Case,
+    context: RankContext,
+    plugin: Any,  # noqa: ANN401
+    *,
+    sync_each_batch: bool = True,
+    **arguments: Any,  # noqa: ANN401
+) -> Any:  # noqa: ANN401
+    """Return an `Accelerator` of an FSDP plugin of either version. Without `sync_each_batch`, as by default, whole
+    gradients are accumulated and reduced once: no longer sharded."""
     from accelerate import Accelerator
     from accelerate.utils import GradientAccumulationPlugin
 
@@ -54,7 +61,7 @@ def sharding_accelerator(case: Case, context: RankContext, plugin: Any, **argume
         kwargs_handlers=[backend_arguments(context)],
         dataloader_config=whole_batches(),
         gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=case.layout.num_micro_batches, sync_each_batch=True
+            num_steps=case.layout.num_micro_batches, sync_each_batch=sync_each_batch
         ),
         **arguments,
     )

@@ -97,10 +97,15 @@ class DeepSpeed(Adapter):
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
-        """DeepSpeed runs fp16 on no CPU without AVX512-FP16, and takes no scalars."""
+        """DeepSpeed runs fp16 on no CPU without AVX512-FP16, takes no scalars, and has no masters of frozen weights."""
         if case.workload.model.has_scalars:
             why = "it narrows the first dimension" if case.layout.zero_stage == 3 else "it broadcasts them as bytes"
             return f"{case.adapter} does not support {Feature.SCALARS} at stage {case.layout.zero_stage} ({why})"
+        if case.precision.is_mixed and (case.workload.frozen or getattr(case.workload.model, "has_frozen", False)):
+            return (
+                f"{case.adapter} does not support {Feature.FROZEN} in {case.precision} (it keeps them in 16 bits, "
+                "so that their values are rounded when it is set up)"
+            )
         if case.precision.compute is Dtype.FP16 and device == "cpu":
             return f"{case.adapter} runs precision fp16 on CUDA alone"
         return super().supports(case, device, backend)

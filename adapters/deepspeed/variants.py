@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import defaultdict
 from typing import Any, ClassVar
 
 import torch
@@ -20,10 +21,13 @@ from meshmark.reference.optimizers import parameter_groups, reference_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Offload
-from meshmark.theory.flow import Flow, Purpose, TrafficException
+from meshmark.theory.flow import Flow, Purpose, TrafficException, by, exceptions_for
 from meshmark.theory.model_theory import bucket_elements
 from meshmark.theory.parameter_order import reaching_elements
 from meshmark.theory.states import ExtraMemory
+from meshmark.theory.traffic import step_traffic
+
+WHOLE_REDUCED = "`reduce_scatter: false`: a bucket is all-reduced, and each rank keeps its part"
 
 
 class DeepSpeedWholeBuckets(DeepSpeed):
@@ -70,6 +74,104 @@ class DeepSpeedReduceToRanks(DeepSpeedWholeBuckets):
             )
             for found in super().traffic_exceptions(case, rank)
         )
+
+
+class DeepSpeedDivides(DeepSpeed):
+    """Gradients are divided around their reduction: by `gradient_predivide_factor` before it, multiplied after.
+
+    DeepSpeed takes the factor with `reduce_scatter: false` alone. At stage 3 it must not be the number of ranks
+    (adapters/gaps/deepspeed_zero3_predivide.py).
+    """
+
+    whole: ClassVar[dict[str, Any]] = {"reduce_scatter": False}
+
+    def zero_options(self, case: Case, context: RankContext) -> dict[str, Any]:
+        return {**super().zero_options(case, context), **self.whole}
+
+    def config(self, case: Case, context: RankContext) -> dict[str, Any]:
+        return {**super().config(case, context), **self.scaling(case)}
+
+    @classmethod
+    def scaling(cls, case: Case) -> dict[str, Any]:
+        """Return the options that say when gradients are divided."""
+        return {"gradient_predivide_factor": 2.0 * case.layout.dp}
+
+    @classmethod
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        """At stage 3 a bucket is all-reduced, without padding."""
+        found = super().traffic_exceptions(case, rank)
+        if case.layout.zero_stage < 3:
+            return found
+        padding = [each for each in found if any(flow.purpose is Purpose.GRADIENTS for flow in each.sends)]
+        whole = exceptions_for(step_traffic(case, rank), Purpose.GRADIENTS, WHOLE_REDUCED, by("all_reduce"))
+        return (*(each for each in found if each not in padding), *whole)
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        """Raise `AdapterError` where an option did not come through, which what is measured need not show."""
+        engine = super().build(case, context)
+        assert isinstance(engine, DeepSpeedEngine)
+        config, wanted = engine.module._config, {**self.whole, **self.scaling(case)}
+        found = {name: getattr(config, name, getattr(config.zero_config, name, None)) for name in wanted}
+        if found != wanted:
+            raise AdapterError(f"rank {context.rank}: DeepSpeed has {found}, asked for {wanted}")
+        return engine
+
+
+class DeepSpeedPrescales(DeepSpeedDivides):
+    """`prescale_gradients`: gradients are divided by the number of ranks before they are reduced."""
+
+    @classmethod
+    def scaling(cls, case: Case) -> dict[str, Any]:
+        return {"prescale_gradients": True}
+
+
+class DeepSpeedSeparateGradients(DeepSpeed):
+    """`contiguous_gradients: false`: gradients are reduced from where they are, not from a buffer."""
+
+    capabilities: ClassVar = dataclasses.replace(DeepSpeed.capabilities, zero_stages=frozenset({1, 2}))
+    known_gaps: ClassVar = tuple(gap for gap in DeepSpeed.known_gaps if 3 not in gap.zero_stages)
+
+    def zero_options(self, case: Case, context: RankContext) -> dict[str, Any]:
+        return {**super().zero_options(case, context), "contiguous_gradients": False}
+
+    @classmethod
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
+        """At the peak of stage 1 is otherwise the buffer of the last backward pass."""
+        found = super().extra_memory(case, rank)
+        if case.layout.zero_stage == 2 or case.precision.is_mixed:
+            return found
+        num_bytes = -4.0 * bucket_elements(case.workload.model)
+        return (*found, ExtraMemory(category="peak", num_bytes=num_bytes, reason="gradients pass through no buffer"))
+
+
+class DeepSpeedFetchesByReduction(DeepSpeed):
+    """`stage3_use_all_reduce_for_fetch_params`: weights come together as a sum of buffers that hold one shard each."""
+
+    capabilities: ClassVar = dataclasses.replace(DeepSpeed.capabilities, zero_stages=frozenset({3}))
+    known_gaps: ClassVar = tuple(gap for gap in DeepSpeed.known_gaps if 3 in gap.zero_stages)
+
+    def zero_options(self, case: Case, context: RankContext) -> dict[str, Any]:
+        return {**super().zero_options(case, context), "stage3_use_all_reduce_for_fetch_params": True}
+
+    @classmethod
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        """Of a module with one parameter, that is gathered as ever."""
+        found, shards = super().traffic_exceptions(case, rank), case.layout.dp
+        modules = defaultdict(list)
+        for name, shape in parameter_shapes(case.workload.model).items():
+            modules[name.rpartition(".")[0]].append(math.prod(shape))
+        several = [sizes for sizes in modules.values() if len(sizes) > 1]
+        elements = sum(map(sum, several))
+        padded = elements + sum(-size % shards for sizes in several for size in sizes)
+        times = 2 * case.layout.num_micro_batches * case.precision.weights.itemsize
+        own = next((f for f in step_traffic(case, rank) or [] if f.purpose is Purpose.WEIGHTS), None)
+        if own is None or not several:
+            return found
+        calls = len(several) * 2 * case.layout.num_micro_batches
+        less = dataclasses.replace(own, num_bytes=-times * padded, fewest=0, most=0)
+        summed = dataclasses.replace(own, kind="all_reduce", num_bytes=times * padded, fewest=calls, most=calls)
+        reason = "weights of a module with several come together by all-reduce"
+        return (*found, TrafficException(sends=(less, summed), reason=reason))
 
 
 class DeepSpeedOffload(DeepSpeed):

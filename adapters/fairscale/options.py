@@ -3,9 +3,10 @@ offloaded."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from meshmark.errors import AdapterError
 from meshmark.reference.build import parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
+from meshmark.spec.precision import Precision
 from meshmark.theory.flow import TrafficException
 from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.sharding import Padding, Sharding, sharding_exceptions
@@ -40,6 +42,47 @@ class FairScaleFSDPNoReshard(FairScaleFSDP):
 
     def choices(self, case: Case) -> dict[str, Any]:
         return {"reshard_after_forward": False}
+
+
+class NoSyncEngine(FSDPEngine):
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        with contextlib.nullcontext() if last else self.module.no_sync():
+            yield
+
+
+class FairScaleFSDPNoSync(FairScaleFSDP):
+    """`no_sync` until the last micro-batch: gradients are reduced once a step, and are whole until then."""
+
+    engine: ClassVar = NoSyncEngine
+    sharding: ClassVar = Sharding(reduces_within=False)
+    capabilities: ClassVar = dataclasses.replace(
+        FairScaleFSDP.capabilities,
+        precisions=frozenset({Precision.FP32}),
+        lacks={
+            **FairScaleFSDP.capabilities.lacks,
+            # adapters/gaps/fairscale_fsdp_no_sync_bf16.py
+            **dict.fromkeys(
+                (Precision.BF16, Precision.BF16_REDUCE_BF16),
+                "under `no_sync` it accumulates gradients in 16 bits, whatever reduction is asked for",
+            ),
+        },
+    )
+
+    @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        """How much of the whole gradients is left when the peak comes is not planned."""
+        return dataclasses.replace(super().recipe(case), peak_known=case.layout.num_micro_batches == 1)
+
+
+class FairScaleFSDPPredivide(FairScaleFSDP):
+    """`gradient_predivide_factor=1`: gradients are divided after the reduction alone, by default partly before.
+
+    It must not exceed the number of ranks (adapters/gaps/fairscale_fsdp_predivide.py).
+    """
+
+    def choices(self, case: Case) -> dict[str, Any]:
+        return {"gradient_predivide_factor": 1.0}
 
 
 class UnflattenedEngine(FSDPEngine):

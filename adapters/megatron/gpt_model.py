@@ -57,6 +57,8 @@ class MegatronGPT(Adapter):
     """Whether gradients are reduced during the backward pass, rather than all together after it."""
     overlaps_gather: ClassVar = False
     """Whether weights sharded by a distributed optimizer are gathered during the next forward pass."""
+    averages_in_collective: ClassVar[bool] = False
+    """Whether the reduction averages over replicas; otherwise gradients are scaled before."""
     fuses: ClassVar = False
     """Whether megatron-core's fused kernels that need no other package run on CUDA; on a CPU none do."""
     arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, divides=True, splits_products=True, gpt_model_order=True)
@@ -187,6 +189,7 @@ class MegatronGPT(Adapter):
             overlap_grad_reduce=self.overlaps_reduction,
             overlap_param_gather=self.overlaps_gather,
             bucket_size=self.bucket_elements(case),
+            average_in_collective=self.averages_in_collective,
         )
         with cuda_is(context.device), norms_marked():
             config = _config(case, context, fuses=self.fuses and context.device.type == "cuda")
@@ -201,6 +204,18 @@ class MegatronGPT(Adapter):
         if case.precision.is_mixed:
             restore_masters(case, engine)
         return engine
+
+
+class MegatronGPTAverages(MegatronGPT):
+    """`average_in_collective`: gradients are averaged by the reduction itself, not scaled before it."""
+
+    averages_in_collective: ClassVar = True
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        if case.layout.dp == 1:
+            return f"{case.adapter} does not support a single replica, which has nothing to average"
+        return super().supports(case, device, backend)
 
 
 class MegatronGPTDistributedOptimizer(MegatronGPT):

@@ -18,11 +18,12 @@ from meshmark.conformance.scenario import plain_cells
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.launch.cluster import Cluster, ClusterSpec
 from meshmark.records.record import Record, Status
+from meshmark.reference.own_model import describe
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
-from meshmark.spec.workload import workload
+from meshmark.spec.workload import Workload, workload
 
 RESULTS = Path("results/reach")
 PASSES = RESULTS / "passes.jsonl"
@@ -40,6 +41,8 @@ CLAUSES_OF = (
     "fairscale-oss",
     "fabric-fsdp",
     "accelerate-loop",
+    *("deepspeed-configured", "accelerate-loop-split", "accelerate-loop-shuffled", "ddp-zero1", "deepspeed-predivide"),
+    *("fabric-loop", "ddp-buckets"),
 )
 """Adapters whose clauses are run, of each the deepest ZeRO stage, most valuable first."""
 SUITES_OF_TWO = (
@@ -70,6 +73,10 @@ SUITES_OF_TWO = (
     *("pipeline-looped-bfs", "pipeline-zero-bubble", "pipeline-zbv", "pipeline-dualpipev"),
     *("accelerate-loop", "accelerate-loop-recommended", "hf-trainer", "hf-trainer-fsdp2", "hf-trainer-deepspeed"),
     *("hf-trainer-recommended", "lightning-trainer"),
+    *("deepspeed-predivide", "deepspeed-prescale", "deepspeed-separate-gradients", "deepspeed-fetch-by-reduction"),
+    *("ddp-buckets", "fabric-loop", "megatron-gpt-average", "fairscale-fsdp-nosync", "fairscale-fsdp-predivide"),
+    *("accelerate-sync-each", "accelerate-fsdp2-nosync"),
+    *("deepspeed-autocast", "fsdp2-sums", "fsdp2-columns", "fsdp1-no-shard", "ddp-zero1-views"),
 )
 SUITES_OF_FOUR = (
     *(
@@ -84,6 +91,14 @@ SUITES_OF_FOUR = (
     *("fsdp2-reshard2", "deepspeed-autotp", "deepspeed-hpz", "fabric-tp-fsdp2", "accelerate-hsdp"),
 )
 """Adapters that need four ranks."""
+SCHEDULED = (
+    *("deepspeed-configured", "deepspeed-range-test", "deepspeed-one-cycle"),
+    *("accelerate", "accelerate-loop-split", "accelerate-loop-shuffled", "fairscale-oss", "fabric-ddp"),
+)
+"""Adapters whose suites are also run with a schedule."""
+HARD = ("ddp", "fsdp2", "fsdp1", "deepspeed", "accelerate", "accelerate-fsdp2", "fairscale-oss", "gpipe", "pipeline")
+"""Adapters whose suites are also run on the hard workload."""
+HARD_WORKLOAD = "examples/workloads/hard.py:Hard"
 TIMES = 3.0
 """Factor on a pass's time limit: tracing slows ranks down."""
 OPTIONS = RunOptions(time_limit_seconds=120.0 * TIMES, observed_steps=3)
@@ -133,12 +148,17 @@ def units(of: Iterable[str] = ()) -> Iterator[Unit]:
         yield from [Unit(case=cell, clauses=True) for cell in cells if isinstance(cell, Case)][-1:]
     for name in wanted([*SUITES_OF_TWO, *SUITES_OF_FOUR]):
         yield from _suites(name, Precision.BF16)
+    for name in wanted(SCHEDULED):
+        yield from _suites(name, Precision.FP32, workload("gpt-mini-warmup"))
+    hard = describe(HARD_WORKLOAD)
+    for name in wanted(HARD):
+        yield from _suites(name, Precision.FP32, hard)
 
 
-def _suites(name: str, precision: Precision) -> Iterator[Unit]:
+def _suites(name: str, precision: Precision, trained: Workload | None = None) -> Iterator[Unit]:
     adapter = load_adapter(builtin_adapters()[name])
     world = 4 if name in SUITES_OF_FOUR else 2
-    for cell in matrix({name: adapter}, [world], [workload("gpt-mini")], [precision]):
+    for cell in matrix({name: adapter}, [world], [trained or workload("gpt-mini")], [precision]):
         if isinstance(cell, Case) and adapter.refusal(cell, "cpu", "gloo") is None:
             yield Unit(case=cell, clauses=False)
 

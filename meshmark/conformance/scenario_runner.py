@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from meshmark.adapter.capabilities import Feature
 from meshmark.conformance.clauses import Clause, judge_clause, point_back
@@ -17,8 +18,11 @@ from meshmark.spec.case import Case
 class ScenarioRunner:
     """Runs the scenarios of the conformance suite on a `Runner`."""
 
-    def __init__(self, runner: Runner) -> None:
-        self.runner = runner
+    scenarios: Mapping[str, Scenario] = SCENARIOS
+
+    def __init__(self, runner: Runner, scenarios: Mapping[str, Scenario] = SCENARIOS) -> None:
+        """`scenarios`: those of the suite by name, or others in their place that end alike."""
+        self.runner, self.scenarios = runner, scenarios
         self._records: dict[tuple[str, Case], Record] = {}
         """Records by scenario and base. Cached, because nodes or files that they depended on may be gone later."""
         self._judged: dict[Case, dict[str, Finding]] = {}
@@ -33,8 +37,8 @@ class ScenarioRunner:
 
     def _perform(self, scenario: Scenario, base: Case) -> Record:
         if scenario.after:
-            before = self.perform(SCENARIOS[scenario.after], base)
-            if before.outcome.status is not SCENARIOS[scenario.after].ends:
+            before = self.perform(self.scenarios[scenario.after], base)
+            if before.outcome.status is not self.scenarios[scenario.after].ends:
                 return before
         case, misfit = scenario.varied(base)
         saves = Feature.SAVE in scenario.needs
@@ -57,7 +61,7 @@ class ScenarioRunner:
 
     def perform_all(self, clause: Clause, base: Case) -> dict[str, Record]:
         """Return the records of all scenarios that `clause` needs."""
-        return {name: self.perform(SCENARIOS[name], base) for name in clause.scenarios}
+        return {name: self.perform(self.scenarios[name], base) for name in clause.scenarios}
 
     def judge(self, clause: Clause, base: Case) -> Finding:
         """Return the finding of `clause` for `base`, or a reference to an earlier clause with the same defect."""

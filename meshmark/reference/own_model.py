@@ -122,7 +122,7 @@ def describe(target: str) -> Workload:
     if not parameters:
         raise InputError(f"workload {target!r}: its model has no parameters")
     frozen = _frozen(target, module)
-    layers, layers_share = _counted_layers(target, own, module, batch)
+    layers, shared_layers = _counted_layers(target, own, module, batch)
     use = dry_run.use_of(own, module, batch)
     digest = _digest(target, own)
     label = f"{re.sub('[^A-Za-z0-9-]+', '_', type(own).__name__).lower()}.{digest}"
@@ -148,7 +148,8 @@ def describe(target: str) -> Workload:
         couples_rows=couples,
         has_batch_norms=has_batch_norms,
         layers=layers,
-        layers_share=layers_share,
+        layers_share=bool(shared_layers),
+        shared_layers=shared_layers,
         split=_split(target, own, module),
         narrow_error=_narrow_error(own, module, batch),
         has_frozen=bool(frozen),
@@ -255,20 +256,27 @@ def _counted_layers(
     own: OwnWorkload,
     module: nn.Module,
     batch: Any,  # noqa: ANN401
-) -> tuple[tuple[LayerCount, ...], bool]:
-    """Return what each of a workload's layers holds and puts out, and whether two of them share a parameter.
+) -> tuple[tuple[LayerCount, ...], tuple[tuple[int, int], ...]]:
+    """Return what each of a workload's layers holds and puts out, and the pairs of them that share a parameter.
+
+    A parameter counts in the first layer that holds it.
 
     Raises `InputError` for layers that, run one after another, are not the model.
     """
     layers = layers_of(own, module)
     if not layers:
-        return (), False
+        return (), ()
     held = [dict[int, nn.Parameter]() for _ in layers]
     for found, layer in zip(held, layers, strict=True):
         found.update((id(p), p) for p in (layer.parameters() if isinstance(layer, nn.Module) else ()))
     everywhere = {key for found in held for key in found}
     if outside := [name for name, p in module.named_parameters() if id(p) not in everywhere]:
         raise InputError(f"workload {target!r}: {outside[0]} is in none of the layers that layers(model) returned")
+    first: dict[int, int] = {}
+    shared = set[tuple[int, int]]()
+    for index, found in enumerate(held):
+        shared.update((first[key], index) for key in found if key in first)
+        first.update((key, index) for key in found if key not in first)
     args, kwargs = arguments_of(own.loss, batch)
     counts, rows = list[LayerCount](), _num_rows(batch)
     x: Any = None
@@ -279,11 +287,12 @@ def _counted_layers(
                 f"workload {target!r}: layer {index} of layers(model) returned {type(x).__name__}; expected one "
                 f"floating-point tensor of {rows} rows, which the next layer takes alone"
             )
+        counted = [p for key, p in held[index].items() if first[key] == index]
         buffers = layer.buffers() if isinstance(layer, nn.Module) else ()
         counts.append(
             LayerCount(
-                num_parameters=sum(p.numel() for p in held[index].values()),
-                num_tensors=len(held[index]),
+                num_parameters=sum(p.numel() for p in counted),
+                num_tensors=len(counted),
                 row_shape=tuple(x.shape[1:]),
                 buffer_bytes=sum(b.numel() * b.element_size() for b in buffers),
             )
@@ -294,7 +303,7 @@ def _counted_layers(
             f"workload {target!r}: the layers of layers(model), one after another, have a loss of {cut}, and the model "
             f"of {whole}; expected the parts of its forward pass in order"
         )
-    return tuple(counts), sum(map(len, held)) > len(everywhere)
+    return tuple(counts), tuple(sorted(shared))
 
 
 def layers_of(own: OwnWorkload, module: nn.Module) -> list[Callable[..., Any]]:

@@ -116,6 +116,8 @@ class OwnModelConfig(ModelConfig):
     """Layers between which a pipeline is cut; empty if the workload does not name them."""
     layers_share: bool = False
     """Whether two of the layers share a parameter."""
+    shared_layers: tuple[tuple[int, int], ...] = ()
+    """Pairs of layers that share a parameter, such as a block that runs twice. It counts in the first of them."""
     split: TensorSplit | None = None
     """None where the workload has no tensor-parallel plan."""
     narrow_error: str = ""
@@ -196,11 +198,15 @@ class OwnModelConfig(ModelConfig):
             found.append(f"pp {num_stages}: the workload has no layers(model) to be cut into stages")
         elif num_stages > len(self.layers) and num_stages > 1:
             found.append(f"pp {num_stages}: more stages than the {len(self.layers)} layers of layers(model)")
-        elif num_stages > 1 and self.layers_share:
+        elif num_stages > 1 and self._shares_over_stages(num_stages):
             found.append(f"pp {num_stages}: two of its layers share a weight, which would be two on two stages")
         if cp > 1:
             found.append(f"cp {cp}: the rows of a model of your own have no sequence")
         return found
+
+    def _shares_over_stages(self, num_stages: int) -> bool:
+        stage_of = {layer: stage for stage in range(num_stages) for layer in self.stage_layers(num_stages, stage)}
+        return any(stage_of[first] != stage_of[second] for first, second in self.shared_layers)
 
     def refusals(self, case: Case) -> list[str]:
         layout = case.layout

@@ -188,6 +188,8 @@ WORKLOADS: dict[str, Workload] = {
     for workload in (
         # Half as deep, wide and long as gpt-tiny. The time of a launch is then mostly process start.
         Workload(name="gpt-mini", model=MODELS["gpt-mini"], optimizer=_TINY_OPTIMIZER),
+        # Its rate grows in every step that a run observes, so that a schedule that starts late or early shows.
+        Workload(name="gpt-mini-warmup", model=MODELS["gpt-mini"], optimizer=replace(_TINY_OPTIMIZER, warmup_steps=8)),
         # The same model with other optimizers.
         Workload(name="gpt-mini-momentum", model=MODELS["gpt-mini"], optimizer=_MOMENTUM),
         # For algorithms that are defined on a gradient step, or keep its momentum themselves.

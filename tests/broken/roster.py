@@ -8,14 +8,22 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapters.accelerate import AccelerateFSDP2
+from meshmark.adapter.loop import LoopEngine, collate
+from meshmark.adapters.accelerate import Accelerate, AccelerateFSDP2
+from meshmark.adapters.accelerate.loop import ShuffledLoop, SplitLoop
+from meshmark.adapters.ddp import DDP
 from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.ulysses import UlyssesAttention
+from meshmark.adapters.deepspeed.variants import DeepSpeedDivides
+from meshmark.adapters.fabric.loop import FabricLoop
 from meshmark.adapters.fairscale import FairScaleFSDP
+from meshmark.adapters.fairscale.options import FairScaleFSDPPredivide
 from meshmark.adapters.fsdp1 import FSDP1
 from meshmark.adapters.fsdp2 import FSDP2, FSDP2HSDP
 from meshmark.adapters.pipeline_nd import PipelineFSDP2
@@ -23,6 +31,8 @@ from meshmark.adapters.tensor_parallel import TensorParallel
 from meshmark.judge.faults import Fault
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute, Schedule
+from meshmark.spec.precision import Precision
+from meshmark.spec.workload import Workload, workload
 from meshmark.theory.sharding import Sharding
 from tests.broken import gradients as g
 from tests.broken import reducing as h
@@ -38,6 +48,7 @@ SHARED = Layout(cp=2, zero_stage=3, num_micro_batches=4)
 REDUCED = Layout(dp=2, num_micro_batches=4)
 TWO, FOUR = Layout(dp=2, zero_stage=3, num_micro_batches=4), Layout(dp=4, zero_stage=3, num_micro_batches=2)
 
+WARM = workload("gpt-mini-warmup")
 PARTED = Layout(dp=2, zero_stage=2, num_micro_batches=4)
 AGAIN = replace(TWO, recompute=Recompute.FULL)
 
@@ -143,6 +154,157 @@ class BucketsNotReduced(Broken):
         self.zero.gradient_reduction_w_predivide = lambda tensor, dtype: tensor
 
 
+class DividesByRanksBefore(Adapter):
+    """The factor is the number of ranks, of which DeepSpeed's stage 3 divides twice and multiplies not at all."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        class ByRanks(DeepSpeedDivides):
+            @classmethod
+            def scaling(cls, case: Case) -> dict[str, Any]:
+                return {"gradient_predivide_factor": float(case.layout.dp)}
+
+        return ByRanks().build(case, context)
+
+
+class WeightsInBf16(Broken):
+    """Weights are rounded to bf16 as well, where autocast keeps them wide."""
+
+    def update(self) -> Tensor | None:
+        norm = super().update()
+        with torch.no_grad():
+            for _, weight in self.named():
+                weight.copy_(weight.bfloat16())
+        return norm
+
+
+class ShufflesAlone(Adapter):
+    """Every process shuffles by a seed of its own."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        class Alone(ShuffledLoop):
+            def arguments(self) -> dict[str, Any]:
+                from accelerate import DataLoaderConfiguration
+
+                own = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=self.seed + context.rank)
+                return {**super().arguments(), "dataloader_config": own}
+
+        return LoopEngine(case, context, Alone(case, context))
+
+
+class StepsForEachProcess(Adapter):
+    """A batch of all processes, and a schedule that is stepped once for each of them."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        class ForEach(SplitLoop):
+            def ready(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+                self.schedule.split_batches = False
+                super().ready(module, optimizer)
+
+        return LoopEngine(case, context, ForEach(case, context))
+
+
+class AveragesAsEver(Broken):
+    """Gradients are averaged over ranks, of losses that add up."""
+
+    def prepare(self) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        for part in self.root().modules():
+            if isinstance(part, FSDPModule):
+                part.set_gradient_divide_factor(float(self.case.layout.dp))
+
+
+class OwnersTellNobody(Broken):
+    """Owners update what they own, and no other rank hears of it."""
+
+    def prepare(self) -> None:
+        self.optimizer._sync_params = lambda: None
+
+
+class RowsOfColumns(Broken):
+    """The gathered columns of a matrix are read as if they were rows: its halves come one above the other."""
+
+    def prepare(self) -> None:
+        from torch.distributed.tensor import DTensor
+
+        for _, weight in self.named():
+            if isinstance(weight, DTensor) and weight.placements[0].is_shard(1) and weight.shape[0] == weight.shape[1]:
+                local = weight.to_local()
+                with torch.no_grad():
+                    local.copy_(local.reshape(local.shape[1], local.shape[0]).T.clone())
+
+
+class OneBucket(Adapter):
+    """DDP, whatever size of buckets was asked for."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return DDP().build(case, context)
+
+
+class EveryRankReadsAll(Adapter):
+    """Fabric is told to deal no rows: every rank reads the same."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        class Same(FabricLoop):
+            def loader(self, fabric: Any) -> DataLoader[Any]:  # noqa: ANN401
+                plain = DataLoader(self.rows, batch_size=self.rows_per_micro_batch, collate_fn=collate)
+                same: DataLoader[Any] = fabric.setup_dataloaders(plain, use_distributed_sampler=False)
+                return same
+
+        return LoopEngine(case, context, Same(case, context))
+
+
+class SumsOverReplicas(Broken):
+    """Gradients were not scaled, for the reduction was to average, and it sums."""
+
+    def prepare(self) -> None:
+        for chunk in self.chunks:  # type: ignore[attr-defined]
+            for buffers in (chunk.buffers, chunk.expert_parallel_buffers):
+                for buffer in buffers:
+                    for group in buffer.bucket_groups if hasattr(buffer, "bucket_groups") else ():
+                        group.ddp_config.average_in_collective = False
+            chunk.ddp_config.average_in_collective = False
+
+
+class DividesBeforeAndAfter(Adapter):
+    """The factor exceeds the number of ranks, and FairScale does not multiply after the reduction."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        class Twice(FairScaleFSDPPredivide):
+            def choices(self, case: Case) -> dict[str, Any]:
+                return {"gradient_predivide_factor": 2.0 * case.layout.dp}
+
+        return Twice().build(case, context)
+
+
+class SyncsOnce(Adapter):
+    """Accelerate reduces once a step, whatever `sync_each_batch` says."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return Accelerate().build(case, context)
+
+
+class NeverDivided(Broken):
+    """Gradients are summed over ranks, and not divided before."""
+
+    zero: Any
+
+    def prepare(self) -> None:
+        self.zero.sequence_parallel_size = self.case.layout.dp
+
+
+class StepsEachMicroBatch(Broken):
+    """DeepSpeed's scheduler is stepped after every micro-batch, and once more with the optimizer."""
+
+    module: Any
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        with super().micro_batch(last):
+            yield
+        self.module.lr_scheduler.step()
+
+
 class AveragedOverTokens(Broken):
     """The ranks that share a sequence average their gradients, of losses that add up."""
 
@@ -227,12 +389,23 @@ class ReshardsAll(Adapter):
 
 
 def _on(
-    adapters: str, defect: type[Broken] | type[Adapter], *faults: Fault, suite: str = "equivalence", layout: Layout
+    adapters: str,
+    defect: type[Broken] | type[Adapter],
+    *faults: Fault,
+    suite: str = "equivalence",
+    layout: Layout,
+    problem: Workload = GPT,
+    precision: Precision = Precision.FP32,
 ) -> Iterator[Mutant]:
-    trained = DEEP if layout.folded else GPT
     for adapter in adapters.split():
         yield Mutant(
-            adapter=adapter, defect=defect, suite=suite, faults=frozenset(faults), workload=trained, layout=layout
+            adapter=adapter,
+            defect=defect,
+            suite=suite,
+            faults=frozenset(faults),
+            workload=DEEP if layout.folded else problem,
+            layout=layout,
+            precision=precision,
         )
 
 
@@ -243,6 +416,29 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("fsdp2-hsdp", g.AveragedTwice, F.SCALED, layout=FOUR),
     *_on("deepspeed-whole-buckets", BucketsNotReduced, F.NOT_REDUCED, layout=PARTED),
     *_on("deepspeed-reduce-to-ranks", AsTheorySays, suite="communication", layout=PARTED),
+    *_on("ddp-buckets", OneBucket, suite="communication", layout=REDUCED),
+    *_on("fabric-loop", EveryRankReadsAll, layout=REDUCED),
+    *_on("megatron-gpt-average", SumsOverReplicas, F.SCALED, layout=REDUCED),
+    *_on("accelerate-loop-shuffled", ShufflesAlone, layout=REDUCED),
+    *_on("accelerate-loop-split", StepsForEachProcess, F.UPDATE, layout=REDUCED, problem=WARM),
+    *_on("deepspeed-predivide", DividesByRanksBefore, F.SCALED, layout=TWO),
+    *_on("deepspeed-prescale", NeverDivided, F.SCALED, layout=PARTED),
+    *_on("deepspeed-separate-gradients", AsTheorySays, suite="memory", layout=replace(PARTED, zero_stage=1)),
+    *_on(
+        "deepspeed-autocast", WeightsInBf16, F.PRECISION, layout=replace(PARTED, zero_stage=0), precision=Precision.BF16
+    ),
+    *_on("deepspeed-fetch-by-reduction", AsTheorySays, suite="communication", layout=TWO),
+    *_on(
+        "deepspeed-configured deepspeed-range-test deepspeed-one-cycle",
+        StepsEachMicroBatch,
+        F.UPDATE,
+        layout=PARTED,
+        problem=WARM,
+    ),
+    *_on("fsdp2-sums", AveragesAsEver, F.SCALED, layout=TWO),
+    *_on("fsdp2-columns", RowsOfColumns, layout=TWO),
+    *_on("fsdp1-no-shard", FullShard, suite="communication", layout=replace(TWO, zero_stage=0)),
+    *_on("ddp-zero1-views", OwnersTellNobody, F.DRIFT, layout=replace(TWO, zero_stage=1)),
     *_on("fsdp1-nosync", FullShard, suite="communication", layout=TWO),
     *_on("fsdp2-nosync", ShardsPlainly, suite="communication", layout=TWO),
     *_on("fsdp2-hsdp-noallreduce", FSDP2ReducesEach, suite="communication", layout=FOUR),
@@ -258,6 +454,8 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("tp", g.OverMicroBatches, F.SCALED, layout=Layout(tp=2, num_micro_batches=4)),
     *_on("tp", ReplicasAlone, F.NOT_REDUCED, layout=Layout(dp=2, tp=2, num_micro_batches=4)),
     *_on("tp-whole-loss", LossInParallel, suite="communication", layout=Layout(tp=2, num_micro_batches=4)),
+    *_on("accelerate-sync-each", SyncsOnce, suite="communication", layout=REDUCED),
+    *_on("accelerate-fsdp2-nosync", ShardsOverAll, suite="communication", layout=TWO),
     *_on("accelerate-hsdp", ShardsOverAll, suite="communication", layout=FOUR),
     *_on("fabric-tp-fsdp2", g.OverMicroBatches, F.SCALED, layout=CROSSED),
     *_on("deepspeed-pipeline", StageNotScaled, F.SCALED, layout=replace(PIPELINE, zero_stage=1)),
@@ -278,6 +476,8 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("deepspeed-hpz", GathersFromAll, suite="communication", layout=FOUR),
     *_on("deepspeed-checkpointing", ByPyTorch, suite="communication", layout=AGAIN),
     *_on("deepspeed-checkpointing", g.OverMicroBatches, F.SCALED, layout=AGAIN),
+    *_on("fairscale-fsdp-nosync", ReshardsAll, suite="communication", layout=TWO),
+    *_on("fairscale-fsdp-predivide", DividesBeforeAndAfter, F.SCALED, layout=TWO),
     *_on("fairscale-fsdp-noreshard", ReshardsAll, suite="communication", layout=TWO),
     *_on("fairscale-fsdp-unflattened", g.OverMicroBatches, F.SCALED, layout=TWO),
     *_on("fairscale-checkpoint-offload", g.MeanOfRanks, F.UNEVEN, layout=AGAIN),
