@@ -17,6 +17,7 @@ install: $(VENV)/.installed  ## Make .venv with every framework that PyPI has fo
 env:  ## Make .environments/NAME for adapters that name it, of environments/NAME.txt: packages and their pins.
 	$(PYTHON) -m venv --clear .environments/$(NAME)
 	.environments/$(NAME)/bin/pip install -q -r environments/$(NAME).txt
+	$(if $(wildcard environments/$(NAME).uninstall.txt),.environments/$(NAME)/bin/pip uninstall -q -y -r environments/$(NAME).uninstall.txt)
 	.environments/$(NAME)/bin/pip install -q --no-build-isolation -e .
 
 # torch goes first, pinned: other packages would otherwise bring another build of it. deepspeed and fairscale look for
