@@ -36,6 +36,7 @@ class VLLM(InferenceAdapter):
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank) for rank in range(cls.tp)),
             "HF_HUB_OFFLINE": "1",
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a function is sent to workers, which reads the size of a cache
         }
 
     def build(self, model: Path, options: EngineOptions) -> Engine:
@@ -81,8 +82,6 @@ class VLLMEngine(Engine):
         from vllm import SamplingParams, TokensPrompt  # type: ignore[attr-defined]
         from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
 
-        # Without it, vLLM computes prompts that are cached again for their log probabilities.
-        wants_prompt = not self._options.prefix_caching
         sampling = SamplingParams(
             n=request.copies,
             max_tokens=request.max_new_tokens,
@@ -90,7 +89,7 @@ class VLLMEngine(Engine):
             seed=request.seed,
             stop_token_ids=list(request.stop),
             logprobs=0,
-            prompt_logprobs=0 if wants_prompt else None,
+            prompt_logprobs=0 if request.wants_prompt else None,
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.CUMULATIVE,
@@ -160,4 +159,5 @@ class VLLMEngine(Engine):
 
 def _kv_bytes(worker: Any) -> int:  # noqa: ANN401
     """Return the bytes of a worker's KV cache."""
-    return sum(t.untyped_storage().nbytes() for t in worker.model_runner.kv_caches)
+    storages = [tensor.untyped_storage() for tensor in worker.model_runner.kv_caches]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())  # layers may share one

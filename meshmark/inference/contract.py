@@ -49,6 +49,8 @@ class Request:
     """Token ids that end the completion, and are its last token."""
     copies: int = 1
     """Parallel samples of one prompt."""
+    wants_prompt: bool = True
+    """True if the log probabilities of the prompt are asked for. Engines with a prefix cache do not use it then."""
     arrives: int = 0
     """Step of the engine before which the request is submitted."""
 
