@@ -16,7 +16,7 @@ from meshmark.inference.model import DTYPES, left_padded, load_model
 class TransformersGenerate(InferenceAdapter):
     """`model.generate`, by the batch."""
 
-    requires = (Requirement("transformers"),)
+    requires = (Requirement(module="transformers", distribution="transformers"),)
     block_sizes = (1,)
     pages = False
     promises = {"copies": "seed + index"}  # of the adapter: it draws each copy under its own seed

@@ -5,5 +5,5 @@ An `InferenceAdapter` builds an `Engine` from a model's folder. The engine runs 
 against the same model in float64. `clauses` serves the same requests under other conditions and compares.
 docs/inference.md says what is judged.
 
-May import: adapter, reference, spec.
+May import: adapter, reference.
 """
