@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 REPORT ?= results/report.md
 
 .PHONY: help install env report pages keep conformance test test-slow lint types docs clean \
-        tables twins validate convergence throttled scale versions dry-runs coatnet architectures trainers roster roster-page \
+        tables twins validate convergence throttled scale versions dry-runs coatnet architectures trainers inference roster roster-page \
         reach reach-mutants power power-page correct-engines power-long chaos fuzz gate cluster-test size bench gpu horovod
 
 help:  ## List the targets.
@@ -118,6 +118,9 @@ architectures: install  ## Models of Hugging Face Transformers under four framew
 
 trainers: install  ## What trainers that own their loop really optimise: reports/trainers.md.
 	$(BIN)/python -m studies.trainers && $(BIN)/python -m studies.pages --keep trainers
+
+inference: install  ## Engines that generate text, judged: reports/inference.md. vLLM takes `make env NAME=vllm` first.
+	OMP_NUM_THREADS=1 $(BIN)/python -m studies.inference && $(BIN)/python -m studies.pages inference
 
 roster: install  ## Every adapter, variants too, by capability: reports/roster.md. Goes on where it was cut off.
 	$(BIN)/python -m benchmarks.roster

@@ -1,6 +1,6 @@
 """Do engines generate correctly? Log probabilities, tokens, the KV cache and clauses, against float64.
 
-    pytest suites/test_inference.py --adapters transformers-generate,vllm --precision fp32,bf16 --results results/inference
+pytest suites/test_inference.py --adapters transformers-generate,vllm --precision fp32,bf16 --results results/inference
 """
 
 from pathlib import Path

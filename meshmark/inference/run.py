@@ -150,9 +150,7 @@ def _judged(case: InferenceCase, engine: EngineProcess, judge: Judge, num_leak: 
         yield from _clauses(engine, judge, served, noise, num_leak)
 
 
-def _clauses(
-    engine: EngineProcess, judge: Judge, served: Served, noise: Noise, num_leak: int
-) -> Iterator[Verdict]:
+def _clauses(engine: EngineProcess, judge: Judge, served: Served, noise: Noise, num_leak: int) -> Iterator[Verdict]:
     requests = requests_of()
     alone = [dataclasses.replace(request, arrives=40 * index) for index, request in enumerate(requests)]
     yield judge.same("alone", requests, (served, engine.serve(alone)), noise)
