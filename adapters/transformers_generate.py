@@ -66,12 +66,12 @@ class GenerateEngine(Engine):
         held: dict[str, torch.Tensor] = {}
         done = [False] * len(batch)
 
-        class Watch(transformers.LogitsProcessor):
+        class Watch(transformers.LogitsProcessor):  # type: ignore[misc]
             def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
                 held["logprobs"] = scores.float().log_softmax(-1)
                 return scores
 
-        class Ends(transformers.StoppingCriteria):
+        class Ends(transformers.StoppingCriteria):  # type: ignore[misc]
             def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
                 count = input_ids.shape[1] - longest
                 for row, request in enumerate(batch):

@@ -49,9 +49,9 @@ def page(records: Sequence[InferenceRecord]) -> str:
 
 ## Correct
 
-Log probabilities of {len(LENGTHS)} prompts ({LENGTHS[0]} to {LENGTHS[-1]} tokens) and of {NEW_TOKENS} tokens that follow each, against
-the same model in float64 at the run's own tokens. *detects* is the smallest error of one token's log probability that
-fails: {FACTOR:g} times the noise of Transformers' own ways to compute the same.
+Log probabilities of {len(LENGTHS)} prompts ({LENGTHS[0]} to {LENGTHS[-1]} tokens) and of {NEW_TOKENS} tokens that
+follow each, against the same model in float64 at the run's own tokens. *detects* is the smallest error of one token's
+log probability that fails: {FACTOR:g} times the noise of Transformers' own ways to compute the same.
 
 {markdown([_correct(record) for record in records])}
 
@@ -61,8 +61,8 @@ fails: {FACTOR:g} times the noise of Transformers' own ways to compute the same.
 
 ## Speed
 
-{number} requests of {length} tokens arrive at once, and {new} tokens follow each; the second of two runs. The model is a
-toy, so these are times of schedulers and Python, not of products of matrices. They say nothing about a real model.
+{number} requests of {length} tokens arrive at once, and {new} tokens follow each; the second of two runs. The model is
+a toy, so these are times of schedulers and Python, not of products of matrices. They say nothing about a real model.
 
 {markdown([_speed(record) for record in records if record.speed])}
 
@@ -128,7 +128,7 @@ def _clauses(records: Sequence[InferenceRecord]) -> list[dict[str, object]]:
 
 def _failures(records: Sequence[InferenceRecord]) -> str:
     lines = [
-        f"- {record.case['engine']} {record.case['variant']} {record.case['precision']}, {verdict.name}: {inline(verdict.text)}"
+        f"- {' '.join(map(str, _name(record).values()))}, {verdict.name}: {inline(verdict.text)}"
         for record in records
         for verdict in record.verdicts
         if not verdict.passed

@@ -40,7 +40,7 @@ class VLLM(InferenceAdapter):
         }
 
     def build(self, model: Path, options: EngineOptions) -> Engine:
-        from vllm import EngineArgs, LLMEngine  # type: ignore[attr-defined]
+        from vllm import EngineArgs, LLMEngine
 
         arguments = EngineArgs(
             model=str(model),
@@ -79,8 +79,8 @@ class VLLMEngine(Engine):
         self._preemptions = self._cached = 0
 
     def submit(self, request: Request) -> None:
-        from vllm import SamplingParams, TokensPrompt  # type: ignore[attr-defined]
-        from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
 
         sampling = SamplingParams(
             n=request.copies,

@@ -146,7 +146,7 @@ class Engine(ABC):
         """Return how many prompt tokens came from the prefix cache so far."""
         return 0
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """End the engine's own processes."""
 
 
@@ -163,7 +163,7 @@ class InferenceAdapter(ABC):
     pages: ClassVar[bool] = True
     """True if the cache has blocks that are given out one by one."""
     promises: ClassVar[Mapping[str, str]] = {}
-    """What the engine says of itself, by clause: "copies" (seeds of parallel samples), or why a clause is unsupported."""
+    """What the engine says of itself, by clause: of "copies", the seeds of parallel samples."""
     spare_blocks: ClassVar[int] = 0
     """Blocks of `num_blocks` that the engine keeps for itself."""
 

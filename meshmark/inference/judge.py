@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from meshmark.inference.contract import Completion, Request, Served
 from meshmark.inference.model import Narrow, Shape, Truth
@@ -109,7 +110,8 @@ class Judge:
             one = ones[other.request, other.copy]
             bits += (one.tokens, one.logprobs) != (other.tokens, other.logprobs)
             if (one.finish, len(one.tokens)) != (other.finish, len(other.tokens)) and not request.stop:
-                text = f"{request.name}: {len(one.tokens)} tokens ({one.finish}), then {len(other.tokens)} ({other.finish})"
+                ends = f"{len(one.tokens)} tokens ({one.finish}), then {len(other.tokens)} ({other.finish})"
+                text = f"{request.name}: {ends}"
                 return Verdict(name=name, passed=False, text=text)
             common = next((i for i, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=False)) if a != b), None)
             if common is not None:
@@ -159,7 +161,7 @@ def _pairs(requests: Sequence[Request], completions: Sequence[Completion]) -> li
     return [(by_name[c.request], c) for c in completions if c.request in by_name]
 
 
-def _taken(rows: object, tokens: Sequence[int]) -> np.ndarray:
+def _taken(rows: Tensor, tokens: Sequence[int]) -> np.ndarray:
     """Return the log probability of every token but the first."""
-    values: np.ndarray = rows.numpy()  # type: ignore[attr-defined]
-    return values[np.arange(len(tokens) - 1), np.array(tokens[1:])]
+    taken: np.ndarray = rows.numpy()[np.arange(len(tokens) - 1), np.array(tokens[1:])]
+    return taken

@@ -87,7 +87,8 @@ def _initial(path: str, parameter: Tensor, drawn: torch.Generator) -> Tensor:
     if "embed_tokens" in path:
         return noise
     gain = _GAIN if "q_proj" in path or "k_proj" in path else 1.0
-    return noise * gain / parameter.shape[1] ** 0.5
+    scale: float = gain / parameter.shape[1] ** 0.5
+    return noise * scale
 
 
 def load_model(folder: Path, dtype: torch.dtype, attention: str = "sdpa") -> nn.Module:

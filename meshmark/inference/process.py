@@ -53,7 +53,8 @@ class EngineProcess:
         address = str(Path(self._folder.name) / "socket")
         log.parent.mkdir(parents=True, exist_ok=True)
         variables = {"OMP_NUM_THREADS": "1", **os.environ, **adapter.environment(), _KEY: key}
-        with Listener(address, "AF_UNIX", authkey=bytes.fromhex(key)) as listener, log.open("ab") as output:
+        listener = Listener(address, "AF_UNIX", authkey=bytes.fromhex(key))
+        with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [python, "-m", "meshmark.inference.process", address],
                 env=variables,
@@ -62,13 +63,14 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-            try:
+        try:
+            with listener:
                 self._connection = self._accept(listener)
-                self._connection.send((target, model, options))
-                self.versions: Mapping[str, str] = self._answer(START_SECONDS)  # type: ignore[assignment]
-            except BaseException:
-                self.close()
-                raise
+            self._connection.send((target, model, options))
+            self.versions: Mapping[str, str] = self._answer(START_SECONDS)  # type: ignore[assignment]
+        except BaseException:
+            self.close()
+            raise
 
     def _accept(self, listener: Listener) -> Connection:
         listener._listener._socket.settimeout(START_SECONDS)  # type: ignore[attr-defined]

@@ -84,7 +84,7 @@ def read_inference(path: Path) -> list[InferenceRecord]:
 
 
 def run_case(case: InferenceCase, results: Path, num_leak: int = 1000) -> InferenceRecord:
-    """Run a case and append its record to `results`/records.jsonl. `num_leak` is the number of requests of one clause."""
+    """Run a case and append its record to `results`/records.jsonl. One clause serves `num_leak` requests."""
     folder = results / "models" / case.model
     if not (folder / "config.json").exists():
         write_model(case.model, folder)
