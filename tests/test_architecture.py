@@ -123,7 +123,7 @@ def test_the_core_imports_no_framework_no_adapter_and_no_suite(path: Path) -> No
 @pytest.mark.parametrize("package", MODELLING)
 def test_a_package_of_models_is_imported_by_named_modules_inside_functions(package: str) -> None:
     users = {path for path in python_files("meshmark") if package in roots(imports_of(parse(path)))}
-    assert users == {MODELLING[package]}
+    assert users == MODELLING[package]
     assert not [path for path in users if package in roots(top_level_imports(parse(path)))]
 
 

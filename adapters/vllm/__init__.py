@@ -80,6 +80,7 @@ class VLLMEngine(Engine):
 
     def submit(self, request: Request) -> None:
         from vllm import SamplingParams, TokensPrompt
+        from vllm.exceptions import VLLMValidationError
         from vllm.sampling_params import RequestOutputKind
 
         sampling = SamplingParams(
@@ -94,7 +95,10 @@ class VLLMEngine(Engine):
             detokenize=False,
             output_kind=RequestOutputKind.CUMULATIVE,
         )
-        self._engine.add_request(request.name, TokensPrompt(prompt_token_ids=list(request.prompt)), sampling)
+        try:
+            self._engine.add_request(request.name, TokensPrompt(prompt_token_ids=list(request.prompt)), sampling)
+        except VLLMValidationError as error:
+            raise ValueError(str(error)) from error
 
     def step(self, emit: Callable[[Emitted], None]) -> None:
         for output in self._engine.step():

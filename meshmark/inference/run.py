@@ -93,7 +93,8 @@ def run_case(case: InferenceCase, results: Path, num_leak: int = 1000) -> Infere
         with EngineProcess(case.target, folder, case.options(), results / "logs" / f"{case.id}.log") as engine:
             versions = dict(engine.versions)
             judge = Judge(folder, case.precision)
-            verdicts = list(_judged(case, engine, judge, num_leak))
+            for verdict in _judged(case, engine, judge, num_leak):
+                verdicts.append(verdict)  # what was judged before an engine fails is kept
             if case.variant == "plain":
                 speed = _speed(engine)
     except EngineError as failed:
