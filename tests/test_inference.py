@@ -34,7 +34,7 @@ def test_a_real_engine_in_its_own_process_passes_every_verdict(tmp_path: Path) -
     case = InferenceCase(engine="transformers-generate", target=GENERATE)
     record = run_case(case, tmp_path, num_leak=20)
     assert record.passed, [verdict for verdict in record.verdicts if not verdict.passed]
-    assert len(record.verdicts) == 11 and record.speed["decode"] > 0
+    assert len(record.verdicts) == 12 and record.speed["decode"] > 0
     assert read_inference(tmp_path / "records.jsonl") == [record]
 
 

@@ -27,6 +27,11 @@ LENGTHS = (1, 2, 5, 31, 32, 33, 63, 64, 65, 100, 150, 200)
 NEW_TOKENS = 16
 LOAD = (16, 64, 32)
 """Of the timed load: requests that arrive at once, tokens of each prompt, new tokens of each."""
+BAD = {
+    "a prompt that is too long": Request(name="too long", prompt=prompts([400])[0], max_new_tokens=4),
+    "a token that is unknown": Request(name="unknown token", prompt=(5, 1_000_000), max_new_tokens=4),
+}
+"""Requests that engines must refuse, by the clause. The last one to come ends an engine that checks nothing."""
 _SAMPLED = {"temperature": 1.0, "wants_prompt": False}
 
 
@@ -97,6 +102,10 @@ def run_case(case: InferenceCase, results: Path, num_leak: int = 1000) -> Infere
                 verdicts.append(verdict)  # what was judged before an engine fails is kept
             if case.variant == "plain":
                 speed = _speed(engine)
+                served = engine.serve(requests_of())
+                noise = judge.noise(requests_of(), served.completions)
+                for name, bad in BAD.items():
+                    verdicts.append(_bad_request(name, bad, judge, (engine, served), noise))
     except EngineError as failed:
         error = str(failed)
     around = environment.describe("cpu", "", 1)
@@ -166,16 +175,6 @@ def _clauses(engine: EngineProcess, judge: Judge, served: Served, noise: Noise, 
     drawn = engine.serve(sampled)
     yield judge.same("seeds", sampled, (drawn, engine.serve([*requests[:3], *sampled[::-1]])), noise)
     yield _copies(engine, judge, noise)
-    bad = [
-        Request(name="unknown token", prompt=(5, 1_000_000), max_new_tokens=4),
-        Request(name="too long", prompt=prompts([400])[0], max_new_tokens=4),
-    ]
-    mixed = engine.serve([requests[3], bad[0], *requests[4:6], bad[1], requests[6]])
-    errors = {c.request: c.error for c in mixed.completions if c.error}
-    same = judge.same("one bad request", requests, (served, mixed), noise)
-    refused = errors.keys() == {request.name for request in bad}
-    text = f"refused: {', '.join(errors) or 'none'}; of the others: {same.text}"
-    yield dataclasses.replace(same, passed=same.passed and refused, text=text)
     many = [
         Request(name=f"many-{index}", prompt=prompt, max_new_tokens=2, wants_prompt=False)
         for index, prompt in enumerate(prompts([3 + index % 40 for index in range(num_leak)], seed=2))
@@ -185,6 +184,20 @@ def _clauses(engine: EngineProcess, judge: Judge, served: Served, noise: Noise, 
     text = f"{complete} of {num_leak} requests complete; blocks in use {after.blocks_before}, then {after.blocks_after}"
     passed = complete == num_leak and after.blocks_after == after.blocks_before == 0
     yield Verdict(name="nothing leaks", passed=passed, text=text)
+
+
+def _bad_request(name: str, bad: Request, judge: Judge, before: tuple[EngineProcess, Served], noise: Noise) -> Verdict:
+    """Serve a request that no engine can, among others: it is refused, and the others are as they were."""
+    engine, served = before
+    requests = requests_of()
+    try:
+        mixed = engine.serve([requests[3], bad, *requests[4:6]])
+    except EngineError as error:
+        return Verdict(name=name, passed=False, text=f"it ends the engine, and every request with it: {error}")
+    refused = [c.request for c in mixed.completions if c.error] == [bad.name]
+    same = judge.same(name, requests, (served, mixed), noise)
+    text = f"{'refused' if refused else 'not refused'}; of the others: {same.text}"
+    return dataclasses.replace(same, passed=same.passed and refused, text=text)
 
 
 def _stops(engine: EngineProcess, requests: Sequence[Request], served: Served) -> Verdict:
