@@ -72,6 +72,10 @@ class TrafficError(MeshmarkError):
     """The traffic of a rank is unknown, because the requested and the issued operations do not match."""
 
 
+class ClockError(MeshmarkError):
+    """The machine's clock was set during a measurement that orders events by it."""
+
+
 class NoSpaceError(MeshmarkError):
     """A disk has no room for the files of a launch."""
 

@@ -37,6 +37,27 @@ class Tagged(typing.Protocol):
         """Return the subclass that is written with `tag`. Raises `ValueError` when there is none."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Form:
+    """How values of one class are written."""
+
+    is_text: bool
+    presets: Mapping[str, object]
+    fields: tuple[str, ...]
+    tag: str | None
+
+
+@functools.cache
+def _form(kind: type) -> _Form:
+    """Return the form of a dataclass. Protocols take long to check, and a record of many ranks has many values."""
+    return _Form(
+        is_text=issubclass(kind, Written),
+        presets=getattr(kind, "PRESETS", {}),
+        fields=tuple(f.name for f in dataclasses.fields(kind)),
+        tag=kind.TAG if hasattr(kind, "TAG") and hasattr(kind, "class_of") else None,
+    )
+
+
 def encode(value: object) -> Any:  # noqa: ANN401
     """Return a JSON-ready copy of `value`.
 
@@ -44,12 +65,13 @@ def encode(value: object) -> Any:  # noqa: ANN401
     class becomes the preset's name.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        if isinstance(value, Written):
+        form = _form(type(value))
+        if form.is_text:
             return str(value)
-        if value in (presets := getattr(value, "PRESETS", {})).values():
-            return next(name for name, preset in presets.items() if preset == value)
-        written = {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return {value.TAG: str(getattr(value, value.TAG)), **written} if isinstance(value, Tagged) else written
+        if form.presets and value in form.presets.values():
+            return next(name for name, preset in form.presets.items() if preset == value)
+        written = {name: encode(getattr(value, name)) for name in form.fields}
+        return {form.tag: str(getattr(value, form.tag)), **written} if form.tag else written
     if isinstance(value, Mapping):
         return {str(k): encode(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
 import shlex
 import subprocess
+import sys
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -54,7 +57,7 @@ def crossings(mean: float, draw: Callable[[int], np.ndarray], runs: int = 400, p
     [lambda n: 0.05 * RNG.standard_normal(n), lambda n: 0.05 * RNG.standard_t(3, n)],
     ids=["normal", "outliers"],
 )
-def test_equal_sides_are_called_different_as_rarely_as_promised(draw: Callable[[int], np.ndarray]) -> None:
+def test_equal_argumentsare_called_different_as_rarely_as_promised(draw: Callable[[int], np.ndarray]) -> None:
     """A fixed t-test that is looked at as often would cross in about 8 % of runs."""
     assert crossings(0.0, draw) <= ALPHA + 3 * math.sqrt(ALPHA / 400)
 
@@ -133,7 +136,7 @@ def test_what_cannot_be_told_says_how_many_pairs_it_takes(tmp_path: Path) -> Non
     assert rate.outcome is ChangeOutcome.UNDECIDED and "to tell 3% takes about" in rate.evidence
 
 
-def test_sides_alternate_and_other_cases_are_an_error(tmp_path: Path) -> None:
+def test_argumentsalternate_and_other_cases_are_an_error(tmp_path: Path) -> None:
     folders: list[str] = []
 
     def noted(measure: Callable[[Path], list[Record]]) -> Callable[[Path], list[Record]]:
@@ -289,8 +292,44 @@ def test_mistakes_are_told(repository: list[str], capsys: pytest.CaptureFixture[
     ):
         assert main(["bisect", *asked, "--", "-k", "x"]) == 2
         assert words in capsys.readouterr().err
+    for options in ([], ["--"]):
+        assert main(["ab", "--a", "HEAD", "--b", "HEAD", *options]) == 2
+        assert "expected what to run behind --" in capsys.readouterr().err
+    assert main(["ab", "--a", "HEAD", "--b=--target=elsewhere", "--", "-k", "x"]) == 2
+    assert "begins with a dash" in capsys.readouterr().err
     assert main(["ab", "--a", "HEAD", "--b", "./no/such/package", "--", "-k", "x"]) == 2
     assert "is no folder with bin/python, no commit of the repository here, and pip cannot" in capsys.readouterr().err
+
+
+def test_a_command_that_is_ended_leaves_no_worktree(repository: list[str]) -> None:
+    """`timeout` and a cancelled job end it by SIGTERM. Both sides were left behind, and git listed them for ever."""
+    Path("test_waits.py").write_text(
+        "import time\n\ndef test_waits():\n    open('waits', 'w').close()\n    time.sleep(60)\n"
+    )
+    commit("waits", {})
+    words = [
+        sys.executable,
+        "-m",
+        "meshmark",
+        "ab",
+        "--a",
+        "HEAD",
+        "--b",
+        "HEAD",
+        "--",
+        "test_waits.py",
+        "-p",
+        "no:meshmark",
+    ]
+    ended = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(Path.cwd())})
+    deadline = time.monotonic() + 60
+    while not list(Path().glob("meshmark-ab-*/A/waits")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    ended.terminate()
+    _, said = ended.communicate(timeout=30)
+    assert (ended.returncode, said.strip()) == (130, "meshmark: interrupted")
+    trees = subprocess.run(["git", "worktree", "list"], check=True, capture_output=True, text=True).stdout
+    assert len(trees.splitlines()) == 1 and not list(Path().glob("meshmark-ab-*"))
 
 
 def test_the_commands_of_the_page_are_understood() -> None:

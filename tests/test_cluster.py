@@ -147,6 +147,7 @@ def test_a_node_that_is_lost_ends_the_other(tmp_path: Path, lost: int, happens: 
         assert record.outcome.status is Status.NODE_LOST, record.outcome
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_a_node_that_is_lost(tmp_path: Path) -> None:
     """With the cases that fit: the one that was under way runs again, a larger one is skipped with its reason."""
     cores = os.sched_getaffinity(0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import tempfile
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -10,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
+from torch.distributed import rpc
 
 from meshmark.adapters.downpour import server as server_module
+from meshmark.adapters.downpour.engine import rpc_options
 from meshmark.algorithms.contract import ObservedRun, ServerVersions, Tensors
 from meshmark.algorithms.downpour import Downpour
 from meshmark.algorithms.downpour.parameter_server import ParameterServer
@@ -31,6 +36,7 @@ from meshmark.theory.traffic import step_traffic
 from tests.broken.downpour import DEFECTS
 from tests.broken.mutants import MUTANTS
 from tests.factories import make_workload
+from tests.ranks import on_two_ranks
 from tests.trained import Trial, diagnosed, furthest, sample, train_all
 
 PLAIN = OptimizerSpec(kind=OptimizerKind.SGD, learning_rate=0.1, weight_decay=0.0, clip_norm=None)
@@ -244,3 +250,25 @@ def test_a_replica_may_be_as_slow_as_others_were() -> None:
 def test_every_algorithm_has_at_least_four_mutants() -> None:
     counts = Counter(mutant.workload.algorithm.kind for mutant in MUTANTS)
     assert {str(kind): counts[kind] for kind in algorithm_classes() if counts[kind] < 4} == {}
+
+
+def _count_new_listeners(rank: int) -> int:
+    """Start PyTorch's RPC as the engine does. Return on how many more TCP ports this process listens then."""
+    folder = Path(tempfile.gettempdir())  # the same for both ranks, which are told nothing else
+    os.environ.update(LOCAL_WORLD_SIZE="2", WORLD_SIZE="2")
+
+    def listening() -> int:
+        return sum(one.status == psutil.CONN_LISTEN for one in psutil.Process().net_connections("tcp"))
+
+    before = listening()
+    options = rpc_options(folder / f"meeting-{os.getppid()}", num_threads=3)
+    rpc.init_rpc(str(rank), rank=rank, world_size=2, rpc_backend_options=options)  # type: ignore[no-untyped-call]
+    assert rpc.rpc_sync("0", max, args=(1, 2)) == 2
+    after = listening()
+    rpc.shutdown()  # type: ignore[no-untyped-call]
+    return after - before
+
+
+def test_ranks_of_one_node_listen_on_no_port_of_rpcs() -> None:
+    """Any bytes that a stranger sent there ended the process by std::bad_alloc, and the adapter was accused."""
+    assert on_two_ranks(_count_new_listeners) == 0

@@ -170,6 +170,7 @@ def test_an_adapter_that_declares_nothing_has_no_way() -> None:
     assert set(fit(noise_runs()).declared(Casting.WEIGHTS).ways) == set()
 
 
+@pytest.mark.slow
 def test_records_hold_the_ways(runner: Runner) -> None:
     """So that a record on disk can be judged again."""
     record = observed(runner, "attentionbyhand", Precision.BF16)

@@ -16,12 +16,15 @@ import torch.distributed as dist
 
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapter.traffic_source import Transfer
+from meshmark.errors import ClockError
+from meshmark.launch.rank import _kind
 from meshmark.measure import allocations
 from meshmark.measure.allocations import Allocation, Change, Held, Timeline, timeline
 from meshmark.measure.memory import Named, _classify, read_memory
 from meshmark.measure.readings import Bytes, Collective, MemoryReading, TrafficReading
 from meshmark.measure.traffic import TorchTraffic, _full_bytes, read_traffic, sum_transfers
 from meshmark.measure.watch import AskedOperation, Operand, Watch, Window
+from meshmark.records.record import Status
 
 CPU = torch.device("cpu")
 NOTHING = Named()
@@ -90,6 +93,16 @@ def test_a_window_is_kept_when_its_inside_raises() -> None:
     with Watch(CPU) as watch, pytest.raises(KeyError), watch.window("bad", 7):
         raise KeyError
     assert [(w.name, w.step) for w in watch.windows] == [("bad", 7)]
+
+
+def test_a_clock_that_is_set_amid_a_measurement_ends_it_outside_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = time.time_ns
+    with pytest.raises(ClockError, match="set by -3.6e\\+03 s during the measurement") as caught, Watch(CPU) as watch:
+        with watch.window("steady", 0):
+            torch.ones(100)
+        with watch.window("set", 1):
+            monkeypatch.setattr(time, "time_ns", lambda: real() - 3_600 * 10**9)
+    assert _kind(caught.value) is Status.UNFINISHED
 
 
 # From allocations to categories.

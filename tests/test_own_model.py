@@ -499,6 +499,7 @@ def test_blocks_that_are_run_again_have_the_same_gradients() -> None:
     assert twice == 2 * once and all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
+@pytest.mark.slow
 def test_a_plan_and_a_pipeline_are_judged_by_one_command(tmp_path: Path) -> None:
     """To the byte, with blocks that are run again in the pipeline."""
     suites = [f"suites/test_{name}.py" for name in ("equivalence", "memory", "communication")]

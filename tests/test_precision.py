@@ -162,6 +162,7 @@ def reduced_bytes(record: Record) -> int:
     return sum(c.num_bytes for c in record.traffic.readings[0].asked if c.kind in kinds and c.num_bytes > 1024)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["ddp", "fsdp2"])
 def test_bf16_reduced_in_bf16_is_another_precision_than_reduced_in_fp32(runner: Runner, adapter: str) -> None:
     """Both train as they should, each by its own tolerance model, and half the bytes are sent."""
@@ -200,6 +201,7 @@ def test_an_attempt_that_is_left_out_has_been_seen_by_batch_norms(runner: Runner
     assert verdict is not None and verdict.passed, record.outcome.message or verdict.summary
 
 
+@pytest.mark.slow
 def test_steps_that_loss_scaling_leaves_out_are_tried_again_and_the_run_is_right(runner: Runner) -> None:
     """In the metered step too, whose memory and traffic are those of the step that was taken, and with a learning
     rate that depends on the number of steps."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -185,6 +188,15 @@ def test_a_second_writer_is_refused_until_the_first_is_done(tmp_path: Path) -> N
     first.close()
     write(tmp_path, make_timed())
     assert len(read_records(tmp_path).records) == 2
+
+
+def test_a_file_system_without_locks_is_not_said_to_be_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(ResultsError, match=r"without locks \(No locks available\); name another with --results"):
+        RecordFile(tmp_path)
 
 
 def test_a_line_that_does_not_reach_the_disk_is_said_not_to(tmp_path: Path) -> None:

@@ -177,6 +177,7 @@ def test_why_tests_were_not_run_is_not_made_up(up: bool, told: str) -> None:
     assert said[:2] == [f"not run: {told}", "t"]
 
 
+@pytest.mark.slow
 def test_a_run_whose_time_is_up_keeps_its_records_and_names_the_rest(tmp_path: Path) -> None:
     """It ends between tests. One case of each adapter comes first."""
     chosen = ("--adapters", "single,ddp", "--world", "2,4", "--workload", "gpt-mini", "--results", tmp_path)

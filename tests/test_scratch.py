@@ -80,6 +80,7 @@ def test_nodes_agree_on_the_name(tmp_path: Path, results: list[str]) -> None:
     assert not any(folder.exists() for folder in folders)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_noise")
 def test_two_nodes_save_and_resume_in_one_folder(tmp_path: Path) -> None:
     own = users_own(tmp_path / "shared")

@@ -33,6 +33,7 @@ def config(folder: Path, **changes: object) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_one_command_judges_a_config_under_two_frameworks(tmp_path: Path) -> None:
     command = ["-m", "pytest", "-q", "suites", "--workload", f"hf:{CONFIGS / 'llama.json'}", "--adapters", "ddp,fsdp2"]
     command += ["-k", "equivalence or memory or communication", "--world", "2", "--results", str(tmp_path)]

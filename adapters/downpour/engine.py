@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,23 @@ SERVER = 0
 _BUILT = itertools.count()
 
 
+def rpc_options(meeting: Path, *, num_threads: int) -> rpc.TensorPipeRpcBackendOptions:
+    """Return options by which ranks meet in the file `meeting` and call one another.
+
+    Ranks of one node use shared memory alone. PyTorch's transport by TCP listens on a port, and whatever is sent there
+    ends the process: it allocates as many bytes as a stranger's first message names (`std::bad_alloc`). Calls have no
+    time limit, for the server knows whom it waits for.
+    """
+    one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE") and sys.platform == "linux"
+    return rpc.TensorPipeRpcBackendOptions(
+        init_method=meeting.absolute().as_uri(),
+        rpc_timeout=0,
+        num_worker_threads=num_threads,
+        _transports=["shm"] if one_node else None,
+        _channels=["basic"] if one_node else None,
+    )
+
+
 class DownpourEngine(DataParallelEngine):
     def __init__(self, case: Case, context: RankContext, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(case, context, module, optimizer)
@@ -41,13 +60,8 @@ class DownpourEngine(DataParallelEngine):
         self.server = server.Server(spec, self.trained, case.layout.dp) if context.rank == SERVER else None
         if self.server:
             server.HERE[self.name] = self.server
-        meeting = context.scratch / self.name
-        threads = (
-            case.layout.dp + 1
-        )  # a replica makes one call at a time, and its push may wait; more warm up for longer
-        options = rpc.TensorPipeRpcBackendOptions(  # no call ends by itself: whom it waits for the server knows
-            init_method=meeting.absolute().as_uri(), rpc_timeout=0, num_worker_threads=threads
-        )
+        # A replica makes one call at a time, and its push may wait. More threads would take longer to warm up.
+        options = rpc_options(context.scratch / self.name, num_threads=case.layout.dp + 1)
         with warnings.catch_warnings():  # PyTorch's RPC calls what PyTorch has deprecated
             warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
             rpc.init_rpc(  # type: ignore[no-untyped-call]

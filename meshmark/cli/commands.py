@@ -50,8 +50,12 @@ class _Help(argparse.HelpFormatter):
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
+INTERRUPTED = 130
+"""Exit code of a command that Ctrl-C, SIGTERM or SIGHUP ended, as shells have it."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit code: 0, 1 if a gate failed, or 2 for a user's mistake."""
+    """Run the command line. Returns the exit code: 0, 1 if a gate failed, 2 for a user's mistake, or `INTERRUPTED`."""
     if sys.stdout is None:  # closed by whoever started this
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     parsed = _parser().parse_args(arguments)
@@ -66,6 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         told = "\n".join(visible(line) for line in str(error).splitlines())  # records and file names may say anything
         print(f"meshmark: {told}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("meshmark: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:  # whoever read along, as `head` does, has enough
         _silence_stdout()
         return 0

@@ -27,7 +27,7 @@ from meshmark import rank_progress
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.registry import load_adapter
 from meshmark.environment import DEFAULT_THREADS, versions
-from meshmark.errors import ClusterError
+from meshmark.errors import ClockError, ClusterError
 from meshmark.launch.folders import means_no_space
 from meshmark.launch.processes import die_with_parent
 from meshmark.launch.ranks import RankInfo, answer_when_asked
@@ -169,7 +169,7 @@ def _kind(error: BaseException, folders: Iterable[Path] = ()) -> Status:
     """`folders`: those that the rank writes to."""
     if means_no_space(error, folders):
         return Status.NO_SPACE
-    if isinstance(error, ClusterError):  # nodes and their store are Meshmark's
+    if isinstance(error, ClusterError | ClockError):  # neither nodes, their store nor the clock are the adapter's
         return Status.UNFINISHED
     return Status.OOM if _is_out_of_memory(error) else Status.RAISED
 

@@ -13,6 +13,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from meshmark.measure.allocator import count_all_threads
+from meshmark.measure.clock import SteadyClock
 from meshmark.measure.flight_recorder import IssuedOperation, dump, issued_operations
 from meshmark.measure.profile import Activity, ActivityKind, Profile, Span, read_profile
 
@@ -24,9 +25,13 @@ _COLLECTIVES = "gloo:"
 def profile_steps(
     step: Callable[[int], object], numbers: Sequence[int], device: torch.device, trace: Path | None
 ) -> Profile:
-    """Call `step` with every number, and return the profile. `trace` is where to write the Chrome trace."""
+    """Call `step` with every number, and return the profile. `trace` is where to write the Chrome trace.
+
+    Raises `ClockError` if the machine's clock was set meanwhile.
+    """
     on_gpu, steps = device.type == "cuda", list[Span]()
     count_all_threads()
+    clock = SteadyClock()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities, profile_memory=True, record_shapes=True) as profiled:
         for number in numbers:
@@ -35,6 +40,7 @@ def profile_steps(
             if on_gpu:
                 torch.cuda.synchronize(device)
             steps.append((start, time.time_ns()))
+            clock.check()
     if trace is not None:
         profiled.export_chrome_trace(str(trace))
     results: Any = profiled.profiler.kineto_results

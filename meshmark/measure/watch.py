@@ -26,6 +26,7 @@ from meshmark.measure.allocator import (
     cublas_workspace_bytes,
     settle,
 )
+from meshmark.measure.clock import SteadyClock
 from meshmark.measure.ends import Ends, Message
 from meshmark.measure.flight_recorder import IssuedOperation, dump, issued_operations
 
@@ -129,6 +130,7 @@ class Watch:
         """Fewest bytes that the allocator counted after a step, since the last one before `rest`."""
 
     def __enter__(self) -> Watch:
+        self._clock = SteadyClock()
         count_all_threads()
         self._start(operands=False)
         return self
@@ -188,6 +190,7 @@ class Watch:
             if not self._rests:
                 self.peaks.read()
             self.windows.append(Window(name=name, step=step, start_ns=start, stop_ns=time.time_ns()))
+        self._clock.check()
 
     def settle(self, step: int) -> None:
         """Mark the steady point after `step`, when none of its work is pending."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import signal
 from collections.abc import Callable, Generator, Iterable, Iterator
 
 import pytest
@@ -18,6 +17,7 @@ from meshmark.conformance.scenario import plain_cells
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.environment import describe
 from meshmark.errors import ClusterError, InputError, ResultsError
+from meshmark.interrupts import signals_end_like_ctrl_c
 from meshmark.launch.cluster import Cluster
 from meshmark.launch.launchers import LAUNCHERS
 from meshmark.pytest_plugin.entry import asks_for_suites
@@ -168,7 +168,7 @@ def runner(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Itera
     pytestconfig.pluginmanager.register(progress)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_ending_the_run())
-        stack.enter_context(_signals_end_like_ctrl_c())
+        stack.enter_context(signals_end_like_ctrl_c())
         cluster = stack.enter_context(Cluster(chosen.cluster, progress.say))
         launcher = stack.enter_context(contextlib.closing(LAUNCHERS[chosen.launcher](cluster)))
         held = _held(chosen, progress.say)
@@ -228,28 +228,6 @@ def _ending_the_run() -> Iterator[None]:
         yield
     except (ClusterError, ResultsError) as error:
         pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)
-
-
-@contextlib.contextmanager
-def _signals_end_like_ctrl_c() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP interrupt the run as Ctrl-C does, for `timeout`, `scancel` and a closed terminal.
-
-    Fixtures are torn down and recorded results are reported. A signal that is ignored (by `nohup`) stays ignored.
-    """
-    endings = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_DFL]
-
-    def interrupt(number: int, frame: object) -> None:
-        for ending in endings:  # one interrupts; a second, such as a shell's own SIGHUP, would break the clean-up off
-            signal.signal(ending, signal.SIG_IGN)
-        raise KeyboardInterrupt(signal.Signals(number).name)
-
-    for ending in endings:
-        signal.signal(ending, interrupt)
-    try:
-        yield
-    finally:
-        for ending in endings:
-            signal.signal(ending, signal.SIG_DFL)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import gc
 import hashlib
@@ -83,9 +84,9 @@ class RecordFile:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._file.close()
-            raise ResultsError(
-                f"results folder {str(folder)!r} is in use by another run; name another with --results"
-            ) from error
+            in_use = error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+            why = "is in use by another run" if in_use else f"is on a file system without locks ({error.strerror})"
+            raise ResultsError(f"results folder {str(folder)!r} {why}; name another with --results") from error
         try:
             self._end_last_line()
         except OSError as error:

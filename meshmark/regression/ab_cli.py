@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 from meshmark.errors import InputError
+from meshmark.interrupts import signals_end_like_ctrl_c
 from meshmark.regression.alternate import MARGIN, alternate
 from meshmark.regression.attempts import attempts_of
 from meshmark.regression.bisect import Search, bisect, steps_between
@@ -59,7 +60,7 @@ def _ab(parsed: argparse.Namespace) -> int:
         raise InputError(f"--pairs {parsed.pairs}: expected at least 1")
     margin = (gate.margin if gate else None) or MARGIN
     options = _behind_dashes(parsed.options)
-    with tempfile.TemporaryDirectory(prefix="meshmark-ab-") as folder:
+    with signals_end_like_ctrl_c(), tempfile.TemporaryDirectory(prefix="meshmark-ab-") as folder:
         kept = parsed.results or Path(folder) / "results"
         with open_side(parsed.a, Path(folder), "A") as a, open_side(parsed.b, Path(folder), "B") as b:
             ours, theirs = (functools.partial(run_suites, side, options) for side in (a, b))
@@ -84,7 +85,7 @@ def _bisect(parsed: argparse.Namespace) -> int:
             f"{_LEAST_TIMED}, which show how launches scatter on this machine; or a gate without slower"
         )
     steps = steps_between(parsed.good, parsed.bad)
-    with tempfile.TemporaryDirectory(prefix="meshmark-bisect-") as folder:
+    with signals_end_like_ctrl_c(), tempfile.TemporaryDirectory(prefix="meshmark-bisect-") as folder:
         options = _behind_dashes(parsed.options)
         search = Search(options=options, gate=gate, scratch=Path(folder), launches=parsed.launches)
         found = bisect(parsed.good, steps, search)
@@ -97,4 +98,8 @@ def _bisect(parsed: argparse.Namespace) -> int:
 
 
 def _behind_dashes(options: list[str]) -> list[str]:
-    return options[1:] if options[:1] == ["--"] else options
+    """Return the options of pytest. Raises `InputError` if there are none."""
+    options = options[1:] if options[:1] == ["--"] else options
+    if not options:
+        raise InputError("expected what to run behind --, such as -- suites/test_throughput.py --adapters ddp")
+    return options

@@ -67,6 +67,10 @@ def open_side(text: str, scratch: Path, label: str) -> Iterator[Side]:
     Raises `InputError` for other text, and for a requirement that pip cannot install.
     """
     here = Path.cwd()
+    if text.startswith("-"):  # pip and git would take it for an option of theirs
+        raise InputError(
+            f"{text!r} begins with a dash: name a git ref, a virtual environment's folder or a pip requirement"
+        )
     if (Path(text) / "bin" / "python").exists():
         yield Side(name=f"{label} ({text})", python=str((Path(text) / "bin" / "python").absolute()), folder=here)
     elif commit := commit_of(text):
@@ -114,7 +118,7 @@ def git(*words: str) -> str:
 
 def _installed(requirement: str, target: Path) -> Path:
     """Install `requirement` without dependencies into `target`, to be used on top of this environment."""
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target)]
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target), "--"]
     done = subprocess.run([*command, *shlex.split(requirement)], capture_output=True, text=True)
     if done.returncode:
         raise InputError(
