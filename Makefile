@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 REPORT ?= results/report.md
 
 .PHONY: help install env report pages keep conformance test test-slow lint types docs clean \
-        tables twins validate convergence throttled scale versions dry-runs coatnet architectures trainers roster roster-page \
-        reach reach-mutants pairs power power-page correct-engines power-long chaos fuzz gate cluster-test size bench gpu horovod
+        tables twins validate convergence throttled scale versions dry-runs coatnet architectures trainers inference roster \
+        roster-page reach reach-mutants pairs power power-page correct-engines power-long chaos fuzz gate cluster-test size \
+        bench gpu horovod
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1  /p' Makefile | awk -F '  ' '{printf "make %-14s %s\n", $$1, $$2}'
@@ -17,6 +18,7 @@ install: $(VENV)/.installed  ## Make .venv with every framework that PyPI has fo
 env:  ## Make .environments/NAME for adapters that name it, of environments/NAME.txt: packages and their pins.
 	$(PYTHON) -m venv --clear .environments/$(NAME)
 	.environments/$(NAME)/bin/pip install -q -r environments/$(NAME).txt
+	$(if $(wildcard environments/$(NAME).uninstall.txt),.environments/$(NAME)/bin/pip uninstall -q -y -r environments/$(NAME).uninstall.txt)
 	.environments/$(NAME)/bin/pip install -q --no-build-isolation -e .
 
 # torch goes first, pinned: other packages would otherwise bring another build of it. deepspeed and fairscale look for
@@ -118,6 +120,9 @@ architectures: install  ## Models of Hugging Face Transformers under four framew
 
 trainers: install  ## What trainers that own their loop really optimise: reports/trainers.md.
 	$(BIN)/python -m studies.trainers && $(BIN)/python -m studies.pages --keep trainers
+
+inference: install  ## Engines that generate text, judged: reports/inference.md. vLLM takes `make env NAME=vllm` first.
+	OMP_NUM_THREADS=1 $(BIN)/python -m studies.inference && $(BIN)/python -m studies.pages inference
 
 roster: install  ## Every adapter, variants too, by capability: reports/roster.md. Goes on where it was cut off.
 	$(BIN)/python -m benchmarks.roster

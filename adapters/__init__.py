@@ -125,3 +125,10 @@ ROSTER: dict[str, str] = {
     "lightning-trainer-recommended": "meshmark.adapters.pytorch_lightning:LightningTrainerRecommended",
 }
 """Adapters that run if they are named, or by `make roster`."""
+
+INFERENCE: dict[str, str] = {
+    "transformers-generate": "meshmark.adapters.transformers_generate:TransformersGenerate",
+    "vllm": "meshmark.adapters.vllm:VLLM",
+    "vllm-tp2": "meshmark.adapters.vllm:VLLMTensorParallel",
+}
+"""Engines that generate text, judged by suites/test_inference.py alone (docs/inference.md)."""

@@ -29,6 +29,7 @@ from benchmarks.reach.attempts import read_readings, tried_before
 from benchmarks.reach.measured import load
 from benchmarks.reach.page import page as reach_page
 from meshmark.conformance.reproducers import failed_clauses, read_reproducers
+from meshmark.inference.run import read_inference
 from meshmark.plan.model_names import plan_model
 from meshmark.records.record import EquivalenceEvidence, Record
 from meshmark.records.record_file import line_of, read_records
@@ -45,7 +46,7 @@ from meshmark.report.guard import write_page
 from meshmark.report.render import write_report
 from meshmark.report.which import Cluster, which_page
 from meshmark.spec.hardware import gpu
-from studies import tables, trainers
+from studies import inference, tables, trainers
 
 ROOT = Path(__file__).parents[1]
 REPORTS = ROOT / "reports"
@@ -113,6 +114,10 @@ def _trainers(path: Path) -> None:
     path.write_text(trainers.page(records_of("trainers"), clauses_of("trainers").columns), encoding="utf-8")
 
 
+def _inference(path: Path) -> None:
+    path.write_text(inference.page(read_inference(RECORDS / "inference.jsonl")), encoding="utf-8")
+
+
 def _gaps(path: Path) -> None:
     path.write_text(gaps_page(read_reproducers(), failed_clauses()), encoding="utf-8")
 
@@ -143,6 +148,10 @@ PAGES: dict[str, Page] = {
         needs=(),
     ),
     "trainers": Page(render=_trainers, needs=(*MEASURES, "meshmark/conformance")),
+    "inference": Page(
+        render=_inference,
+        needs=("meshmark/inference", "adapters/vllm", "adapters/transformers_generate.py", "environments"),
+    ),
     "scale": Page(render=_report("scale")),
     "tables": Page(render=_tables, needs=()),
     "architectures": Page(anew="make architectures: trains 23 models under four frameworks; its records were not kept"),

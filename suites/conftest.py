@@ -19,9 +19,9 @@ def pytest_meshmark_cases(config: pytest.Config, selection: Selection) -> list[C
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Conformance, at 26 clauses an adapter, and profiles are asked for: by their option or their file. Convergence,
-    which is of no adapter, by its file."""
+    which is of no adapter, and inference, which has adapters of its own, by their files."""
     asked = {f"test_{name}.py": config.getoption(f"--{name}") for name in OPTIONAL}
-    asked["test_convergence.py"] = False
+    asked["test_convergence.py"] = asked["test_inference.py"] = False
     if asked.get(collection_path.name, True):
         return None
     named = [argument.partition("::")[0] for argument in config.args]

@@ -86,8 +86,9 @@ _OTHERS = {
     "_param_name_groups",
     "_param_to_rank",
     "_set_world_ranks",
+    "_socket",
 }
-"""Of os and ctypes; of DeepSpeed, Fabric and FairScale."""
+"""Of os, ctypes and multiprocessing; of DeepSpeed, Fabric and FairScale."""
 _MISSING = ("ruptures", "plotly", "itables", "deepspeed", "fairscale", "lightning_fabric", "megatron", "jsonschema")
 """Of what Meshmark can use, that such a machine was seen to lack."""
 

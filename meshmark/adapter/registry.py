@@ -61,6 +61,12 @@ def builtin_adapters() -> dict[str, str]:
     return core | roster
 
 
+def inference_adapters() -> dict[str, str]:
+    """Return the engines that generate text: name to target."""
+    found: dict[str, str] = importlib.import_module("meshmark.adapters").INFERENCE
+    return found
+
+
 def core_adapters() -> dict[str, str]:
     """Return the adapters that run if none is named: Meshmark's core, and those of installed distributions."""
     roster: dict[str, str] = importlib.import_module("meshmark.adapters").ROSTER

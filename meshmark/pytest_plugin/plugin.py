@@ -22,6 +22,7 @@ from meshmark.launch.cluster import Cluster
 from meshmark.launch.launchers import LAUNCHERS
 from meshmark.pytest_plugin.entry import asks_for_suites
 from meshmark.pytest_plugin.expect import expect_ran
+from meshmark.pytest_plugin.inference import take_engines
 from meshmark.pytest_plugin.optional_suites import OPTIONAL, with_optional_suites
 from meshmark.pytest_plugin.progress import Progress
 from meshmark.pytest_plugin.selection import (
@@ -69,6 +70,7 @@ def pytest_collection(session: pytest.Session) -> None:
     Also collects what `--conformance` and `--profile` ask for when single files are named.
     """
     config = session.config
+    take_engines(config)
     asked_suites = [suite for suite in OPTIONAL if config.getoption(f"--{suite}")]
     config.args = with_optional_suites(config.args, asked_suites, config.invocation_params.dir)
     # Under --pyargs the suites' conftest, which knows the cases, comes with their collection.

@@ -629,7 +629,7 @@ class OwnModel(Model):
         assert self._loss is not None
         weights = next(self.parameters()).dtype
         if weights is torch.float64:
-            with _InFloat64():
+            with InFloat64():
                 return self._loss(self.model, _cast(x, weights))[0]
         return self._loss(self.model, _cast(x, weights) if weights in _NARROW else x)[0]
 
@@ -748,7 +748,7 @@ def _longest(module: nn.Module, kind: type[nn.ModuleList] | type[nn.Sequential])
     return max(each, key=len, default=[])
 
 
-class _InFloat64(TorchFunctionMode):
+class InFloat64(TorchFunctionMode):
     """Turns what asks for float32 into float64, for modules that compute in float32 inside (norms, rotary positions).
 
     So a module in float64 is a truth, whatever its code casts.

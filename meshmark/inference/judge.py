@@ -1,0 +1,167 @@
+"""Judge what an engine served: against float64, against what correct engines round, and against itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from meshmark.inference.contract import Completion, Request, Served
+from meshmark.inference.model import Narrow, Shape, Truth
+
+FACTOR = 3.0
+"""An engine may round this many times as much as the noisiest of the ways in which Transformers computes the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """One thing that was judged."""
+
+    name: str
+    passed: bool
+    text: str
+    numbers: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """How far rounding alone moves log probabilities, over all tokens: root mean square and largest."""
+
+    rms: float
+    largest: float
+
+    @property
+    def tolerance(self) -> float:
+        """The smallest error of one token's log probability that is seen."""
+        return FACTOR * self.largest
+
+
+class Judge:
+    """Judges engines that serve one model in one precision."""
+
+    def __init__(self, folder: Path, precision: str) -> None:
+        self.truth, self._narrow = Truth(folder), Narrow(folder, precision)
+
+    def noise(self, requests: Sequence[Request], completions: Sequence[Completion]) -> Noise:
+        """Measure the noise at the tokens that an engine produced."""
+        pairs = _pairs(requests, completions)
+        sequences = [[*r.prompt, *c.tokens] for r, c in pairs]
+        exact = [self.truth.logprobs(tokens) for tokens in sequences]
+        rms, largest = [], []
+        for rows in self._narrow.logprobs(sequences, [len(r.prompt) for r, _ in pairs]).values():
+            off = np.concatenate(
+                [
+                    np.abs(_taken(row, tokens) - _taken(right, tokens))
+                    for row, right, tokens in zip(rows, exact, sequences, strict=True)
+                ]
+            )
+            rms.append(float(np.sqrt(np.mean(off**2))))
+            largest.append(float(off.max()))
+        return Noise(rms=max(rms), largest=max(largest))
+
+    def logprobs(self, requests: Sequence[Request], completions: Sequence[Completion], noise: Noise) -> Verdict:
+        """Judge log probabilities of prompts and of generated tokens, at the run's own tokens."""
+        off, worst = list[float](), ("", 0, 0.0)
+        for request, completion in _pairs(requests, completions):
+            tokens = [*request.prompt, *completion.tokens]
+            exact = _taken(self.truth.logprobs(tokens), tokens)
+            told = [*completion.prompt_logprobs, *completion.logprobs]
+            if not completion.prompt_logprobs:
+                exact = exact[len(request.prompt) - 1 :]
+            if len(told) != len(exact):
+                text = f"{request.name}: {len(told)} log probabilities of {len(exact)} tokens"
+                return Verdict(name="log probabilities", passed=False, text=text)
+            errors = np.abs(np.array(told) - exact)
+            errors[~np.isfinite(errors)] = math.inf
+            off += errors.tolist()
+            position = int(errors.argmax()) + len(tokens) - len(exact)
+            if errors.max() > worst[2]:
+                worst = (request.name, position, float(errors.max()))
+        rms = float(np.sqrt(np.mean(np.square(off)))) if off else math.inf
+        passed = rms <= FACTOR * noise.rms and worst[2] <= noise.tolerance
+        text = f"{worst[2]:.1e} at most (noise {noise.largest:.1e}), {rms:.1e} in the mean (noise {noise.rms:.1e})"
+        where = "" if passed else f"; the worst is token {worst[1]} of {worst[0]}"
+        numbers = {"largest": worst[2], "rms": rms, "noise": noise.largest, "detects": noise.tolerance}
+        return Verdict(name="log probabilities", passed=passed, text=text + where, numbers=numbers)
+
+    def greedy(self, requests: Sequence[Request], completions: Sequence[Completion], noise: Noise) -> Verdict:
+        """Judge that every token is the most probable one, or as near to it as noise can move both."""
+        wrong, same, total = list[str](), 0, 0
+        for request, completion in _pairs(requests, completions):
+            rows = self.truth.logprobs([*request.prompt, *completion.tokens])[len(request.prompt) - 1 : -1]
+            for index, (row, token) in enumerate(zip(rows, completion.tokens, strict=True)):
+                behind = float(row.max() - row[token])
+                total, same = total + 1, same + (behind == 0)
+                if behind > 2 * noise.tolerance:
+                    wrong.append(f"{request.name}: token {index} is {behind:.1e} less probable than the first")
+        passed = not wrong and total > 0
+        text = wrong[0] if wrong else f"{same} of {total} are float64's; others are within noise of it"
+        return Verdict(name="greedy tokens", passed=passed, text=text, numbers={"same": same, "total": total})
+
+    def same(self, name: str, requests: Sequence[Request], runs: tuple[Served, Served], noise: Noise) -> Verdict:
+        """Judge that two runs of the same requests agree: tokens, up to near ties, and log probabilities."""
+        ones = {(c.request, c.copy): c for c in runs[0].completions}
+        worst, bits, parted = 0.0, 0, 0
+        for request, other in _pairs(requests, runs[1].completions):
+            one = ones[other.request, other.copy]
+            bits += (one.tokens, one.logprobs) != (other.tokens, other.logprobs)
+            if (one.finish, len(one.tokens)) != (other.finish, len(other.tokens)) and not request.stop:
+                ends = f"{len(one.tokens)} tokens ({one.finish}), then {len(other.tokens)} ({other.finish})"
+                text = f"{request.name}: {ends}"
+                return Verdict(name=name, passed=False, text=text)
+            common = next((i for i, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=False)) if a != b), None)
+            if common is not None:
+                parted += 1
+                before = [*request.prompt, *one.tokens[:common]]
+                row = self.truth.logprobs(before)[-1]
+                apart = abs(float(row[one.tokens[common]] - row[other.tokens[common]]))
+                if request.temperature or apart > 2 * noise.tolerance:
+                    text = f"{request.name}: token {common} is another, and they are {apart:.1e} apart"
+                    return Verdict(name=name, passed=False, text=text)
+            pairs = list(zip(one.logprobs, other.logprobs, strict=False))[:common]
+            if one.prompt_logprobs and other.prompt_logprobs:
+                pairs += zip(one.prompt_logprobs, other.prompt_logprobs, strict=True)
+            worst = max([worst, *(abs(a - b) for a, b in pairs)])
+        passed = worst <= 2 * noise.tolerance
+        text = f"{worst:.1e} apart at most; bits differ in {bits} of {len(runs[1].completions)}, tokens in {parted}"
+        return Verdict(name=name, passed=passed, text=text, numbers={"apart": worst, "bits": bits, "tokens": parted})
+
+
+def cache_bytes(served: Served, shape: Shape, precision: str, tp: int, num_blocks: int) -> Verdict:
+    """Judge the bytes of the KV cache on every rank: blocks x block size x bytes of a token, exactly."""
+    use = served.cache
+    assert use is not None
+    expected = num_blocks * use.block_size * shape.token_bytes(precision, tp)
+    passed = use.num_blocks == num_blocks and use.bytes_by_rank == (expected,) * tp
+    found = ", ".join(f"{number:,}" for number in use.bytes_by_rank)
+    text = f"{found} bytes in {use.num_blocks} blocks of {use.block_size}; closed form {expected:,} in {num_blocks}"
+    return Verdict(name="KV cache bytes", passed=passed, text=text, numbers={"bytes": max(use.bytes_by_rank)})
+
+
+def peak_blocks(served: Served, requests: Sequence[Request], block_size: int) -> Verdict:
+    """Judge the blocks at the peak of requests that all run at once: what their tokens need, and none when they end."""
+    tokens = [len(r.prompt) + r.max_new_tokens - 1 for r in requests]
+    needed = sum(-(-number // block_size) for number in tokens)
+    found = max(served.used_blocks)
+    waste = 1 - sum(tokens) / (found * block_size) if found else 0.0
+    passed = found == needed and served.blocks_after == served.blocks_before
+    text = (
+        f"{found} at the peak, closed form {needed}, {served.blocks_after} left over; "
+        f"{waste:.0%} of their tokens' places are empty"
+    )
+    return Verdict(name="KV blocks in use", passed=passed, text=text, numbers={"blocks": found, "waste": waste})
+
+
+def _pairs(requests: Sequence[Request], completions: Sequence[Completion]) -> list[tuple[Request, Completion]]:
+    by_name = {request.name: request for request in requests}
+    return [(by_name[c.request], c) for c in completions if c.request in by_name]
+
+
+def _taken(rows: Tensor, tokens: Sequence[int]) -> np.ndarray:
+    """Return the log probability of every token but the first."""
+    taken: np.ndarray = rows.numpy()[np.arange(len(tokens) - 1), np.array(tokens[1:])]
+    return taken

@@ -1,0 +1,154 @@
+"""Engines that generate text, judged: reports/inference.md.
+
+python -m studies.inference               # runs the suite, then writes the page
+python -m studies.inference --page-only   # writes the page from the committed records
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshmark.inference.judge import FACTOR
+from meshmark.inference.run import LENGTHS, LOAD, NEW_TOKENS, InferenceRecord, read_inference
+from meshmark.report.markdown import inline
+from meshmark.report.markdown import table as markdown
+
+ROOT = Path(__file__).parents[1]
+PAGE, RESULTS = ROOT / "reports" / "inference.md", ROOT / "results" / "inference"
+KEPT = ROOT / "reports" / "records" / "inference.jsonl"
+
+
+def run() -> None:
+    """Run the suite over all engines, and keep its records."""
+    (RESULTS / "records.jsonl").unlink(missing_ok=True)
+    base = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", "suites/test_inference.py"]
+    subprocess.run([*base, "--precision", "fp32,bf16", "--results", str(RESULTS)], check=False, cwd=ROOT)
+    shutil.copy(RESULTS / "records.jsonl", KEPT)
+
+
+def page(records: Sequence[InferenceRecord]) -> str:
+    """Return the page of what the records say."""
+    newest = max(records, key=lambda record: record.date)
+    versions: dict[str, set[str]] = {}
+    for record in records:
+        for name, version in record.versions.items():
+            versions.setdefault(name, set()).add(version)
+    said = ", ".join(f"{name} {' and '.join(sorted(numbers))}" for name, numbers in sorted(versions.items()))
+    judged = [(record, verdict) for record in records for verdict in record.verdicts]
+    holding, right = sum(verdict.passed for _, verdict in judged), sum(record.passed for record in records)
+    number, length, new = LOAD
+    return f"""# Engines that generate text
+
+**{right} of {len(records)} cases are right** ({holding} of {len(judged)} verdicts). Made by `make inference` at commit
+{newest.commit} on {newest.machine}, with {said}. [docs/inference.md](../docs/inference.md) says how each is judged.
+
+## Correct
+
+Log probabilities of {len(LENGTHS)} prompts ({LENGTHS[0]} to {LENGTHS[-1]} tokens) and of {NEW_TOKENS} tokens that
+follow each, against the same model in float64 at the run's own tokens. *detects* is the smallest error of one token's
+log probability that fails: {FACTOR:g} times the noise of Transformers' own ways to compute the same.
+
+{markdown([_correct(record) for record in records])}
+
+## Memory
+
+{markdown([_memory(record) for record in records])}
+
+## Speed
+
+{number} requests of {length} tokens arrive at once, and {new} tokens follow each; the second of two runs. The model is
+a toy, so these are times of schedulers and Python, not of products of matrices. They say nothing about a real model.
+
+{markdown([_speed(record) for record in records if record.speed])}
+
+## Clauses
+
+{markdown(_clauses(records))}
+
+{_failures(records)}"""
+
+
+def _name(record: InferenceRecord) -> dict[str, object]:
+    return {name: record.case[name] for name in ("engine", "variant", "precision")}
+
+
+def _correct(record: InferenceRecord) -> dict[str, object]:
+    found = {verdict.name: verdict for verdict in record.verdicts}
+    logprobs, greedy = found.get("log probabilities"), found.get("greedy tokens")
+    if logprobs is None or greedy is None or not logprobs.numbers:
+        return {**_name(record), "log probabilities": f"**{inline(record.error or 'not judged')}**"}
+    numbers = logprobs.numbers
+    off = f"off by {numbers['largest']:.1e}"
+    return {
+        **_name(record),
+        "log probabilities": off if logprobs.passed else f"**{off}**",
+        "noise": f"{numbers['noise']:.1e}",
+        "detects": f"{numbers['detects']:.1e}",
+        "greedy": f"{greedy.numbers.get('same', 0):.0f} of {greedy.numbers.get('total', 0):.0f}",
+    }
+
+
+def _memory(record: InferenceRecord) -> dict[str, object]:
+    found = {verdict.name: verdict for verdict in record.verdicts}
+    row = _name(record)
+    for name in ("KV cache bytes", "KV blocks in use"):
+        if verdict := found.get(name):
+            row[name] = inline(verdict.text) if verdict.passed else f"**{inline(verdict.text)}**"
+    return row
+
+
+def _speed(record: InferenceRecord) -> dict[str, object]:
+    return {
+        **_name(record),
+        "prefill, tokens/s": f"{record.speed['prefill']:,.0f}",
+        "decode, tokens/s": f"{record.speed['decode']:,.0f}",
+        "first token": f"{1000 * record.speed['first_token']:.1f} ms",
+    }
+
+
+_ELSEWHERE = ("log probabilities", "greedy tokens", "KV cache bytes", "KV blocks in use")
+
+
+def _clauses(records: Sequence[InferenceRecord]) -> list[dict[str, object]]:
+    """Return a row for each clause, with what each engine showed."""
+    rows: dict[str, dict[str, object]] = {}
+    for record in records:
+        for verdict in record.verdicts:
+            if verdict.name not in _ELSEWHERE:
+                row = rows.setdefault(verdict.name, {"clause": verdict.name})
+                column = f"{record.case['engine']} {record.case['precision']}"
+                row[column] = "holds" if verdict.passed else "**fails**"
+    return list(rows.values())
+
+
+def _failures(records: Sequence[InferenceRecord]) -> str:
+    lines = [
+        f"- {' '.join(map(str, _name(record).values()))}, {verdict.name}: {inline(verdict.text)}"
+        for record in records
+        for verdict in record.verdicts
+        if not verdict.passed
+    ]
+    lines += [
+        f"- {record.case['engine']} {record.case['variant']}: {inline(record.error)}"
+        for record in records
+        if record.error
+    ]
+    return "## What fails\n\n" + "\n".join(lines) + "\n" if lines else "Nothing fails.\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m studies.inference", description=__doc__.partition("\n")[0])
+    parser.add_argument("--page-only", action="store_true", help="write the page from the committed records")
+    if not parser.parse_args(arguments).page_only:
+        run()
+    PAGE.write_text(page(read_inference(KEPT)), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

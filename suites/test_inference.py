@@ -1,0 +1,39 @@
+"""Do engines generate correctly? Log probabilities, tokens, the KV cache and clauses, against float64.
+
+pytest suites/test_inference.py --adapters transformers-generate,vllm --precision fp32,bf16 --results results/inference
+"""
+
+from pathlib import Path
+
+import pytest
+
+from meshmark.adapter.registry import inference_adapters
+from meshmark.inference.model import DTYPES
+from meshmark.inference.process import load_engine
+from meshmark.inference.run import VARIANTS, InferenceCase, run_case
+from meshmark.pytest_plugin.inference import chosen_engines
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "inference_case" not in metafunc.fixturenames:
+        return
+    known = inference_adapters()
+    precisions = [name for name in metafunc.config.getoption("--precision").split(",") if name in DTYPES]
+    cases = [
+        InferenceCase(engine=name, target=known[name], precision=precision, variant=variant)
+        for name in chosen_engines(metafunc.config)
+        for precision in precisions
+        for variant in VARIANTS
+        if variant == "plain" or (load_engine(known[name]).pages and precision == precisions[0])
+    ]
+    metafunc.parametrize("inference_case", cases, ids=lambda case: case.id)
+
+
+def test_inference(inference_case: InferenceCase, pytestconfig: pytest.Config) -> None:
+    """Every verdict holds: those of the variant, and in "plain" the clauses."""
+    if reason := load_engine(inference_case.target).refusal():
+        pytest.skip(reason)
+    record = run_case(inference_case, Path(pytestconfig.getoption("--results")).resolve())
+    assert not record.error, record.error
+    failed = [f"{verdict.name}: {verdict.text}" for verdict in record.verdicts if not verdict.passed]
+    assert not failed, "\n".join(failed)
