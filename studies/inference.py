@@ -45,7 +45,7 @@ def page(records: Sequence[InferenceRecord]) -> str:
     return f"""# Engines that generate text
 
 **{right} of {len(records)} cases are right** ({holding} of {len(judged)} verdicts). Made by `make inference` at commit
-{newest.commit} on {newest.machine}, with {said}. [docs/inference.md](../docs/inference.md) says how each is judged.
+{newest.commit} on {newest.machine}, with {said}. [How engines are judged](../docs/inference.md).
 
 ## Correct
 
