@@ -77,6 +77,8 @@ class VLLMEngine(Engine):
         self._given = dict[tuple[str, int], int]()
         self._told = set[tuple[str, int]]()
         self._preemptions = self._cached = 0
+        self._counted = dict[str, int]()
+        """Preemptions counted so far, by request."""
 
     def submit(self, request: Request) -> None:
         from vllm import SamplingParams, TokensPrompt
@@ -128,16 +130,9 @@ class VLLMEngine(Engine):
                 if each.finish_reason:
                     self._given.pop(key)
                     self._told.discard(key)
-        waiting = [*self._scheduler.running, *self._scheduler.waiting]
-        self._preempted = {r.request_id: r.num_preemptions for r in waiting if r.num_preemptions}
-        self._count()
-
-    def _count(self) -> None:
-        """Count preemptions of requests that are still there, each once."""
-        seen = self.__dict__.setdefault("_seen", {})
-        for name, number in self._preempted.items():
-            self._preemptions += max(number - seen.get(name, 0), 0)
-            seen[name] = number
+        for request in (*self._scheduler.running, *self._scheduler.waiting):
+            self._preemptions += max(request.num_preemptions - self._counted.get(request.request_id, 0), 0)
+            self._counted[request.request_id] = request.num_preemptions
 
     def is_busy(self) -> bool:
         return bool(self._engine.has_unfinished_requests())
