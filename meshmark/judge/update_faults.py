@@ -42,7 +42,8 @@ def explain_updates(failed: FailedStep) -> Explanation | None:
         )
     exact = replay(failed, ExactOptimizer(failed.case.workload.optimizer))
     return (
-        _rival(failed, exact)
+        _zero_for_none(failed, exact)
+        or _rival(failed, exact)
         or _stretched(failed, exact)
         or _decayed(failed, exact)
         or rounding(_relative(failed, exact), "updates")
@@ -63,6 +64,18 @@ def replay(
         own = {name: g for name, g in trace.gradients[step].items() if uses(name, step)}
         after = optimizer.step(trace.parameters[step], gradients(trace, step) if gradients else own)
     return after
+
+
+def _zero_for_none(failed: FailedStep, exact: Tensors) -> Explanation | None:
+    """Explain parameters that the run's own gradients, all zero, moved by the right rule: nothing had used them.
+
+    Weight decay moves a parameter whose gradient is zero. One without a gradient stays where it is.
+    """
+    gradients, after = failed.trace.gradients[failed.step], failed.trace.parameters[failed.step + 1]
+    given = all(name in gradients and not gradients[name].any() for name in failed.names)
+    if given and all(np.linalg.norm(after[n] - exact[n]) <= failed.tolerances[n] for n in failed.names):
+        return Fault.UPDATE, "as if unused parameters had a gradient of zero"
+    return None
 
 
 def _rival(failed: FailedStep, exact: Tensors) -> Explanation | None:
