@@ -17,10 +17,12 @@ from meshmark.adapter.single import Single
 from meshmark.judge.deviation import Drift, Quantity
 from meshmark.judge.diagnosis import diagnose
 from meshmark.judge.faults import Diagnosis, Fault, named_factor
+from meshmark.judge.gradient_faults import FailedStep
 from meshmark.judge.owners import nobody_reduced
 from meshmark.judge.tolerance_model import ToleranceModel, fit, noise_run
 from meshmark.judge.trace import Trace, host_copies
 from meshmark.judge.truth import ExactOptimizer, assess, exact_gradients
+from meshmark.judge.update_faults import explain_updates, replay
 from meshmark.reference.data import make_batch
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
@@ -253,3 +255,12 @@ def test_replicas_that_drift_after_a_step_are_said_to_do_so_in_it() -> None:
 def test_a_factor_is_named_by_all_that_it_equals() -> None:
     assert named_factor(0.50001, {"1/dp": 0.5, "1/pp": 0.5, "dp": 2.0}) == "0.50001 = 1/dp = 1/pp"
     assert named_factor(0.7, {"1/dp": 0.5}) == "0.7"
+
+
+def test_a_gradient_of_zero_where_there_is_none_is_not_called_clipping() -> None:
+    """Every hypothesis that leaves one zero gradient alone fits; the one that says so must win."""
+    trace = copy.deepcopy(honest()[0])
+    trace.gradients[0][WEIGHT] = np.zeros_like(trace.gradients[0][WEIGHT])
+    failed = FailedStep(case=CASE, trace=trace, step=0, tolerances={WEIGHT: 1e-6})
+    trace.parameters[1] = replay(failed, ExactOptimizer(CASE.workload.optimizer))
+    assert explain_updates(failed) == (Fault.UPDATE, "as if unused parameters had a gradient of zero")
