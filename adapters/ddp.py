@@ -29,7 +29,7 @@ from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException
 from meshmark.theory.model_theory import theory_of
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.states import ExtraMemory
-from meshmark.theory.traffic import METERED_STEP, step_traffic
+from meshmark.theory.traffic import METERED_STEP, reduced_each, step_traffic
 
 # Functions of its own, for DDP lets PyTorch's run on NCCL alone (it knows them by name), though gloo sums bf16 too.
 _HOOKS: dict[Dtype, Callable[[dist.ProcessGroup, Any], Future[Tensor]]] = {
@@ -162,16 +162,8 @@ class DDPStatic(DDP):
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
-        count = case.layout.num_micro_batches
         reason = "after every micro-batch, for `no_sync` breaks the reducer of a static graph"
-
-        def each(flow: Flow) -> Flow:
-            return replace(flow, num_bytes=count * flow.num_bytes, fewest=count, most=count * flow.most)
-
-        return (
-            *exceptions_for(step_traffic(case, rank) if count > 1 else None, Purpose.GRADIENTS, reason, each),
-            *_layout_of_buckets(case, rank),
-        )
+        return (*reduced_each(case, rank, reason), *_layout_of_buckets(case, rank))
 
 
 def _layout_of_buckets(case: Case, rank: int) -> tuple[TrafficException, ...]:

@@ -25,10 +25,10 @@ from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Flow, Purpose, TrafficException, exceptions_for
+from meshmark.theory.flow import Purpose, TrafficException, exceptions_for
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.sharding import Padding, Sharding, neighbours, sharded_recipe, sharding_exceptions
-from meshmark.theory.traffic import step_traffic
+from meshmark.theory.traffic import reduced_each, step_traffic
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel  # some seconds, which only ranks should take
@@ -132,7 +132,9 @@ class FSDP1(Adapter):
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
-        return sharded_recipe(eager_recipe(case, "eager-fsdp1", casts_weights=True), cls.sharding)
+        return sharded_recipe(
+            eager_recipe(case, "eager-fsdp1", casts_weights=True), cls.sharding, case.layout.num_micro_batches
+        )
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
@@ -202,13 +204,7 @@ class FSDP1NoShard(FSDP1):
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
-        rounds = case.layout.num_micro_batches
-
-        def each(flow: Flow) -> Flow:
-            return replace(flow, num_bytes=rounds * flow.num_bytes, fewest=rounds, most=rounds * flow.most)
-
-        reason = "gradients are reduced after every micro-batch"
-        return exceptions_for(step_traffic(case, rank) if rounds > 1 else None, Purpose.GRADIENTS, reason, each)
+        return reduced_each(case, rank)
 
 
 class FSDP1NoSync(FSDP1):
@@ -226,11 +222,6 @@ class FSDP1NoSync(FSDP1):
             ),
         },
     )
-
-    @classmethod
-    def recipe(cls, case: Case) -> TrainingRecipe:
-        """How much of the whole gradients is left when the peak comes is not planned."""
-        return replace(super().recipe(case), peak_known=case.layout.num_micro_batches == 1)
 
 
 class FSDP1Hybrid(FSDP1):

@@ -98,7 +98,9 @@ class FSDP2(Adapter):
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
-        return sharded_recipe(eager_recipe(case, "eager-fsdp2", casts_weights=True), cls.sharding)
+        return sharded_recipe(
+            eager_recipe(case, "eager-fsdp2", casts_weights=True), cls.sharding, case.layout.num_micro_batches
+        )
 
     @classmethod
     def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
@@ -150,12 +152,6 @@ class FSDP2NoSync(FSDP2):
 
     sharding: ClassVar = Sharding(reduces_within=False)
     arithmetic: ClassVar = dataclasses.replace(FSDP2.arithmetic, reduces_each=False)
-
-    @classmethod
-    def recipe(cls, case: Case) -> TrainingRecipe:
-        """How much of the whole gradients is left when the peak comes is not planned."""
-        known = case.layout.num_micro_batches == 1  # then nothing is put off
-        return dataclasses.replace(super().recipe(case), peak_known=known)
 
 
 class FSDP2HSDPNoAllReduce(FSDP2HSDP):

@@ -482,7 +482,7 @@ class Standing(ScenarioRunner):
     """Launches nothing: `records` are what came of the scenarios."""
 
     def __init__(self, records: dict[str, Record]) -> None:
-        self.records = records
+        self.records, self.scenarios = records, SCENARIOS
         self._judged = {}
 
     def perform(self, scenario: Scenario, base: Case) -> Record:

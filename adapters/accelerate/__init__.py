@@ -44,11 +44,11 @@ from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException, exceptions_for
+from meshmark.theory.flow import OneTimeTraffic, TrafficException
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.sharding import Sharding, sharded_recipe
 from meshmark.theory.states import ExtraMemory
-from meshmark.theory.traffic import step_traffic
+from meshmark.theory.traffic import reduced_each
 
 REQUIREMENT = Requirement(module="accelerate", distribution="accelerate")
 FP16_IS_FP32 = (
@@ -178,13 +178,7 @@ class AccelerateSyncEach(Accelerate):
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
-        count = case.layout.num_micro_batches
-
-        def each(flow: Flow) -> Flow:
-            return dataclasses.replace(flow, num_bytes=count * flow.num_bytes, fewest=count, most=count * flow.most)
-
-        reason = "gradients are reduced after every micro-batch"
-        return exceptions_for(step_traffic(case, rank) if count > 1 else None, Purpose.GRADIENTS, reason, each)
+        return reduced_each(case, rank)
 
     @classmethod
     def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
@@ -236,7 +230,9 @@ class AccelerateFSDP2(Adapter):
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
-        return sharded_recipe(eager_recipe(case, "eager-fsdp2", casts_weights=True), cls.sharding)
+        return sharded_recipe(
+            eager_recipe(case, "eager-fsdp2", casts_weights=True), cls.sharding, case.layout.num_micro_batches
+        )
 
     @classmethod
     def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
@@ -282,11 +278,6 @@ class AccelerateFSDP2NoSync(AccelerateFSDP2):
     sharding: ClassVar = Sharding(reshards_root=False, reduces_within=False)
     arithmetic: ClassVar = dataclasses.replace(AccelerateFSDP2.arithmetic, reduces_each=False)
     reduces_each: ClassVar = False
-
-    @classmethod
-    def recipe(cls, case: Case) -> TrainingRecipe:
-        """How much of the whole gradients is left when the peak comes is not planned."""
-        return dataclasses.replace(super().recipe(case), peak_known=case.layout.num_micro_batches == 1)
 
 
 class AccelerateHSDP(AccelerateFSDP2):

@@ -256,7 +256,9 @@ class FairScaleFSDP(Adapter):
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
-        using = sharded_recipe(eager_recipe(case, "eager-fsdp2", casts_weights=True), cls.sharding)
+        using = sharded_recipe(
+            eager_recipe(case, "eager-fsdp2", casts_weights=True), cls.sharding, case.layout.num_micro_batches
+        )
         return dataclasses.replace(using, backward=dataclasses.replace(using.backward, prefetches=False))
 
     @classmethod

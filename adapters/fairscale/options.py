@@ -69,11 +69,6 @@ class FairScaleFSDPNoSync(FairScaleFSDP):
         },
     )
 
-    @classmethod
-    def recipe(cls, case: Case) -> TrainingRecipe:
-        """How much of the whole gradients is left when the peak comes is not planned."""
-        return dataclasses.replace(super().recipe(case), peak_known=case.layout.num_micro_batches == 1)
-
 
 class FairScaleFSDPPredivide(FairScaleFSDP):
     """`gradient_predivide_factor=1`: gradients are divided after the reduction alone, by default partly before.

@@ -18,8 +18,6 @@ from meshmark.spec.case import Case
 class ScenarioRunner:
     """Runs the scenarios of the conformance suite on a `Runner`."""
 
-    scenarios: Mapping[str, Scenario] = SCENARIOS
-
     def __init__(self, runner: Runner, scenarios: Mapping[str, Scenario] = SCENARIOS) -> None:
         """`scenarios`: those of the suite by name, or others in their place that end alike."""
         self.runner, self.scenarios = runner, scenarios

@@ -98,14 +98,10 @@ def run_case(case: InferenceCase, results: Path, num_leak: int = 1000) -> Infere
         with EngineProcess(case.target, folder, case.options(), results / "logs" / f"{case.id}.log") as engine:
             versions = dict(engine.versions)
             judge = Judge(folder, case.precision)
+            if case.variant == "plain":
+                speed = _speed(engine)  # first, for the last clause may end the engine
             for verdict in _judged(case, engine, judge, num_leak):
                 verdicts.append(verdict)  # what was judged before an engine fails is kept
-            if case.variant == "plain":
-                speed = _speed(engine)
-                served = engine.serve(requests_of())
-                noise = judge.noise(requests_of(), served.completions)
-                for name, bad in BAD.items():
-                    verdicts.append(_bad_request(name, bad, judge, (engine, served), noise))
     except EngineError as failed:
         error = str(failed)
     around = environment.describe("cpu", "", 1)
@@ -184,6 +180,8 @@ def _clauses(engine: EngineProcess, judge: Judge, served: Served, noise: Noise, 
     text = f"{complete} of {num_leak} requests complete; blocks in use {after.blocks_before}, then {after.blocks_after}"
     passed = complete == num_leak and after.blocks_after == after.blocks_before == 0
     yield Verdict(name="nothing leaks", passed=passed, text=text)
+    for name, bad in BAD.items():
+        yield _bad_request(name, bad, judge, (engine, served), noise)
 
 
 def _bad_request(name: str, bad: Request, judge: Judge, before: tuple[EngineProcess, Served], noise: Noise) -> Verdict:

@@ -52,10 +52,15 @@ class Padding:
     reason: str
 
 
-def sharded_recipe(recipe: TrainingRecipe, sharding: Sharding) -> TrainingRecipe:
-    """Return `recipe` for a framework with this sharding."""
+def sharded_recipe(recipe: TrainingRecipe, sharding: Sharding, num_micro_batches: int) -> TrainingRecipe:
+    """Return `recipe` for a framework with this sharding.
+
+    How much is left of whole gradients, whose reduction is put off, when the peak comes is not planned.
+    """
+    puts_off = num_micro_batches > 1 and not sharding.reduces_within
     backward = replace(recipe.backward, keeps_root=not sharding.reshards_root, kept_share=sharding.kept_share)
-    return replace(recipe, backward=backward, replicas=sharding.replicas)
+    peak_known = recipe.peak_known and not puts_off
+    return replace(recipe, backward=backward, replicas=sharding.replicas, peak_known=peak_known)
 
 
 def offloaded_recipe(recipe: TrainingRecipe) -> TrainingRecipe:

@@ -7,12 +7,12 @@ framework may split or join tensors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Axis, Layout, Recompute
 from meshmark.spec.precision import LossScaling
-from meshmark.theory.flow import Flow, Purpose
+from meshmark.theory.flow import Flow, Purpose, TrafficException, exceptions_for
 from meshmark.theory.model_theory import theory_of
 from meshmark.theory.partition import held_stage
 
@@ -256,3 +256,18 @@ def step_traffic(case: Case, rank: int) -> list[Flow] | None:
         *context_parallel_traffic(case, rank),
         *scalar_traffic(case, rank),
     ]
+
+
+def reduced_each(
+    case: Case, rank: int, reason: str = "gradients are reduced after every micro-batch"
+) -> tuple[TrafficException, ...]:
+    """Return the exception of a framework that reduces gradients after every micro-batch, not once a step.
+
+    Returns nothing if a step has one micro-batch.
+    """
+    count = case.layout.num_micro_batches
+
+    def each(flow: Flow) -> Flow:
+        return replace(flow, num_bytes=count * flow.num_bytes, fewest=count, most=count * flow.most)
+
+    return exceptions_for(step_traffic(case, rank) if count > 1 else None, Purpose.GRADIENTS, reason, each)

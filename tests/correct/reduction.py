@@ -22,10 +22,10 @@ from meshmark.reference.build import parameter_shapes
 from meshmark.reference.data import Batch
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
-from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException, exceptions_for
+from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.states import ExtraMemory, model_states
-from meshmark.theory.traffic import messages, step_traffic
+from meshmark.theory.traffic import messages, reduced_each, step_traffic
 
 Change = Callable[[Flow], Flow]
 
@@ -313,13 +313,7 @@ class EveryMicroBatchHand(ByHand):
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
-        count = case.layout.num_micro_batches
-
-        def each(flow: Flow) -> Flow:
-            return replace(flow, num_bytes=count * flow.num_bytes, fewest=count, most=count * flow.most)
-
-        reason = "gradients are reduced after every micro-batch"
-        return exceptions_for(step_traffic(case, rank) if count > 1 else None, Purpose.GRADIENTS, reason, each)
+        return reduced_each(case, rank)
 
 
 class Summed(TensorByTensor):
