@@ -11,7 +11,7 @@ import pytest
 
 from meshmark.conformance.clauses import CLAUSES, judge_clause, point_back
 from meshmark.conformance.finding import ClauseResult
-from meshmark.conformance.scenario import Scenario
+from meshmark.conformance.scenario import SCENARIOS, Scenario
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.judge.deviation import Drift, Quantity
 from meshmark.judge.faults import Diagnosis, Fault
@@ -111,6 +111,7 @@ class Kept(ScenarioRunner):
 
     def __init__(self, *records: Record) -> None:
         self.records = {record.conformance.scenario: record for record in records}
+        self.scenarios = SCENARIOS
         self._judged = {}
 
     def perform(self, scenario: Scenario, base: Case) -> Record:
