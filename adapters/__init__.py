@@ -128,6 +128,8 @@ ROSTER: dict[str, str] = {
 
 INFERENCE: dict[str, str] = {
     "transformers-generate": "meshmark.adapters.transformers_generate:TransformersGenerate",
+    "paged": "meshmark.adapters.paged:Paged",
+    "paged-tp2": "meshmark.adapters.paged:PagedTensorParallel",
     "vllm": "meshmark.adapters.vllm:VLLM",
     "vllm-tp2": "meshmark.adapters.vllm:VLLMTensorParallel",
 }

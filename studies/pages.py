@@ -150,7 +150,13 @@ PAGES: dict[str, Page] = {
     "trainers": Page(render=_trainers, needs=(*MEASURES, "meshmark/conformance")),
     "inference": Page(
         render=_inference,
-        needs=("meshmark/inference", "adapters/vllm", "adapters/transformers_generate.py", "environments"),
+        needs=(
+            "meshmark/inference",
+            "adapters/paged",
+            "adapters/vllm",
+            "adapters/transformers_generate.py",
+            "environments",
+        ),
     ),
     "scale": Page(render=_report("scale")),
     "tables": Page(render=_tables, needs=()),

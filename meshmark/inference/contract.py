@@ -18,6 +18,8 @@ class EngineOptions:
 
     precision: str = "fp32"
     """Of weights, computation and KV cache: fp32 or bf16."""
+    kv_precision: str = ""
+    """Of the KV cache: "fp8" (e4m3, scale 1), or empty for `precision`."""
     block_size: int = 32
     """Tokens of one block of the KV cache."""
     num_blocks: int = 64

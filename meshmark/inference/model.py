@@ -38,6 +38,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """Configs by name. Qwen2 has biases of queries, keys and values; Qwen3 has norms of queries and keys."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+KV_DTYPES = {"fp8": torch.float8_e4m3fn}
+"""Formats of KV caches that are narrower than the run's own precision."""
 _GAIN = 1.6
 """Of queries and keys: the deviation of attention scores is its square."""
 

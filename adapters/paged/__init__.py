@@ -1,0 +1,31 @@
+"""A paged engine of Meshmark's own, small enough to read: the reference on which defects are planted.
+
+`blocks` gives out blocks of the KV cache, `model` computes a batch on them, `engine` schedules requests, and `ranks`
+runs the model on several tensor-parallel ranks. It serves Llama models in Meshmark's own environment.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from meshmark.adapter.capabilities import Requirement
+from meshmark.inference.contract import Engine, EngineOptions, InferenceAdapter
+
+
+class Paged(InferenceAdapter):
+    """The paged engine on one rank."""
+
+    requires = (Requirement(module="safetensors", distribution="safetensors"),)
+    promises: ClassVar[dict[str, str]] = {"copies": "seed + index"}
+
+    def build(self, model: Path, options: EngineOptions) -> Engine:
+        from meshmark.adapters.paged.engine import PagedEngine
+
+        return PagedEngine(model, options)
+
+
+class PagedTensorParallel(Paged):
+    """The paged engine on two tensor-parallel ranks, each a process."""
+
+    tp = 2
