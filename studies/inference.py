@@ -13,8 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from meshmark.inference.clauses import LENGTHS, NEW_TOKENS
 from meshmark.inference.judge import FACTOR
-from meshmark.inference.run import LENGTHS, LOAD, NEW_TOKENS, InferenceRecord, read_inference
+from meshmark.inference.run import LOAD, InferenceRecord, read_inference
 from meshmark.report.markdown import inline
 from meshmark.report.markdown import table as markdown
 

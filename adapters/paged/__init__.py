@@ -17,7 +17,7 @@ class Paged(InferenceAdapter):
     """The paged engine on one rank."""
 
     requires = (Requirement(module="safetensors", distribution="safetensors"),)
-    promises: ClassVar[dict[str, str]] = {"copies": "seed + index"}
+    promises: ClassVar[dict[str, str]] = {"copies": "seed + index", "sharing": "full blocks of the prompt"}
 
     def build(self, model: Path, options: EngineOptions) -> Engine:
         from meshmark.adapters.paged.engine import PagedEngine

@@ -190,10 +190,11 @@ class PagedEngine(Engine):
 
     def _note_prompt(self, sample: Sample, rows: Tensor) -> None:
         """Keep log probabilities of the prompt's next tokens, given the rows after the tokens that were computed."""
-        prompt = sample.request.prompt
-        if sample.request.wants_prompt and sample.computed == len(sample.prompt_logprobs):
-            told = prompt[sample.computed + 1 : sample.computed + 1 + len(rows)]
-            sample.prompt_logprobs += [float(row[token]) for row, token in zip(rows, told, strict=False)]
+        if sample.request.wants_prompt:
+            known = len(sample.prompt_logprobs)  # more than what is computed, if the sequence was evicted
+            told = sample.request.prompt[known + 1 : sample.computed + 1 + len(rows)]
+            new = rows[known - sample.computed :]
+            sample.prompt_logprobs += [float(row[token]) for row, token in zip(new, told, strict=False)]
 
     def _advance(self, sample: Sample, row: Tensor, emit: Callable[[Emitted], None]) -> None:
         """Choose a sequence's next token, and end the sequence if it is the last."""

@@ -165,7 +165,7 @@ class InferenceAdapter(ABC):
     pages: ClassVar[bool] = True
     """True if the cache has blocks that are given out one by one."""
     promises: ClassVar[Mapping[str, str]] = {}
-    """What the engine says of itself, by clause: of "copies", the seeds of parallel samples."""
+    """What the engine says of itself: of "copies", seeds of parallel samples; of "sharing", the blocks they share."""
     spare_blocks: ClassVar[int] = 0
     """Blocks of `num_blocks` that the engine keeps for itself."""
 

@@ -15,6 +15,9 @@ from meshmark.inference.model import Narrow, Shape, Truth
 
 FACTOR = 3.0
 """An engine may round this many times as much as the noisiest of the ways in which Transformers computes the same."""
+BINS = 8
+MOST_CHI_SQUARE = (0.0, 23.9, 27.6, 30.7, 33.4, 35.9, 38.3, 40.5)
+"""What chi-square of 0 to 7 degrees of freedom exceeds once in a million."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,11 +127,29 @@ class Judge:
                     return Verdict(name=name, passed=False, text=text)
             pairs = list(zip(one.logprobs, other.logprobs, strict=False))[:common]
             if one.prompt_logprobs and other.prompt_logprobs:
+                lengths = len(one.prompt_logprobs), len(other.prompt_logprobs)
+                if lengths[0] != lengths[1]:
+                    text = f"{request.name}: {lengths[0]}, then {lengths[1]} log probabilities of its prompt"
+                    return Verdict(name=name, passed=False, text=text)
                 pairs += zip(one.prompt_logprobs, other.prompt_logprobs, strict=True)
             worst = max([worst, *(abs(a - b) for a, b in pairs)])
         passed = worst <= 2 * noise.tolerance
         text = f"{worst:.1e} apart at most; bits differ in {bits} of {len(runs[1].completions)}, tokens in {parted}"
         return Verdict(name=name, passed=passed, text=text, numbers={"apart": worst, "bits": bits, "tokens": parted})
+
+    def frequencies(self, prompt: Sequence[int], temperature: float, drawn: Sequence[int]) -> Verdict:
+        """Judge tokens that were drawn after one prompt: chi-square against float64, over bins of equal weight."""
+        expected = (self.truth.logprobs(prompt)[-1] / temperature).softmax(-1)
+        order = expected.argsort(descending=True)
+        bins = np.minimum((expected[order].cumsum(0) * BINS).floor().int().numpy(), BINS - 1)
+        bin_of = dict(zip(order.tolist(), bins.tolist(), strict=True))
+        weights = np.bincount(bins, weights=expected[order].numpy(), minlength=BINS)
+        counts = np.bincount([bin_of[token] for token in drawn], minlength=BINS)
+        held = weights > 0
+        off = float(((counts[held] - len(drawn) * weights[held]) ** 2 / (len(drawn) * weights[held])).sum())
+        limit = MOST_CHI_SQUARE[int(held.sum()) - 1]
+        text = f"chi-square {off:.1f} of {len(drawn)} draws in {held.sum()} bins; more than {limit:.1f} fails"
+        return Verdict(name="temperature", passed=off <= limit, text=text, numbers={"chi_square": off})
 
 
 def cache_bytes(served: Served, shape: Shape, precision: str, tp: int, num_blocks: int) -> Verdict:

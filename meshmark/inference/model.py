@@ -54,7 +54,7 @@ class Shape:
 
     def token_bytes(self, precision: str, tp: int = 1) -> int:
         """Return the bytes of one token's keys and values on one of `tp` ranks."""
-        return 2 * self.layers * (self.kv_heads // tp) * self.head_dim * DTYPES[precision].itemsize
+        return 2 * self.layers * (self.kv_heads // tp) * self.head_dim * (DTYPES | KV_DTYPES)[precision].itemsize
 
 
 def shape_of(name: str) -> Shape:

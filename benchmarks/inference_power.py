@@ -1,0 +1,73 @@
+"""What the inference suite catches: the paged engine, right and with one defect each, through every variant.
+
+python -m benchmarks.inference_power        # reports/records/inference-mutants.jsonl, which `make inference` shows
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshmark.adapter.registry import inference_adapters
+from meshmark.inference.clauses import judge_engine
+from meshmark.inference.judge import Judge
+from meshmark.inference.local import LocalEngine
+from meshmark.inference.model import write_model
+from meshmark.inference.process import EngineError, EngineProcess, load_engine
+from meshmark.inference.run import VARIANTS, InferenceCase
+from tests.broken.paged import MUTANTS, PagedMutant
+
+KEPT = Path(__file__).parents[1] / "reports" / "records" / "inference-mutants.jsonl"
+NUM_LEAK = 60
+
+
+def caught_by(target: str, variant: str, judge: Judge, folder: Path) -> list[str]:
+    """Return the verdicts that an engine fails in a variant."""
+    case = InferenceCase(engine="paged", target=target, variant=variant)
+    failed = []
+    try:
+        if load_engine(target).tp > 1:
+            process = EngineProcess(target, folder, case.options(), folder / "log")
+        else:
+            process = LocalEngine(load_engine(target)().build(folder, case.options()))
+        with process as engine:
+            for verdict in judge_engine(engine, judge, case.setting(NUM_LEAK)):
+                failed += [] if verdict.passed else [verdict.name]
+    except EngineError:
+        failed.append("the engine ends")
+    return failed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.inference_power", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("-k", default="", metavar="TEXT", help="mutants whose name contains TEXT (default: all)")
+    parser.add_argument("-o", "--output", type=Path, default=KEPT)
+    parsed = parser.parse_args(arguments)
+    survivors, lines = list[str](), list[str]()
+    right = PagedMutant(name="", text="nothing is wrong")
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_model("llama-tiny", Path(name))
+        judge = Judge(folder, "fp32")
+        for mutant in [right, *(m for m in MUTANTS if parsed.k in m.name)]:
+            target = mutant.target if mutant.name else inference_adapters()["paged"]
+            variants = VARIANTS if mutant.tp == 1 else {"plain": {}}
+            found = {variant: caught_by(target, variant, judge, folder) for variant in variants}
+            found = {variant: verdicts for variant, verdicts in found.items() if verdicts}
+            lines.append(json.dumps({"name": mutant.name, "text": mutant.text, "caught": found}))
+            if bool(found) != bool(mutant.name):
+                survivors.append(mutant.name or "the right engine")
+            print(mutant.name or "right", found, flush=True)
+    if not parsed.k:
+        parsed.output.write_text("\n".join(lines) + "\n")
+    print(f"{len(lines) - 1} mutants; {', '.join(survivors) or 'none'} not as expected")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,275 @@
+"""What engines must do, clause by clause: requests that show it, and the verdict on what came back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from meshmark.inference.contract import EngineOptions, InferenceAdapter, Request, Served
+from meshmark.inference.judge import Judge, Noise, Verdict, cache_bytes, peak_blocks
+from meshmark.inference.model import Shape, prompts
+from meshmark.inference.process import EngineError
+
+LENGTHS = (1, 2, 5, 31, 32, 33, 63, 64, 65, 100, 150, 200)
+"""Tokens of the prompts: around the ends of blocks, and longer than one step of "chunked"."""
+NEW_TOKENS = 16
+DRAWS = 256
+"""Tokens that are drawn after one prompt, to hold their frequencies against float64."""
+BAD = {
+    "a prompt that is too long": Request(name="too long", prompt=prompts([400])[0], max_new_tokens=4),
+    "a token that is unknown": Request(name="unknown token", prompt=(5, 1_000_000), max_new_tokens=4),
+}
+"""Requests that engines must refuse, by the clause. The last one to come ends an engine that checks nothing."""
+_SAMPLED = {"temperature": 1.0, "wants_prompt": False}
+
+
+class Serves(Protocol):
+    """An engine that serves, in a process of its own or not."""
+
+    def serve(self, requests: Sequence[Request]) -> Served:
+        """Serve requests to their ends. Raises `EngineError` if the engine fails."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What an engine that is judged was built with."""
+
+    adapter: type[InferenceAdapter]
+    options: EngineOptions
+    variant: str
+    shape: Shape
+    num_leak: int = 1000
+    """Requests that one clause serves."""
+
+
+def requests_of(lengths: Sequence[int] = LENGTHS) -> list[Request]:
+    """Return the requests that every engine serves."""
+    return [
+        Request(name=f"prompt-{len(prompt)}", prompt=prompt, max_new_tokens=NEW_TOKENS) for prompt in prompts(lengths)
+    ]
+
+
+def judge_engine(engine: Serves, judge: Judge, setting: Setting) -> Iterator[Verdict]:
+    """Judge an engine: what holds of every variant, and the clauses that its variant is for."""
+    adapter, options, requests = setting.adapter, setting.options, requests_of()
+    served = engine.serve(requests)
+    if refused := [c for c in served.completions if c.error]:
+        yield Verdict(name="serves", passed=False, text=f"{refused[0].request}: {refused[0].error}")
+        return
+    noise = judge.noise(requests, served.completions)
+    yield judge.logprobs(requests, served.completions, noise)
+    yield judge.greedy(requests, served.completions, noise)
+    yield _lengths(requests, served)
+    blocks = options.num_blocks
+    if not adapter.pages:  # one batch, padded to its longest prompt
+        blocks = len(requests) * (max(LENGTHS) + NEW_TOKENS - 1)
+    yield cache_bytes(served, setting.shape, options.kv_precision or options.precision, options.tp, blocks)
+    if setting.variant == "plain" and adapter.pages:
+        yield peak_blocks(served, requests, options.block_size)
+    for clause in _CLAUSES.get(setting.variant, ()):
+        yield clause(_Around(engine=engine, judge=judge, setting=setting, served=served, noise=noise))
+    if setting.variant == "plain":
+        for name, bad in BAD.items():
+            yield _bad_request(name, bad, judge, (engine, served), noise)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Around:
+    """What a clause is judged with."""
+
+    engine: Serves
+    judge: Judge
+    setting: Setting
+    served: Served
+    """What came of `requests_of()`."""
+    noise: Noise
+
+
+def _lengths(requests: Sequence[Request], served: Served) -> Verdict:
+    """Judge that every completion has the tokens that were asked for."""
+    asked = {request.name: request.max_new_tokens for request in requests}
+    wrong = [c for c in served.completions if (len(c.tokens), c.finish) != (asked[c.request], "length")]
+    text = f"{len(served.completions) - len(wrong)} of {len(served.completions)} have all tokens"
+    if wrong:
+        text += f"; {wrong[0].request} has {len(wrong[0].tokens)} of {asked[wrong[0].request]} ({wrong[0].finish!r})"
+    return Verdict(name="numbers of tokens", passed=not wrong, text=text)
+
+
+def _alone(around: _Around) -> Verdict:
+    requests = requests_of()
+    alone = [dataclasses.replace(request, arrives=40 * index) for index, request in enumerate(requests)]
+    return around.judge.same("alone", requests, (around.served, around.engine.serve(alone)), around.noise)
+
+
+def _arrival(around: _Around) -> Verdict:
+    requests = requests_of()
+    backwards = [dataclasses.replace(request, arrives=2 * index) for index, request in enumerate(requests[::-1])]
+    served = around.engine.serve(backwards)
+    return around.judge.same("order and arrival", requests, (around.served, served), around.noise)
+
+
+def _stops(around: _Around) -> Verdict:
+    """Serve again with a token as stop that is known to come, and expect the completion to end with it."""
+    request, tokens = requests_of()[5], around.served.completions[5].tokens
+    stop = tokens[min(6, len(tokens) - 1)]
+    expected = tokens[: tokens.index(stop) + 1]
+    prompt_has_it = dataclasses.replace(request, name="in prompt", prompt=(stop, *request.prompt), stop=(stop,))
+    again, other = around.engine.serve([dataclasses.replace(request, stop=(stop,)), prompt_has_it]).completions
+    ends = other.tokens.index(stop) + 1 if stop in other.tokens else NEW_TOKENS
+    passed = again.tokens == expected and again.finish == "stop" and len(other.tokens) == ends
+    text = f"ended with {again.finish!r} after {len(again.tokens)} tokens, expected 'stop' after {len(expected)}"
+    if len(other.tokens) != ends:
+        text += f"; a prompt that has the token ended after {len(other.tokens)}, expected {ends}"
+    return Verdict(name="stop tokens", passed=passed, text=text)
+
+
+def _context_limit(around: _Around) -> Verdict:
+    limit, length = EngineOptions().context_limit, 250
+    prompt = prompts([length])[0]
+    found = around.engine.serve([Request(name="long", prompt=prompt, max_new_tokens=40)]).completions[0]
+    passed = len(found.tokens) == limit - length and found.finish == "length"
+    text = f"{length} + {len(found.tokens)} tokens of {limit}, ended with {found.finish or found.error!r}"
+    return Verdict(name="context limit", passed=passed, text=text)
+
+
+def _seeds(around: _Around) -> Verdict:
+    sampled = _drawn([8, 40], seed=1)
+    drawn = around.engine.serve(sampled)
+    again = around.engine.serve([*requests_of()[:3], *sampled[::-1]])
+    return around.judge.same("seeds", sampled, (drawn, again), around.noise)
+
+
+def _drawn(lengths: Sequence[int], seed: int) -> list[Request]:
+    return [
+        Request(name=f"drawn-{index}", prompt=prompt, max_new_tokens=NEW_TOKENS, seed=index, **_SAMPLED)  # type: ignore[arg-type]
+        for index, prompt in enumerate(prompts(lengths, seed=seed))
+    ]
+
+
+def _temperature(around: _Around) -> Verdict:
+    """Draw one token often, and hold frequencies and log probabilities against float64."""
+    prompt, temperature = prompts([20], seed=6)[0], 1.5
+    base = Request(name="", prompt=prompt, max_new_tokens=1, temperature=temperature, wants_prompt=False)
+    requests = [dataclasses.replace(base, name=f"draw-{index}", seed=100 + index) for index in range(DRAWS)]
+    done = around.engine.serve(requests).completions
+    told = around.judge.logprobs(requests, done, around.noise)
+    found = around.judge.frequencies(prompt, temperature, [c.tokens[0] for c in done])
+    text = found.text if told.passed else f"log probabilities: {told.text}"
+    return dataclasses.replace(found, passed=found.passed and told.passed, text=text)
+
+
+def _copies(around: _Around) -> Verdict:
+    """Serve parallel samples, and each of them as a request of its own with the seed that the engine promises.
+
+    Where the engine shares blocks, the peak must be what the samples need together.
+    """
+    prompt, copies = prompts([77], seed=3)[0], 3
+    base = Request(name="copies", prompt=prompt, max_new_tokens=NEW_TOKENS, seed=11, **_SAMPLED)  # type: ignore[arg-type]
+    together = around.engine.serve([dataclasses.replace(base, copies=copies)])
+    apart = around.engine.serve([dataclasses.replace(base, name=f"copy-{i}", seed=11 + i) for i in range(copies)])
+    for index, completion in enumerate(apart.completions):
+        completion.request, completion.copy = "copies", index
+    found = around.judge.same("parallel samples", [base], (together, apart), around.noise)
+    distinct = len({tuple(c.tokens) for c in together.completions})
+    passed, text = found.passed and distinct == copies, f"{found.text}; {distinct} distinct"
+    if around.setting.adapter.pages:
+        size = around.setting.options.block_size
+        each, shared = -(-(len(prompt) + NEW_TOKENS - 1) // size), len(prompt) // size
+        needed, used = shared + copies * (each - shared), max(together.used_blocks)
+        text += f"; {used} blocks at the peak, {needed} with shared blocks, {copies * each} without"
+        if "sharing" in around.setting.adapter.promises:
+            passed = passed and used == needed
+    return dataclasses.replace(found, passed=passed, text=text)
+
+
+def _leaks(around: _Around) -> Verdict:
+    number = around.setting.num_leak
+    many = [
+        Request(name=f"many-{index}", prompt=prompt, max_new_tokens=2, wants_prompt=False)
+        for index, prompt in enumerate(prompts([3 + index % 40 for index in range(number)], seed=2))
+    ]
+    after = around.engine.serve(many)
+    complete = sum(len(c.tokens) == 2 for c in after.completions)
+    right = around.judge.logprobs(many, after.completions[::19], around.noise)
+    text = f"{complete} of {number} requests complete; blocks in use {after.blocks_before}, then {after.blocks_after}"
+    if not right.passed:
+        text += f"; log probabilities: {right.text}"
+    passed = complete == number and after.blocks_after == after.blocks_before == 0 and right.passed
+    return Verdict(name="nothing leaks", passed=passed, text=text)
+
+
+def _prefix_caching(around: _Around) -> Verdict:
+    requests = requests_of()
+    bare = [dataclasses.replace(request, wants_prompt=False) for request in requests]
+    first, second = around.engine.serve(bare), around.engine.serve(bare)
+    same = around.judge.same("prefix caching", requests, (first, second), around.noise)
+    text = f"{same.text}; {second.cached_tokens} tokens of prompts came from the cache"
+    return dataclasses.replace(same, passed=same.passed and second.cached_tokens > 0, text=text)
+
+
+def _look_alike(around: _Around) -> Verdict:
+    """Serve prompts that a careless key takes for one another, one after the other, and a conversation that goes on."""
+    base, other = prompts([100, 100], seed=5)
+    kinds = [
+        base,
+        (other[0], *base[1:]),
+        (*base[:3], base[4], base[3], *base[5:]),
+        (*base[32:64], *base[:32], *base[64:]),
+        (*base[:-1], other[-1]),
+        (*base[:48], *other[48:]),
+        (*other[:32], *base[32:]),
+        base[:64],
+        base[:96],
+    ]
+    requests = [
+        Request(name=f"alike-{i}", prompt=p, max_new_tokens=NEW_TOKENS, wants_prompt=False, arrives=40 * i)
+        for i, p in enumerate(kinds)
+    ]
+    done = around.engine.serve(requests).completions
+    begun = Request(name="begun", prompt=other[:64], max_new_tokens=32, wants_prompt=False)
+    (start,) = around.engine.serve([begun]).completions
+    goes_on = dataclasses.replace(begun, name="goes on", prompt=(*begun.prompt, *start.tokens, *base[:9]))
+    done += [start, *around.engine.serve([goes_on]).completions]
+    requests += [begun, goes_on]
+    found = around.judge.logprobs(requests, done, around.judge.noise(requests, done))
+    return dataclasses.replace(found, name="prompts that look alike")
+
+
+def _eviction(around: _Around) -> Verdict:
+    """Expect evictions, also of requests that draw tokens, which must go on with the same draws."""
+    drawn = _drawn([60] * 6, seed=7)
+    together = around.engine.serve(drawn)
+    alone = around.engine.serve([dataclasses.replace(r, arrives=40 * i) for i, r in enumerate(drawn)])
+    same = around.judge.same("eviction", drawn, (alone, together), around.noise)
+    text = (
+        f"{around.served.preemptions} requests were evicted, and {together.preemptions} that draw tokens; {same.text}"
+    )
+    evicted = around.served.preemptions > 0 and together.preemptions > 0 and alone.preemptions == 0
+    return dataclasses.replace(same, passed=same.passed and evicted, text=text)
+
+
+def _bad_request(name: str, bad: Request, judge: Judge, before: tuple[Serves, Served], noise: Noise) -> Verdict:
+    """Serve a request that no engine can, among others: it is refused, and the others are as they were."""
+    engine, served = before
+    requests = requests_of()
+    try:
+        mixed = engine.serve([requests[3], bad, *requests[4:6]])
+    except EngineError as error:
+        return Verdict(name=name, passed=False, text=f"it ends the engine, and every request with it: {error}")
+    refused = [c.request for c in mixed.completions if c.error] == [bad.name]
+    same = judge.same(name, requests, (served, mixed), noise)
+    text = f"{'refused' if refused else 'not refused'}; of the others: {same.text}"
+    return dataclasses.replace(same, passed=same.passed and refused, text=text)
+
+
+_CLAUSES: dict[str, Sequence[Callable[[_Around], Verdict]]] = {
+    "plain": (_alone, _arrival, _stops, _context_limit, _seeds, _temperature, _copies, _leaks),
+    "chunked": (_arrival,),
+    "prefix": (_prefix_caching, _look_alike, _copies),
+    "small-cache": (_eviction,),
+    "small-blocks": (_copies,),
+    "all-at-once": (_arrival, _look_alike, _eviction),
+}
+"""Clauses by the variant that they are judged in."""
