@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.inference_power", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("-k", default="", metavar="TEXT", help="mutants whose name contains TEXT (default: all)")
+    parser.add_argument("--all", action="store_true", help="every variant, not the one that is meant for the defect")
     parser.add_argument("-o", "--output", type=Path, default=KEPT)
     parsed = parser.parse_args(arguments)
     survivors, lines = list[str](), list[str]()
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         judge = Judge(folder, "fp32")
         for mutant in [right, *(m for m in MUTANTS if parsed.k in m.name)]:
             target = mutant.target if mutant.name else inference_adapters()["paged"]
-            variants = VARIANTS if mutant.tp == 1 else {"plain": {}}
+            variants = [mutant.variant] if mutant.name and not parsed.all else list(VARIANTS)
             found = {variant: caught_by(target, variant, judge, folder) for variant in variants}
             found = {variant: verdicts for variant, verdicts in found.items() if verdicts}
             lines.append(json.dumps({"name": mutant.name, "text": mutant.text, "caught": found}))

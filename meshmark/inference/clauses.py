@@ -150,7 +150,7 @@ def _drawn(lengths: Sequence[int], seed: int) -> list[Request]:
 
 def _temperature(around: _Around) -> Verdict:
     """Draw one token often, and hold frequencies and log probabilities against float64."""
-    prompt, temperature = prompts([20], seed=6)[0], 1.5
+    prompt, temperature = prompts([20], seed=6)[0], 0.5
     base = Request(name="", prompt=prompt, max_new_tokens=1, temperature=temperature, wants_prompt=False)
     requests = [dataclasses.replace(base, name=f"draw-{index}", seed=100 + index) for index in range(DRAWS)]
     done = around.engine.serve(requests).completions
@@ -222,6 +222,8 @@ def _look_alike(around: _Around) -> Verdict:
         (*other[:32], *base[32:]),
         base[:64],
         base[:96],
+        *prompts([200, 200, 200], seed=8),  # take the blocks of a small cache
+        base,
     ]
     requests = [
         Request(name=f"alike-{i}", prompt=p, max_new_tokens=NEW_TOKENS, wants_prompt=False, arrives=40 * i)
@@ -269,7 +271,7 @@ _CLAUSES: dict[str, Sequence[Callable[[_Around], Verdict]]] = {
     "chunked": (_arrival,),
     "prefix": (_prefix_caching, _look_alike, _copies),
     "small-cache": (_eviction,),
-    "small-blocks": (_copies,),
+    "large-blocks": (_copies,),
     "all-at-once": (_arrival, _look_alike, _eviction),
 }
 """Clauses by the variant that they are judged in."""

@@ -21,7 +21,7 @@ VARIANTS: dict[str, Mapping[str, object]] = {
     "chunked": {"max_step_tokens": 48},
     "prefix": {"prefix_caching": True},
     "small-cache": {"num_blocks": 12},
-    "small-blocks": {"block_size": 16},
+    "large-blocks": {"block_size": 64},
     "all-at-once": {"max_step_tokens": 48, "prefix_caching": True, "num_blocks": 12},
 }
 """Options of engines that differ from the default, by what they are for."""

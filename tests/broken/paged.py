@@ -164,14 +164,12 @@ def _never_release_shared(self: BlockPool, block: int) -> None:
 # --- The engine.
 
 
-def _remember_too_much(self: PagedEngine, sample: Sample) -> None:
-    """Blocks whose last token is not computed yet are known too."""
-    if self.options.prefix_caching and sample.computed >= len(sample.request.prompt):
-        ahead = [*sample.tokens, 0][: sample.computed + 1]
-        if len(sample.tokens) == sample.computed:
-            ahead = sample.tokens  # the token to come is not known here
-        for block, key in zip(sample.blocks, self.pool.keys(ahead), strict=False):
+def _remember_too_much(self: PagedEngine, sample: Sample) -> str:
+    """A block is known once its last token is chosen, before that token's keys are computed."""
+    if self.options.prefix_caching:
+        for block, key in zip(sample.blocks, self.pool.keys(sample.tokens), strict=False):
             self.pool.remember(block, key)
+    return PagedEngine.finish(self, sample)
 
 
 def _reuse_last_partial(self: PagedEngine, sample: Sample) -> None:
@@ -336,7 +334,7 @@ MUTANTS: list[PagedMutant] = [
         name="KnownTooEarly",
         text="a block is known before its last token is computed",
         variant="prefix",
-        engine={"remember": _remember_too_much},
+        engine={"finish": _remember_too_much},
     ),
     PagedMutant(
         name="PartialBlockCounts",
