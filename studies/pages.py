@@ -28,6 +28,7 @@ from benchmarks import versions
 from benchmarks.reach.attempts import read_readings, tried_before
 from benchmarks.reach.measured import load
 from benchmarks.reach.page import page as reach_page
+from meshmark.compression.run import read_compression
 from meshmark.conformance.reproducers import failed_clauses, read_reproducers
 from meshmark.inference.run import read_inference
 from meshmark.plan.model_names import plan_model
@@ -46,7 +47,7 @@ from meshmark.report.guard import write_page
 from meshmark.report.render import write_report
 from meshmark.report.which import Cluster, which_page
 from meshmark.spec.hardware import gpu
-from studies import inference, tables, trainers
+from studies import compression, inference, tables, trainers
 
 ROOT = Path(__file__).parents[1]
 REPORTS = ROOT / "reports"
@@ -118,6 +119,10 @@ def _inference(path: Path) -> None:
     path.write_text(inference.page(read_inference(RECORDS / "inference.jsonl")), encoding="utf-8")
 
 
+def _compression(path: Path) -> None:
+    path.write_text(compression.page(read_compression(RECORDS / "compression.jsonl")), encoding="utf-8")
+
+
 def _gaps(path: Path) -> None:
     path.write_text(gaps_page(read_reproducers(), failed_clauses()), encoding="utf-8")
 
@@ -148,6 +153,13 @@ PAGES: dict[str, Page] = {
         needs=(),
     ),
     "trainers": Page(render=_trainers, needs=(*MEASURES, "meshmark/conformance")),
+    "compression": Page(
+        render=_compression,
+        needs=(
+            "meshmark/compression",
+            *(f"adapters/{name}.py" for name in ("torchao", "bitsandbytes", "torch_pruning", "weight_masks")),
+        ),
+    ),
     "inference": Page(
         render=_inference,
         needs=("meshmark/inference", "adapters/vllm", "adapters/transformers_generate.py", "environments"),
