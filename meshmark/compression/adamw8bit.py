@@ -107,10 +107,10 @@ def _moment(part: str, after: _State, index: int, exact: Tensor, twins: Sequence
     if moment.largest is None:
         return compare(part, found, exact, list(twins)), 0
     codes = dynamic_codes(signed=index == 1)
-    exact_maxima = _blocks(exact).abs().amax(1, keepdim=True).clamp(min=1e-38)
-    scaled = _blocks(exact) / exact_maxima
-    taken = codes[_blocks(moment.values).long()]
-    nearest = round_to_codes(_blocks(exact), codes, BLOCK).values / exact_maxima
+    exact_maxima = _blocks(exact).abs().amax(1, keepdim=True)
+    scaled = _blocks(exact) / exact_maxima.clamp(min=1e-38)
+    nearest = round_to_codes(_blocks(exact), codes, BLOCK).values / exact_maxima.clamp(min=1e-38)
+    taken = torch.where(exact_maxima == 0, nearest, codes[_blocks(moment.values).long()])  # any code x 0 is 0
     # A code that is nearest to a value within TABLE_ROOM is at most twice that further away than the nearest.
     excess = (taken - scaled).abs() - (nearest - scaled).abs()
     worst = float(excess.flatten()[: exact.numel()].max())
@@ -128,7 +128,7 @@ def _moment(part: str, after: _State, index: int, exact: Tensor, twins: Sequence
 
 
 def _off(found: Tensor, exact: Tensor) -> float:
-    return float(((found.double() - exact).abs() / exact).max())
+    return float(((found.double() - exact).abs() / exact.clamp(min=1e-38)).max())
 
 
 def _blocks(x: Tensor) -> Tensor:
