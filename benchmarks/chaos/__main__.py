@@ -22,9 +22,10 @@ from benchmarks.chaos.campaign import Results, Trial, run_session
 from benchmarks.chaos.deck import Deck
 from benchmarks.chaos.faults import Fault, Filled, ResultsGone
 from benchmarks.chaos.nodes import NodeStruck, run_nodes
-from benchmarks.chaos.page import Chaos, page
+from benchmarks.chaos.page import Sitting, is_good, page, read_series, write_line
 from benchmarks.chaos.session import Session
 from benchmarks.chaos.settings import Setting
+from meshmark.environment import describe
 
 _PRIVATE = "MESHMARK_CHAOS_PRIVATE"
 """Environment variable that is set in a process with mounts of its own."""
@@ -36,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="of everything that is drawn (default: 1)")
     parser.add_argument("--tracks", type=int, default=4, help="sessions at a time, most of which wait (default: 4)")
     parser.add_argument("--minutes", type=float, default=60.0, help="no session begins after that (default: 60)")
+    parser.add_argument(
+        "--results", type=Path, default=Path("results/chaos"), help="a folder; the page counts all series in it"
+    )
     parser.add_argument("-o", "--output", type=Path, default=Path("reports/chaos.md"))
     parsed = parser.parse_args(arguments)
     root = _PRIVATE in os.environ
@@ -45,39 +49,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     if root:
         _mount(Path("/dev/shm"), "256m")
-    started = time.monotonic()
-    campaign = Campaign(folder, parsed.faults, parsed.seed, root=root, until=started + 60 * parsed.minutes)
-    campaign.run(parsed.tracks)
-    results = campaign.results
+    parsed.results.mkdir(parents=True, exist_ok=True)
+    series = parsed.results / f"{time.strftime('%Y%m%d-%H%M%S')}-seed{parsed.seed}.jsonl"
+    here = describe("cpu", "gloo", 1, command=["make", "chaos"])
+    write_line(series, Sitting(seed=parsed.seed, faults=parsed.faults, root=root, environment=here))
+    until = time.monotonic() + 60 * parsed.minutes
+    Campaign(folder, series, parsed.faults, parsed.seed, root=root, until=until).run(parsed.tracks)
     if root and (left := [path.name for path in Path("/dev/shm").iterdir()]):
-        results.complaints.append(f"left shared memory {left}")
-    chaos = Chaos(
-        trials=results.trials,
-        unharmed=results.unharmed,
-        resumed=results.resumed,
-        complaints=results.complaints,
-        sessions=campaign.sessions,
-        seed=parsed.seed,
-        asked=parsed.faults,
-        root=root,
-        seconds=time.monotonic() - started,
-    )
-    parsed.output.write_text(page(chaos))
-    print(f"{parsed.output}: {len(chaos.trials)} faults; {'all is well' if chaos.good else f'see it, and {folder}'}")
-    if chaos.good:
+        write_line(series, Results(complaints=[f"left shared memory {left}"]))
+    sittings, sessions = read_series(sorted(parsed.results.glob("*.jsonl")))
+    parsed.output.write_text(page(sittings, sessions))
+    good = is_good(sessions)
+    print(f"{parsed.output}: {'all is well' if good else f'see it, and {folder}'}")
+    if good:
         shutil.rmtree(folder, ignore_errors=True)
-    return 0 if chaos.good else 1
+    return 0 if good else 1
 
 
 class Campaign:
     """Sessions until all faults have been tried."""
 
-    def __init__(self, folder: Path, faults: int, seed: int, *, root: bool, until: float) -> None:
-        self._folder, self._seed, self._root, self._until = folder, seed, root, until
+    def __init__(self, folder: Path, series: Path, faults: int, seed: int, *, root: bool, until: float) -> None:
+        """Sessions work in `folder`; each appends a line to the file `series`, so that a campaign may be cut off."""
+        self._folder, self._series, self._seed, self._root, self._until = folder, series, seed, root, until
         self._deck = Deck(faults, random.Random(seed), root=root)
         self._numbers: Iterator[int] = count()
         self._lock = threading.Lock()
-        self.results, self.sessions = Results(), 0
+        self._sessions = self._trials = 0
 
     def run(self, tracks: int) -> None:
         threads = [threading.Thread(target=self._track, args=(track == 0,)) for track in range(tracks)]
@@ -128,13 +126,11 @@ class Campaign:
 
     def _add(self, results: Results) -> None:
         with self._lock:
-            self.sessions += 1
-            self.results.trials += results.trials
-            self.results.unharmed += results.unharmed
-            self.results.resumed += results.resumed
-            self.results.complaints += results.complaints
+            self._sessions += 1
+            self._trials += len(results.trials)
+            write_line(self._series, results)
             wrong = [f"{t.kind}, {t.case}: {t.complaint}" for t in results.trials if t.complaint] + results.complaints
-            print(f"session {self.sessions}: {len(self.results.trials)} of {self._deck.size} faults", flush=True)
+            print(f"session {self._sessions}: {self._trials} of {self._deck.size} faults", flush=True)
             for text in wrong:
                 print(f"  {' '.join(text.split())[:700]}", flush=True)
 

@@ -102,7 +102,8 @@ class RankKilled(Fault):
     def is_named(self, outcome: Outcome) -> bool:
         if outcome.status is not Status.KILLED or self.number.name not in outcome.message:
             return False
-        others = {peer.rank for peer in outcome.peers if peer.kind == "killed"}
+        # Of ranks that die at one time, the launcher may see the first and end the others before their deaths show.
+        others = {peer.rank for peer in outcome.peers if peer.kind in ("killed", "ended")}
         return outcome.rank in self.victims and {outcome.rank, *others} >= set(self.victims)
 
 
