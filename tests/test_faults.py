@@ -40,6 +40,7 @@ def test_an_error_without_a_text_is_its_rank_s_outcome() -> None:
     assert told(Mute()) == "Mute: (its text cannot be had: SystemExit)"
 
 
+@pytest.mark.slow
 def test_an_error_with_a_text_of_any_length_is_told_at_once() -> None:
     """As long as a tensor that was printed whole: searched for what it means, it had taken a rank to its time limit."""
     error = RuntimeError("NCCL " * 40_000_000)
