@@ -125,7 +125,8 @@ def _children_left(session: Session, name: str) -> list[str]:
     deadline = time.monotonic() + _CHILD_SECONDS
     while left := processes.marked(session.mark, child=name):
         if time.monotonic() > deadline:
-            return [f"{session.mark} {name}: processes of its ranks are left: {left}"]
+            described = "; ".join(map(processes.describe, left))
+            return [f"{session.mark} {name}: processes of its ranks are left: {described}"]
         time.sleep(0.1)
     return []
 

@@ -82,6 +82,16 @@ def servers_of(pid: int) -> list[int]:
     return [process for process in descendants(pid) if b"meshmark.launch.server_process" in _command(process)]
 
 
+def describe(pid: int) -> str:
+    """Return a process's number, state, parent and command, for a complaint."""
+    try:
+        state, above = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return f"{pid}, gone by now"
+    words = _command(pid).replace(b"\0", b" ").decode(errors="replace")
+    return f"{pid} in state {state}, child of {above} ({_command(int(above))[:100]!r}): {words[:200]}"
+
+
 def _command(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -40,7 +40,7 @@ SETTINGS = (
     Setting(
         name="four ranks",
         share=10,
-        bases=("ddp", "fsdp2", "gpipe"),
+        bases=("ddp", "fsdp2"),
         options=("--world", "4"),
         num_ranks=4,
         limit_seconds=25.0,

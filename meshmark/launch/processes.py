@@ -79,6 +79,22 @@ def end_children(parent: int) -> None:
         time.sleep(0.01)
 
 
+def end_started_with(name: str, value: str) -> None:
+    """Kill all processes that were started with this variable in their environment, whoever has adopted them."""
+    deadline = time.monotonic() + _END_SECONDS
+    while (found := [pid for pid in _living() if has_variable(pid, name, value)]) and time.monotonic() < deadline:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _living() -> list[int]:
+    """Return the numbers of all processes except this one."""
+    numbers = [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
+    return [pid for pid in numbers if pid != os.getpid()]
+
+
 def _children(parent: int) -> list[int]:
     """Living processes whose parent is `parent`."""
     found = []
