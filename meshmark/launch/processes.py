@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -46,6 +47,26 @@ def _fields(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return []
+
+
+def is_process_limit_reached() -> bool:
+    """Return whether this user has nearly as many processes and threads as `ulimit -u` allows.
+
+    Nearly, because some may have ended since one could not be started.
+    """
+    most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    return most != resource.RLIM_INFINITY and _num_threads(os.getuid()) >= 0.8 * most
+
+
+def _num_threads(user: int) -> int:
+    """Return the number of threads of all processes of `user`."""
+    count = 0
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):  # it has just ended
+                if folder.stat().st_uid == user:
+                    count += sum(1 for _ in (folder / "task").iterdir())
+    return count
 
 
 # --- Orphans: processes that outlive those who started them are adopted and ended.
