@@ -37,7 +37,7 @@ class BitsAndBytesNF4(CompressionAdapter):
         return model
 
     def finish(self, model: nn.Module) -> nn.Module:
-        """Leave the layers in training mode: see adapters/gaps/bitsandbytes_nf4_cpu_bfloat16.py."""
+        """Leave the layers in training mode: in evaluation mode they compute in bfloat16 (docs/compression.md)."""
         for layer in linears(model.eval()).values():
             layer.train()
         return model
