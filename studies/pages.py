@@ -28,7 +28,7 @@ from benchmarks import versions
 from benchmarks.reach.attempts import read_readings, tried_before
 from benchmarks.reach.measured import load
 from benchmarks.reach.page import page as reach_page
-from meshmark.conformance.reproducers import failed_clauses, read_reproducers
+from meshmark.conformance.reproducers import failed_clauses, read_reproducers, read_trials
 from meshmark.inference.run import read_inference
 from meshmark.plan.model_names import plan_model
 from meshmark.records.record import EquivalenceEvidence, Record
@@ -118,8 +118,14 @@ def _inference(path: Path) -> None:
     path.write_text(inference.page(read_inference(RECORDS / "inference.jsonl")), encoding="utf-8")
 
 
+def gaps(scripts: str = "") -> str:
+    """Return the page of known defects, with each script or, if their folder is given, with links to them."""
+    reproducers = read_reproducers()
+    return gaps_page(reproducers, failed_clauses(), read_trials(reproducers), scripts)
+
+
 def _gaps(path: Path) -> None:
-    path.write_text(gaps_page(read_reproducers(), failed_clauses()), encoding="utf-8")
+    path.write_text(gaps(scripts="../adapters/gaps"), encoding="utf-8")
 
 
 def _versions(path: Path) -> None:
