@@ -39,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--python", default=sys.executable, metavar="FILE", help="interpreter of another environment")
     parser.add_argument("-k", dest="only", default="", metavar="TEXT", help="reproducers whose name contains this")
     parsed = parser.parse_args(arguments)
+    python = os.path.abspath(parsed.python)  # scripts run in a folder of their own
     chosen = [each for each in read_reproducers() if parsed.only in each.name]
     for release in parsed.releases or [""]:
         name, _, version = release.partition("==")
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         overlay = installed(name, version) if release else None
         for each in chosen:
             if not release or name == each.framework:
-                try_one(each, parsed.python, overlay)
+                try_one(each, python, overlay)
     return 0
 
 

@@ -109,9 +109,9 @@ def ranks_plot(found: Sequence[CaseResult], fake: Sequence[Record], path: Path) 
                     bar.set_alpha(0.45 if each.source is Source.COMPUTED else 1.0)
                 bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
             for place, total in enumerate(bottom):
-                axes.text(place, total, f"{total:.2g}", ha="center", va="bottom", fontsize=7)
+                axes.text(place, total, f"{total:.2g}".lstrip("0"), ha="center", va="bottom", fontsize=6)
             axes.set_xticks(range(len(held)), [str(world) for world in held], fontsize=8)
-            names = [one_line(name)[:24] for name in firsts[kind.title]]
+            names = [one_line(name)[:30] for name in firsts[kind.title]]
             more = f" and {len(names) - 2} more" if len(names) > 2 else ""
             axes.set_title(",\n".join(names[:2]) + more, fontsize=8, loc="left", parse_math=False)
         for axes in grid[:, 0]:
