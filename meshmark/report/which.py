@@ -113,7 +113,7 @@ def _code(code: Sequence[Loop], found: Sequence[AdapterColumn]) -> list[str]:
 
 _CODE = """Each example trains the same model on the same rows as the plain loop, and ends with the same loss on two
 ranks (a test runs them). Counted are its statements that the plain loop has not, the heads of blocks among them.
-Limits: the authors of this page wrote the examples, in the shortest form known to them, for a model of two layers on a CPU.
+Limits: the authors of this page wrote the examples, as short as they could, for a model of two layers on a CPU.
 Saving, resuming, mixed precision, accumulation and launchers are not in them, and a difference of one or two statements
 means little. *No example*: none was written, or it does not run on a plain CPU installation."""
 
