@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 REPORT ?= results/report.md
 
 .PHONY: help install env report pages keep conformance test test-slow lint types docs clean \
-        tables twins validate convergence throttled scale versions dry-runs coatnet architectures trainers inference roster \
+        tables twins validate convergence throttled scale versions dry-runs coatnet architectures trainers inference compression roster \
         roster-page reach reach-mutants pairs power power-page correct-engines power-long chaos fuzz gate cluster-test size \
         bench gpu horovod
 
@@ -27,7 +27,7 @@ env:  ## Make .environments/NAME for adapters that name it, of environments/NAME
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch numpy setuptools wheel ninja py-cpuinfo
-	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e ".[deepspeed,accelerate,fairscale,lightning-fabric,transformers,pytorch-lightning,greenlet,html,dev]"
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e ".[deepspeed,accelerate,fairscale,lightning-fabric,transformers,pytorch-lightning,greenlet,html,compression,dev]"
 	$(BIN)/pip install -q -c constraints.txt --no-deps megatron-core
 	-$(BIN)/python -m meshmark.adapters.deepspeed.operators cpu_adam
 	touch $@
@@ -123,6 +123,9 @@ trainers: install  ## What trainers that own their loop really optimise: reports
 
 inference: install  ## Engines that generate text, judged: reports/inference.md. vLLM takes `make env NAME=vllm` first.
 	OMP_NUM_THREADS=1 $(BIN)/python -m studies.inference && $(BIN)/python -m studies.pages inference
+
+compression: install  ## Quantization, pruning and 8-bit AdamW, judged: reports/compression.md.
+	OMP_NUM_THREADS=1 $(BIN)/python -m studies.compression && $(BIN)/python -m studies.pages compression
 
 roster: install  ## Every adapter, variants too, by capability: reports/roster.md. Goes on where it was cut off.
 	$(BIN)/python -m benchmarks.roster

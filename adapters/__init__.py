@@ -134,3 +134,14 @@ INFERENCE: dict[str, str] = {
     "vllm-tp2": "meshmark.adapters.vllm:VLLMTensorParallel",
 }
 """Engines that generate text, judged by suites/test_inference.py alone (docs/inference.md)."""
+
+COMPRESSION: dict[str, str] = {
+    "torchao-int8": "meshmark.adapters.torchao:TorchAOInt8",
+    "torchao-int8-dynamic": "meshmark.adapters.torchao:TorchAOInt8Dynamic",
+    "bitsandbytes-nf4": "meshmark.adapters.bitsandbytes:BitsAndBytesNF4",
+    "bitsandbytes-nf4-double": "meshmark.adapters.bitsandbytes:BitsAndBytesNF4Double",
+    "bitsandbytes-adamw8bit": "meshmark.adapters.bitsandbytes:BitsAndBytesAdamW8bit",
+    "torch-pruning": "meshmark.adapters.torch_pruning:TorchPruning",
+    "weight-masks": "meshmark.adapters.weight_masks:WeightMasks",
+}
+"""Methods that make models smaller, judged by `make compression` (docs/compression.md)."""

@@ -5,6 +5,8 @@ Nothing is run. The frameworks' pages are made of the registry, of the known def
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,8 +49,19 @@ def on_files(files: Any, config: Any) -> Any:  # noqa: ANN401
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:  # noqa: ANN401
     """Mark a page of reports/ as stale or not as of today, which its committed text cannot know."""
     place = Path(page.file.src_uri)
+    if page.file.src_uri == "reports/gaps.md":
+        markdown = _SCRIPT.sub(_folded, pages.gaps())
     known = place.parent.name == "reports" and place.stem in pages.PAGES
     return pages.marked(place.stem, markdown) if known else markdown
+
+
+_SCRIPT = re.compile(r"^    (\S.*)\n\n(```python\n.*?\n```)$", re.MULTILINE | re.DOTALL)
+"""A command on a line of its own, and the script that it runs."""
+
+
+def _folded(script: re.Match[str]) -> str:
+    """Return a script below a line that opens it. In the repository the page links to the scripts instead."""
+    return f'??? example "Script. Run it with: {script[1]}"\n\n' + textwrap.indent(script[2], "    ")
 
 
 def framework_page(name: str) -> str:

@@ -28,7 +28,8 @@ from benchmarks import versions
 from benchmarks.reach.attempts import read_readings, tried_before
 from benchmarks.reach.measured import load
 from benchmarks.reach.page import page as reach_page
-from meshmark.conformance.reproducers import failed_clauses, read_reproducers
+from meshmark.compression.run import read_compression
+from meshmark.conformance.reproducers import failed_clauses, read_reproducers, read_trials
 from meshmark.inference.run import read_inference
 from meshmark.plan.model_names import plan_model
 from meshmark.records.record import EquivalenceEvidence, Record
@@ -44,9 +45,9 @@ from meshmark.report.conformance import (
 from meshmark.report.gaps import gaps_page
 from meshmark.report.guard import write_page
 from meshmark.report.render import write_report
-from meshmark.report.which import Cluster, which_page
+from meshmark.report.which import Cluster, Loop, which_page
 from meshmark.spec.hardware import gpu
-from studies import inference, tables, trainers
+from studies import compression, inference, simplest, tables, trainers
 
 ROOT = Path(__file__).parents[1]
 REPORTS = ROOT / "reports"
@@ -100,9 +101,18 @@ def _report(name: str) -> Callable[[Path], None]:
     return render
 
 
+def example_loops() -> list[Loop]:
+    """Return the examples of examples/loops, those that change least of the plain loop first."""
+    return [
+        Loop(adapter=simplest.ADAPTERS[name], path=f"../examples/loops/{name}.py", num_statements=count)
+        for name, count in simplest.written_anew().items()
+    ]
+
+
 def _which(path: Path) -> None:
     cluster = Cluster(model=plan_model("llama-7b"), gpu=gpu("a100-40"), num_gpus=8, global_batch=256)
-    write_page(path, which_page(measured(), cluster, COMMAND, [clauses_of("conformance")], in_reports=True))
+    kept = [clauses_of("conformance")]
+    write_page(path, which_page(measured(), cluster, COMMAND, kept, in_reports=True, code=example_loops()))
 
 
 def _conformance(path: Path) -> None:
@@ -118,8 +128,18 @@ def _inference(path: Path) -> None:
     path.write_text(inference.page(read_inference(RECORDS / "inference.jsonl")), encoding="utf-8")
 
 
+def _compression(path: Path) -> None:
+    path.write_text(compression.page(read_compression(RECORDS / "compression.jsonl")), encoding="utf-8")
+
+
+def gaps(scripts: str = "") -> str:
+    """Return the page of known defects, with each script or, if their folder is given, with links to them."""
+    reproducers = read_reproducers()
+    return gaps_page(reproducers, failed_clauses(), read_trials(reproducers), scripts)
+
+
 def _gaps(path: Path) -> None:
-    path.write_text(gaps_page(read_reproducers(), failed_clauses()), encoding="utf-8")
+    path.write_text(gaps(scripts="../adapters/gaps"), encoding="utf-8")
 
 
 def _versions(path: Path) -> None:
@@ -148,6 +168,13 @@ PAGES: dict[str, Page] = {
         needs=(),
     ),
     "trainers": Page(render=_trainers, needs=(*MEASURES, "meshmark/conformance")),
+    "compression": Page(
+        render=_compression,
+        needs=(
+            "meshmark/compression",
+            *(f"adapters/{name}.py" for name in ("torchao", "bitsandbytes", "torch_pruning", "weight_masks")),
+        ),
+    ),
     "inference": Page(
         render=_inference,
         needs=(
@@ -177,7 +204,7 @@ PAGES: dict[str, Page] = {
     ),
     "reach": Page(render=_reach, needs=()),
     "gate": Page(anew="make gate: 35 minutes of launches; its pairs were not kept", needs=("meshmark/regression",)),
-    "chaos": Page(anew="make chaos: 13 minutes of faults; it keeps no records", needs=("meshmark/launch",)),
+    "chaos": Page(anew="make chaos: an hour of faults; it keeps no records", needs=("meshmark/launch",)),
     "cluster": Page(anew="make cluster-test: a real SLURM, as root; it keeps no records", needs=("meshmark/launch",)),
 }
 """Every page of reports/."""

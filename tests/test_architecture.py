@@ -27,6 +27,9 @@ FRAMEWORKS = {
     "pytorch_lightning",
     "torchtitan",
     "vllm",
+    "bitsandbytes",
+    "torchao",
+    "torch_pruning",
 }
 MODELLING = {"transformers": {CORE / "reference" / "transformers_model.py", CORE / "inference" / "model.py"}}
 """Packages of models, and the modules of the core that import each, inside functions."""

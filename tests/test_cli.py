@@ -44,8 +44,8 @@ def write(folder: Path) -> None:
             ["cases", "--help"],
             [
                 "--adapters",
-                "shell patterns",
-                "such as dp2.tp2.mb4: one: nothing is parallel",
+                "shell pattern",
+                "one: nothing is parallel",
                 "fp64, fp32, bf16, fp16",
                 "gpt-tiny, llama-tiny",
             ],

@@ -114,6 +114,7 @@ def test_a_failure_on_one_node_is_the_same_outcome_on_both(tmp_path: Path) -> No
         assert "raised on rank 1: ArithmeticError: planted in step 3" in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lost, happens, told",
     [

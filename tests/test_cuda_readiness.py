@@ -274,6 +274,7 @@ _FORK_SAFE = """
 """
 
 
+@pytest.mark.slow
 def test_what_is_done_before_a_fork_does_not_touch_cuda(tmp_path: Path) -> None:
     """On a machine where NVML tells of eight GPUs and there is no `nvidia-smi`."""
     path = {"PATH": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -4,6 +4,7 @@ hung, or had cost a user's files."""
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from PIL import Image
 
 from meshmark.errors import ClusterError, CorpusError, InputError
+from meshmark.launch import processes
 from meshmark.launch.rank import _kind
 from meshmark.launch.store import run_secret
 from meshmark.records.record import Status
@@ -40,6 +42,7 @@ def test_an_error_without_a_text_is_its_rank_s_outcome() -> None:
     assert told(Mute()) == "Mute: (its text cannot be had: SystemExit)"
 
 
+@pytest.mark.slow
 def test_an_error_with_a_text_of_any_length_is_told_at_once() -> None:
     """As long as a tensor that was printed whole: searched for what it means, it had taken a rank to its time limit."""
     error = RuntimeError("NCCL " * 40_000_000)
@@ -166,3 +169,14 @@ def test_output_that_cannot_be_written_is_no_failed_gate(baseline: Path, command
         )
     assert done.returncode == 2, done.stderr
     assert done.stderr == f"meshmark: what it found cannot be written: {os.strerror(28)}\n"
+
+
+@pytest.mark.parametrize(("share", "status"), [(1.0, Status.UNFINISHED), (100.0, Status.RAISED)])
+def test_a_thread_that_the_user_s_limit_forbids_is_no_fault_of_the_adapter(
+    share: float, status: Status, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The adapter is at fault where the same words come and the limit is far away."""
+    most = int(share * processes._num_threads(os.getuid()))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (most, most))
+    for error in (RuntimeError("can't start new thread"), BlockingIOError(11, "Resource temporarily unavailable")):
+        assert _kind(error) is status

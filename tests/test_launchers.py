@@ -41,6 +41,7 @@ from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import workload
+from tests.broken.outcomes import KillsServer
 from tests.test_orphans import wait_until
 
 ACCIDENTS = {
@@ -346,6 +347,8 @@ def test_a_server_that_is_killed_is_no_fault_of_the_ranks(launcher: ForkserverLa
     launched = launcher.launch(make_request("killsserver"), 2)
     assert {failure.kind for failure in launched.failures} == {Status.UNFINISHED}, launched.failures
     assert "what starts ranks was killed" in launched.failures[0].message
+    left = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == KillsServer.STARTED]
+    assert not left
 
 
 def test_a_rank_that_finds_a_disk_full_is_no_fault_of_its_framework(launcher: ForkserverLauncher) -> None:

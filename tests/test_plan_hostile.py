@@ -23,6 +23,11 @@ _COLUMNS = "model,gpu,framework,dp"
         (["--gpu", "a100-80", "--precision", "fp8"], "a100-80 computes in fp32, tf32, fp16, bf16, not in fp8"),
         (["--gpu", "h100", "--precision", "mxfp8"], "not in mxfp8, whose block scales came with fp4"),
         (["--model", "mixtral-8x7b", "--framework", "ddp", "--ep", "8"], "framework ddp has no expert parallelism"),
+        (["--gpu", "tpu-v5p", "--framework", "nemo"], "nemo does not train on tpu-v5p: name one of maxtext, pax"),
+        (["--gpus-per-node", "7"], "--gpus 64 --gpus-per-node 7: expected whole nodes, so a multiple of 7 GPUs"),
+        (["--tp", "0,2"], "--tp '0,2': 0 is too small, expected at least 1"),
+        (["--zero-stage", "-1"], "--zero-stage '-1': -1 is too small, expected at least 0"),
+        (["--cp", "two"], "--cp 'two': expected whole numbers"),
     ],
 )
 def test_what_a_gpu_or_framework_has_not_got_is_refused(
@@ -41,6 +46,26 @@ def test_a_plan_says_its_sequences_and_the_products_that_the_gpu_computes(capsys
     assert main([*plan, "--gpu", "h100", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["gpus"], found["global_batch"], found["seq_len"], found["products"]) == (64, 256, 8192, "bf16")
+
+
+def test_a_tpu_is_planned_for_a_framework_that_trains_on_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "llama-8b", "--gpus", "256", "--gpu", "tpu-v5p"]) == 0
+    assert "Planned for maxtext, as no --framework is given" in capsys.readouterr().out
+
+
+def test_predict_does_not_replace_its_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "rows.csv"
+    rows.write_text(f"{_COLUMNS}\nllama-8b,h100,nemo,8\n")
+    before = rows.read_bytes()
+    assert main(["predict", str(rows), "-o", str(tmp_path / "." / "rows.csv")]) == 2
+    assert "is the file of layouts itself" in capsys.readouterr().err and rows.read_bytes() == before
+
+
+def test_a_key_that_no_planned_model_knows_is_warned_of(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(_MIXTRAL | {"num_key_value_head": 4, "router_aux_loss_coef": 0.02}))
+    with pytest.warns(UserWarning, match=r"planned without: num_key_value_head \(is num_key_value_heads meant\?\)$"):
+        assert main(["plan", "--model", str(config), "--gpus", "64", "--gpu", "h100"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -667,7 +667,7 @@ def picture(folder: Path, name: str) -> tuple[ElementTree.Element, str]:
 
 def test_pictures_stand_beside_the_page_and_are_linked(page: str, page_folder: Path) -> None:
     linked = re.findall(r"!\[.*?\]\((.*?)\)", page)
-    assert linked == ["page-tradeoff.svg", "page-memory.svg", "page-throughput.svg"]
+    assert linked == ["page-tradeoff.svg", "page-memory.svg", "page-ranks.svg", "page-throughput.svg"]
     for name in linked:
         assert ElementTree.parse(page_folder / name).getroot().tag == f"{SVG}svg"
 
@@ -698,7 +698,7 @@ def test_the_same_records_make_the_same_bytes(tmp_path: Path) -> None:
     for folder in ("one", "two"):
         render(tmp_path / folder, all_sorts())
         pages.append([file.read_bytes() for file in sorted((tmp_path / folder / "sub").iterdir())])
-    assert len(pages[0]) == 4
+    assert len(pages[0]) == 5
     assert pages[0] == pages[1]
 
 

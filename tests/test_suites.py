@@ -82,6 +82,7 @@ def test_a_warning_is_an_error_here() -> None:
         warnings.warn("planted", stacklevel=1)
 
 
+@pytest.mark.slow
 def test_a_warning_is_none_in_the_suites(tmp_path: Path) -> None:
     """A user's adapter may warn, and pytest-benchmark does when there is nothing yet to compare with."""
     (tmp_path / "warns.py").write_text(
@@ -121,6 +122,7 @@ def counters(output: str) -> list[tuple[int, int]]:
     return [(int(n), int(total)) for n, total in re.findall(r"^\[(\d+)/(\d+)\]", output, re.MULTILINE)]
 
 
+@pytest.mark.slow
 def test_a_broken_adapter_from_outside_fails_the_equivalence_suite_and_has_no_speed(tmp_path: Path) -> None:
     target = ROOT / "tests" / "broken" / "mutants.py"
     broken = ("--adapter", f"{target}:ddp_NoReduction", "--workload", "gpt-mini")

@@ -153,6 +153,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(installed: Installed) -> N
     assert expected <= installed.source_files
 
 
+@pytest.mark.slow
 def test_an_adapter_of_ones_own_is_run_in_an_empty_folder(installed: Installed, tmp_path: Path) -> None:
     """The page docs/adapter.md from its example to the report. The commit of the repository around is not ours."""
     shutil.copyfile(FIRST, tmp_path / "mine.py")
@@ -191,6 +192,7 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_an_installed_adapter_is_run_in_somebody_elses_repository(installed: Installed, repository: Path) -> None:
     """`pip install meshmark-mine` is all that it takes; the example's three suites pass."""
     asked = ["--pyargs", "meshmark.suites", "--adapters", "mine", "--workload", "gpt-mini", "--results", "out"]

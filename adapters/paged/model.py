@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshmark.inference.contract import EngineOptions
-from meshmark.inference.model import DTYPES, KV_DTYPES
+from meshmark.inference.model import DTYPES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class PagedLlama:
         whole = load_file(folder / "model.safetensors")
         self._weights = {name: self._share(name, w).to(self.dtype).contiguous() for name, w in whole.items()}
         shape = (self.num_layers, 2, options.num_blocks, options.block_size, self.kv_heads, self.head_size)
-        self.cache = torch.zeros(shape, dtype=KV_DTYPES.get(options.kv_precision, self.dtype))
+        self.cache = torch.zeros(shape, dtype=self.dtype)
         theta = self.config["rope_parameters"]["rope_theta"]
         self._frequencies = 1.0 / (theta ** (torch.arange(0, self.head_size, 2).float() / self.head_size))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from meshmark.inference.contract import CacheUse, Emitted, Engine, EngineOptions, InferenceAdapter, Request
+from meshmark.spec.known_gap import KnownGap
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
@@ -23,6 +24,20 @@ class VLLM(InferenceAdapter):
     block_sizes = (32,)
     spare_blocks = 1  # the null block of its pool
     promises = {"copies": "seed + index"}
+    known_gaps = (
+        KnownGap(
+            clause="a token that is unknown",
+            symptom="out of",
+            reason="without a tokenizer, token ids of prompts are not checked",
+            reproducer="vllm_unknown_token",
+        ),
+        KnownGap(
+            clause="eviction, prompts in chunks",
+            symptom="CPU Generator does not use offset",
+            reason="the generator of a seeded request is rewound after a chunk, which generators of a CPU cannot be",
+            reproducer="vllm_seed_chunked_prefill",
+        ),
+    )
 
     @classmethod
     def environment(cls) -> dict[str, str]:

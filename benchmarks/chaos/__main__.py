@@ -1,5 +1,7 @@
-"""`python -m benchmarks.chaos`: faults by the hundred, and the page of what became of them. Exits with 1 when one was
-not survived or not named rightly, or something was lost or left."""
+"""`python -m benchmarks.chaos`: faults by the hundred while suites run, and the page of what became of them.
+
+Exits with 1 if a fault was not survived or not named rightly, or if something was lost or left.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +18,28 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 
-from benchmarks.chaos.campaign import Found, Trial, run_session
+from benchmarks.chaos.campaign import Results, Trial, run_session
 from benchmarks.chaos.deck import Deck
-from benchmarks.chaos.faults import Fault, Filled, RankStopped, ResultsGone
+from benchmarks.chaos.faults import Fault, Filled, ResultsGone
 from benchmarks.chaos.nodes import NodeStruck, run_nodes
-from benchmarks.chaos.page import Chaos, page
+from benchmarks.chaos.page import Sitting, is_good, page, read_series, write_line
 from benchmarks.chaos.session import Session
+from benchmarks.chaos.settings import Setting
+from meshmark.environment import describe
 
-_BASES = ("ddp", "fsdp2", "gpipe", "accelerate", "fairscale_oss")
 _PRIVATE = "MESHMARK_CHAOS_PRIVATE"
-"""Set in a process whose mounts are its own."""
+"""Environment variable that is set in a process with mounts of its own."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__)
-    parser.add_argument("--faults", type=int, default=500, help="how many (default: 500)")
+    parser.add_argument("--faults", type=int, default=1000, help="how many (default: 1000)")
     parser.add_argument("--seed", type=int, default=1, help="of everything that is drawn (default: 1)")
     parser.add_argument("--tracks", type=int, default=4, help="sessions at a time, most of which wait (default: 4)")
-    parser.add_argument("--minutes", type=float, default=15.0, help="no session begins after that (default: 15)")
+    parser.add_argument("--minutes", type=float, default=60.0, help="no session begins after that (default: 60)")
+    parser.add_argument(
+        "--results", type=Path, default=Path("results/chaos"), help="a folder; the page counts all series in it"
+    )
     parser.add_argument("-o", "--output", type=Path, default=Path("reports/chaos.md"))
     parsed = parser.parse_args(arguments)
     root = _PRIVATE in os.environ
@@ -43,38 +49,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     if root:
         _mount(Path("/dev/shm"), "256m")
-    started = time.monotonic()
-    campaign = Campaign(folder, parsed.faults, parsed.seed, root=root, until=started + 60 * parsed.minutes)
-    campaign.run(parsed.tracks)
-    found = campaign.found
+    parsed.results.mkdir(parents=True, exist_ok=True)
+    series = parsed.results / f"{time.strftime('%Y%m%d-%H%M%S')}-seed{parsed.seed}.jsonl"
+    here = describe("cpu", "gloo", 1, command=["make", "chaos"])
+    write_line(series, Sitting(seed=parsed.seed, faults=parsed.faults, root=root, environment=here))
+    until = time.monotonic() + 60 * parsed.minutes
+    Campaign(folder, series, parsed.faults, parsed.seed, root=root, until=until).run(parsed.tracks)
     if root and (left := [path.name for path in Path("/dev/shm").iterdir()]):
-        found.complaints.append(f"left shared memory {left}")
-    chaos = Chaos(
-        trials=found.trials,
-        unharmed=found.unharmed,
-        complaints=found.complaints,
-        sessions=campaign.sessions,
-        seed=parsed.seed,
-        asked=parsed.faults,
-        root=root,
-        seconds=time.monotonic() - started,
-    )
-    parsed.output.write_text(page(chaos))
-    print(f"{parsed.output}: {len(chaos.trials)} faults; {'all is well' if chaos.good else f'see it, and {folder}'}")
-    if chaos.good:
+        write_line(series, Results(complaints=[f"left shared memory {left}"]))
+    sittings, sessions = read_series(sorted(parsed.results.glob("*.jsonl")))
+    parsed.output.write_text(page(sittings, sessions))
+    good = is_good(sessions)
+    print(f"{parsed.output}: {'all is well' if good else f'see it, and {folder}'}")
+    if good:
         shutil.rmtree(folder, ignore_errors=True)
-    return 0 if chaos.good else 1
+    return 0 if good else 1
 
 
 class Campaign:
     """Sessions until all faults have been tried."""
 
-    def __init__(self, folder: Path, faults: int, seed: int, *, root: bool, until: float) -> None:
-        self._folder, self._seed, self._root, self._until = folder, seed, root, until
+    def __init__(self, folder: Path, series: Path, faults: int, seed: int, *, root: bool, until: float) -> None:
+        """Sessions work in `folder`; each appends a line to the file `series`, so that a campaign may be cut off."""
+        self._folder, self._series, self._seed, self._root, self._until = folder, series, seed, root, until
         self._deck = Deck(faults, random.Random(seed), root=root)
         self._numbers: Iterator[int] = count()
         self._lock = threading.Lock()
-        self.found, self.sessions = Found(), 0
+        self._sessions = self._trials = 0
 
     def run(self, tracks: int) -> None:
         threads = [threading.Thread(target=self._track, args=(track == 0,)) for track in range(tracks)]
@@ -90,27 +91,25 @@ class Campaign:
         while time.monotonic() < self._until:
             number = next(self._numbers)
             draw = random.Random(f"{self._seed}/{number}")
-            if not (plan := self._deck.deal(draw)):
+            setting, plan = self._deck.deal(draw)
+            if not plan:
                 return
-            self._session(number, plan, draw)
+            self._session(number, setting, plan, draw)
 
-    def _session(self, number: int, plan: list[Fault | None], draw: random.Random) -> None:
-        names = [f"{draw.choice(_BASES)}_{i}" for i in range(len(plan))]
-        waits = any(isinstance(fault, RankStopped) and fault.seconds is None for fault in plan)
-        suite = "equivalence" if draw.randrange(4) == 0 and not waits else "throughput"
-        session = Session(self._folder / f"session{number}", names, suite=suite)
+    def _session(self, number: int, setting: Setting, plan: list[Fault | None], draw: random.Random) -> None:
+        session = Session(self._folder / f"session{number}", _names(setting, plan, draw), setting=setting)
         mounted = []
         if self._root and any(isinstance(fault, Filled) for fault in plan):
             mounted.append(_mount(session.temporary, "64m"))
         if any(isinstance(fault, ResultsGone) and fault.how == "filled" for fault in plan):
             mounted.append(_mount(session.results, "64m"))
         try:
-            found = run_session(session, plan, draw)
+            results = run_session(session, plan, draw)
         finally:
             for folder in mounted:
                 subprocess.run(["umount", "-l", str(folder)], check=True)
         self._deck.take_back([fault for fault in plan if fault and not fault.struck])
-        self._add(found)
+        self._add(results)
 
     def _nodes(self, fault: NodeStruck) -> None:
         number = next(self._numbers)
@@ -123,18 +122,28 @@ class Campaign:
             seconds=seconds,
             complaint="; ".join(wrong),
         )
-        self._add(Found(trials=[trial]))
+        self._add(Results(trials=[trial]))
 
-    def _add(self, found: Found) -> None:
+    def _add(self, results: Results) -> None:
         with self._lock:
-            self.sessions += 1
-            self.found.trials += found.trials
-            self.found.unharmed += found.unharmed
-            self.found.complaints += found.complaints
-            told = [f"{t.kind}, {t.case}: {t.complaint}" for t in found.trials if t.complaint] + found.complaints
-            print(f"session {self.sessions}: {len(self.found.trials)} of {self._deck.size} faults", flush=True)
-            for text in told:
+            self._sessions += 1
+            self._trials += len(results.trials)
+            write_line(self._series, results)
+            wrong = [f"{t.kind}, {t.case}: {t.complaint}" for t in results.trials if t.complaint] + results.complaints
+            print(f"session {self._sessions}: {self._trials} of {self._deck.size} faults", flush=True)
+            for text in wrong:
                 print(f"  {' '.join(text.split())[:700]}", flush=True)
+
+
+def _names(setting: Setting, plan: list[Fault | None], draw: random.Random) -> list[str]:
+    """Return adapters for the cases of a session. A fault that strikes imports gets one that was not used before."""
+    names, used = list[str](), set[str]()
+    for index, fault in enumerate(plan):
+        new = [base for base in setting.bases if base not in used]
+        base = draw.choice(new) if fault and fault.needs_import and new else draw.choice(setting.bases)
+        used.add(base)
+        names.append(f"{base}_{index}")
+    return names
 
 
 def _mount(folder: Path, size: str) -> Path:

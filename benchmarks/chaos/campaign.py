@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from benchmarks.chaos import processes
 from benchmarks.chaos.faults import Ended, Fault, Filled, ResultsGone
@@ -16,6 +17,8 @@ from meshmark.records.session import Ending
 
 _START_SECONDS = 120.0
 """For pytest to collect, and for a server to import a framework."""
+_CHILD_SECONDS = 5.0
+"""For processes that ranks started to be gone, once their case has its record."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,7 @@ class Trial:
     kind: str
     case: str
     """Its session and adapter."""
+    setting: str = "two nodes"
     survived: bool
     """It has its record, what came before and after it is whole, nothing is left, and nobody waited too long."""
     named: bool
@@ -34,104 +38,129 @@ class Trial:
 
 
 @dataclass(kw_only=True)
-class Found:
-    """What one session came to."""
+class Results:
+    """What became of one session, or of many."""
 
     trials: list[Trial] = field(default_factory=list)
     unharmed: int = 0
-    """Cases that nothing was done to."""
+    """Cases to which nothing was done."""
+    resumed: int = 0
+    """Runs that a fault ended, and that `--resume` completed."""
     complaints: list[str] = field(default_factory=list)
-    """What was wrong that belongs to no fault."""
+    """What was wrong and belongs to no fault."""
 
 
-def run_session(session: Session, plan: Sequence[Fault | None], draw: random.Random) -> Found:
-    """`plan`: a fault, or none, for each of its cases; one that ends the session comes last."""
-    found, struck = Found(), dict[str, Fault]()
+def run_session(session: Session, plan: Sequence[Fault | None], draw: random.Random) -> Results:
+    """Run a session. `plan` has a fault or None for each of its cases; one that ends the session comes last."""
+    results, struck = Results(), dict[str, Fault]()
     session.start()
     try:
         for name, fault in zip(session.names, plan, strict=False):
             if not session.wait(lambda name=name: _came(session, name), _START_SECONDS):  # type: ignore[misc]
-                found.complaints.append(f"{session.mark} {name}: did not begin; {session.output()[-600:]}")
+                results.complaints.append(f"{session.mark} {name}: did not begin; {session.output()[-600:]}")
                 break
             if name not in session.begun():
-                struck[name] = _harmed_by(list(struck.values()), session, name, found)
+                struck[name] = _harmed_by(list(struck.values()), session, name, results)
                 continue
-            if fault is not None and fault.strike(session, draw):
+            session.current = name
+            if fault is not None and not session.is_over and fault.strike(session, draw):
                 struck[name] = fault
                 if fault.ends_session:
                     break
             if not session.wait(lambda name=name: name in session.recorded(), session.limit_seconds + PATIENCE_SECONDS):  # type: ignore[misc]
-                found.complaints.append(f"{session.mark} {name}: no record in time after {fault and fault.kind}")
+                results.complaints.append(f"{session.mark} {name}: no record in time after {fault and fault.kind}")
                 break
             if name in struck:
-                found.trials.append(_trial(session, name, struck[name]))
+                results.trials.append(_trial(session, name, struck[name]))
                 struck[name].undo(session)
+            if session.setting.takes_rank_faults:
+                results.complaints += _children_left(session, name)
         last = next((fault for fault in struck.values() if fault.ends_session), None)
         quick = session.await_end(session.limit_seconds + PATIENCE_SECONDS)
         seconds = time.monotonic() - last.struck if last else 0.0
         if not quick:
-            found.complaints.append(f"{session.mark}: left processes {processes.marked(session.mark)}")
+            results.complaints.append(f"{session.mark}: left processes {processes.marked(session.mark)}")
     finally:
         session.end()
-    _check(session, found, struck)
+    _check(session, results, struck)
     if last:
-        found.trials.append(_last_trial(session, last, seconds, survived=quick))
-    return found
+        results.trials.append(_last_trial(session, last, seconds, survived=quick))
+        if not isinstance(last, ResultsGone):
+            results.complaints += _resume(session, set(struck), draw)
+            results.resumed += 1
+    return results
 
 
-def _harmed_by(before: Sequence[Fault], session: Session, name: str, found: Found) -> Fault:
-    """The fault of an earlier case that kept this one from beginning, which a disk that is still full does."""
+def _harmed_by(before: Sequence[Fault], session: Session, name: str, results: Results) -> Fault:
+    """Return the fault of an earlier case that kept this one from beginning, as a disk that is still full does."""
     (record,) = [r for r in session.reading().records if r.adapter.endswith(f":{name}")]
     if not before or not isinstance(before[-1], Filled) or record.outcome.status is not Status.NO_SPACE:
-        found.complaints.append(f"{session.mark} {name}: did not begin, and was {record.outcome.status}")
+        results.complaints.append(f"{session.mark} {name}: did not begin, and was {record.outcome.status}")
     return before[-1] if before else Filled(kind="none")
 
 
 def _came(session: Session, name: str) -> bool:
-    """Whether its case has begun, or was recorded without."""
+    """Return whether its case has begun, or was recorded without."""
     return name in session.begun() or name in session.recorded()
 
 
 def _trial(session: Session, name: str, fault: Fault) -> Trial:
     seconds = time.monotonic() - fault.struck
     (record,) = [r for r in session.reading().records if r.adapter.endswith(f":{name}")]
-    named = fault.named(record.outcome)
+    named = fault.is_named(record.outcome)
     got = f"got {record.outcome.status} of rank {record.outcome.rank}: {record.outcome.message[:300]!r}"
     late = "" if seconds < session.limit_seconds + PATIENCE_SECONDS else f"{seconds:.0f} s to notice"
     return Trial(
         kind=fault.kind,
         case=f"{session.folder.name} {name}",
+        setting=session.setting.name,
         survived=not late,
         named=named,
         seconds=seconds,
-        complaint=late or ("" if named else f"expected {fault.expected}, {got}"),
+        complaint=late or ("" if named else f"expected {fault.expected}, {got}, {record.outcome.peers}"),
     )
 
 
-def _check(session: Session, found: Found, struck: dict[str, Fault]) -> None:
+def _children_left(session: Session, name: str) -> list[str]:
+    """Complain of processes that ranks of this case started, and that outlive it."""
+    deadline = time.monotonic() + _CHILD_SECONDS
+    while left := processes.marked(session.mark, child=name):
+        if time.monotonic() > deadline:
+            described = "; ".join(map(processes.describe, left))
+            return [f"{session.mark} {name}: processes of its ranks are left: {described}"]
+        time.sleep(0.1)
+    return []
+
+
+def _check(session: Session, results: Results, struck: dict[str, Fault]) -> None:
     """Unharmed cases are correct, no line is broken, what began has its record, and no file is left."""
-    reading = _all_readings(session)
+    reading = read_all(session.folder)
     by_name = {record.adapter.rpartition(":")[2]: record for record in reading.records}
-    found.complaints += [f"{session.mark}: {complaint}" for complaint in reading.complaints]
+    results.complaints += [f"{session.mark}: {complaint}" for complaint in reading.complaints]
     ended = [name for name, fault in struck.items() if fault.ends_session]
     listed = {attempt.case: attempt for line in reading.sessions for attempt in line.attempts}
     for name in session.begun():
         if name in by_name and name not in struck:
-            found.unharmed += 1
-            found.complaints += [f"{session.mark} {name}: unharmed, but {why}" for why in _wrong(by_name[name])]
+            results.unharmed += 1
+            results.complaints += [f"{session.mark} {name}: unharmed, but {why}" for why in _wrong(by_name[name])]
         if name not in by_name and not (name in ended and any(c.startswith(name.lower()) for c in listed)):
-            found.complaints.append(f"{session.mark} {name}: lost, for it has begun and has neither record nor session")
+            results.complaints.append(f"{session.mark} {name}: lost: it began, and has neither record nor session")
+    results.complaints += temporary_left(session)
+
+
+def temporary_left(session: Session) -> list[str]:
+    """Complain of Meshmark's temporary files, if any is left."""
     left = [path.name for path in session.temporary.iterdir() if path.name.startswith("meshmark-")]
-    found.complaints += [f"{session.mark}: left temporary files {left}"] if left else []
+    return [f"{session.mark}: left temporary files {left}"] if left else []
 
 
-def _all_readings(session: Session) -> Reading:
-    """Of every records file that the run left, wherever its folder went."""
-    found = [read_records(path) for path in sorted(session.folder.glob("*/records*.jsonl")) if path.stat().st_size]
+def read_all(folder: Path) -> Reading:
+    """Read every file of records that a run left, wherever its results went."""
+    readings = [read_records(path) for path in sorted(folder.glob("*/records*.jsonl")) if path.stat().st_size]
     return Reading(
-        records=[record for reading in found for record in reading.records],
-        complaints=[complaint for reading in found for complaint in reading.complaints],
-        sessions=[line for reading in found for line in reading.sessions],
+        records=[record for reading in readings for record in reading.records],
+        complaints=[complaint for reading in readings for complaint in reading.complaints],
+        sessions=[line for reading in readings for line in reading.sessions],
     )
 
 
@@ -144,17 +173,53 @@ def _wrong(record: Record) -> list[str]:
 def _last_trial(session: Session, fault: Fault, seconds: float, *, survived: bool) -> Trial:
     assert isinstance(fault, Ended | ResultsGone) and session.process
     code, output = session.process.returncode, session.output()
-    named = code == fault.exit_code
+    named = code == fault.exit_code or code in fault.codes_of_the_end
     if isinstance(fault, ResultsGone):
         named = named and fault.words in output
     elif code == 2:
-        endings = [a.ending for s in _all_readings(session).sessions for a in s.attempts]
-        named = named and Ending.UNFINISHED in endings
+        # What was under way is told, unless the last case had its record by then.
+        endings = [a.ending for s in read_all(session.folder).sessions for a in s.attempts]
+        told = fault.codes_of_the_end or fault.when in ("writing", "ending") or Ending.UNFINISHED in endings
+        named = named and bool(told)
     return Trial(
         kind=fault.kind,
         case=session.folder.name,
+        setting=session.setting.name,
         survived=survived,
         named=named,
         seconds=seconds,
         complaint="" if named else f"expected {fault.expected}, got exit code {code}: {output[-500:]}",
     )
+
+
+def _resume(session: Session, struck: set[str], draw: random.Random) -> list[str]:
+    """Complete a run that was ended, by `--resume`, at once or in two shards, and say what is wrong then.
+
+    What was written stays as it is, byte for byte. Every case has a record, and those to which nothing was done are
+    correct.
+    """
+    path = session.results / "records.jsonl"
+    before = path.read_bytes() if path.exists() else b""
+    parts: list[list[str]] = [["--shard", f"{k}/2"] for k in (1, 2)] if draw.random() < 0.5 else [[]]
+    complaints = []
+    for part in parts:
+        session.start(options=["--resume", *part])
+        limit = _START_SECONDS + len(session.names) * session.limit_seconds
+        if not session.await_end(limit):
+            complaints.append(f"{session.mark}: --resume {' '.join(part)} had not ended after {limit:.0f} s")
+        session.end()
+        if session.process and session.process.returncode not in (0, 1):
+            complaints.append(
+                f"{session.mark}: --resume {' '.join(part)} ended with {session.process.returncode}: "
+                f"{session.output()[-500:]}"
+            )
+    after = path.read_bytes() if path.exists() else b""
+    if not after.startswith(before):
+        complaints.append(f"{session.mark}: --resume changed what was written before")
+    newest = {record.adapter.rpartition(":")[2]: record for record in session.reading().records}
+    for name in session.names:
+        if name not in newest:
+            complaints.append(f"{session.mark} {name}: no record after --resume")
+        elif name not in struck or newest[name].outcome.status.outside:
+            complaints += [f"{session.mark} {name}: resumed, but {why}" for why in _wrong(newest[name])]
+    return complaints + temporary_left(session)

@@ -1,4 +1,4 @@
-"""What is done to a session, and by what its record must call it."""
+"""What is done to a session, and what its record must say then."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from pathlib import Path
 from benchmarks.chaos import processes
 from benchmarks.chaos.processes import Rank
 from benchmarks.chaos.session import PATIENCE_SECONDS, Session
+from benchmarks.chaos.settings import Setting
 from meshmark.records.record import Outcome, Status
-
-SPREAD_SECONDS = 0.7
-"""From the start of its ranks a case is struck at any time within so long: about as long as it takes."""
 
 
 @dataclass(kw_only=True)
@@ -29,30 +27,44 @@ class Fault:
     """Ranks, where some were chosen."""
 
     ends_session = False
+    codes_of_the_end: tuple[int, ...] = ()
+    """Exit codes that are right too, where the run was ending when it was struck."""
+    needs_import = False
+    """True if it strikes while a server imports a framework, which only the first case of a framework does."""
     expected = ""
-    """In words, for a complaint."""
+    """The outcome that is right, in words."""
+
+    def fits(self, setting: Setting) -> bool:
+        """Return whether it can be done in such a session."""
+        return setting.takes_rank_faults
 
     def strike(self, session: Session, draw: random.Random) -> bool:
-        """Do it while the case's ranks run; False when they were too quick, so that nothing was done."""
+        """Do it. Return False if the case was over before, so that nothing was done."""
         raise NotImplementedError
 
-    def named(self, outcome: Outcome) -> bool:
-        """Whether the record calls it by its name."""
+    def is_named(self, outcome: Outcome) -> bool:
+        """Return whether the record calls it by its name."""
         raise NotImplementedError
 
     def undo(self, session: Session) -> None:
-        """Once the case has its record."""
+        """Make good what would harm later cases. Called once the case has its record."""
 
-    def _find(self, session: Session, draw: random.Random, *, num_ranks: int = 2) -> list[Rank]:
-        """The ranks of the case that has just begun, some time later; empty when they are done by then."""
-        recorded = len(session.recorded())
-        session.wait(
-            lambda: len(session.ranks()) >= num_ranks or len(session.recorded()) > recorded, session.limit_seconds
-        )
-        time.sleep(draw.uniform(0.0, SPREAD_SECONDS))
+    def _ranks_at_work(self, session: Session, draw: random.Random) -> list[Rank]:
+        """Return the ranks of the case that has just begun, some time later. Empty if one has reported by then."""
+        await_ranks(session)
+        time.sleep(draw.uniform(0.0, session.setting.spread_seconds))
         found = session.ranks()
-        whole = len(found) == num_ranks and not any(rank.reported for rank in found)
-        return sorted(found, key=lambda rank: rank.rank) if whole else []
+        at_work = len(found) == session.setting.num_ranks and not any(rank.reported for rank in found)
+        return sorted(found, key=lambda rank: rank.rank) if at_work else []
+
+
+def await_ranks(session: Session) -> None:
+    """Wait until all ranks of the case that has just begun live, or the case is over."""
+    recorded = len(session.recorded())
+    session.wait(
+        lambda: len(session.ranks()) >= session.setting.num_ranks or len(session.recorded()) > recorded,
+        session.limit_seconds,
+    )
 
 
 @dataclass(kw_only=True)
@@ -61,30 +73,57 @@ class RankKilled(Fault):
 
     number: signal.Signals
     all_ranks: bool = False
+    when: str = "at work"
+    """Or "starting" (at first sight of all ranks), or "done" (its report is written, and its process still lives)."""
+
+    def fits(self, setting: Setting) -> bool:
+        # torchrun's agent ends ranks by SIGTERM itself, and takes a rank that has reported as done.
+        quiet = self.number is not signal.SIGTERM and self.when == "at work" and not self.all_ranks
+        return setting.takes_rank_faults and (setting.is_forked or quiet)
 
     def strike(self, session: Session, draw: random.Random) -> bool:
-        if not (ranks := self._find(session, draw)):
+        if not (ranks := self._ranks(session, draw)):
             return False
         chosen = ranks if self.all_ranks else [draw.choice(ranks)]
         self.victims, self.struck = [rank.rank for rank in chosen], time.monotonic()
         for rank in chosen:
             processes.send(rank.pid, self.number)
-        self.expected = f"killed, rank {' or '.join(map(str, self.victims))}, {self.number.name}"
+        self.expected = f"killed by {self.number.name}, rank {' and '.join(map(str, self.victims))}"
+        if self.when == "done":
+            self.expected += ", or ok where it had exited"
         return True
 
-    def named(self, outcome: Outcome) -> bool:
-        by_name = self.number.name in outcome.message
-        return outcome.status is Status.KILLED and outcome.rank in self.victims and by_name
+    def _ranks(self, session: Session, draw: random.Random) -> list[Rank]:
+        if self.when == "at work":
+            return self._ranks_at_work(session, draw)
+        await_ranks(session)
+        if self.when == "starting":
+            return [rank for rank in session.ranks() if not rank.reported]
+        known = session.ranks()
+        session.wait(lambda: any(rank.reported for rank in known), session.limit_seconds)
+        return [rank for rank in known if rank.reported and processes.alive(rank.pid)]
+
+    def is_named(self, outcome: Outcome) -> bool:
+        if self.when == "done" and outcome.status is Status.OK:
+            return True
+        if outcome.status is not Status.KILLED or self.number.name not in outcome.message:
+            return False
+        # Of ranks that die at one time, the launcher may see the first and end the others before their deaths show.
+        others = {peer.rank for peer in outcome.peers if peer.kind in ("killed", "ended")}
+        return outcome.rank in self.victims and {outcome.rank, *others} >= set(self.victims)
 
 
 @dataclass(kw_only=True)
 class RankStopped(Fault):
-    """For ever, or for a while, which must do no harm."""
+    """A rank is stopped for ever, or for a while, which must do no harm."""
 
     seconds: float | None = None
 
+    def fits(self, setting: Setting) -> bool:
+        return setting.takes_rank_faults and (self.seconds is not None or setting.limit_seconds < 20)
+
     def strike(self, session: Session, draw: random.Random) -> bool:
-        if not (ranks := self._find(session, draw)):
+        if not (ranks := self._ranks_at_work(session, draw)):
             return False
         chosen = draw.choice(ranks)
         self.victims, self.struck = [chosen.rank], time.monotonic()
@@ -95,7 +134,7 @@ class RankStopped(Fault):
             processes.send(chosen.pid, signal.SIGCONT)
         return True
 
-    def named(self, outcome: Outcome) -> bool:
+    def is_named(self, outcome: Outcome) -> bool:
         if self.seconds is not None:
             return outcome.status is Status.OK
         return outcome.status is Status.HUNG and outcome.rank in self.victims
@@ -103,44 +142,81 @@ class RankStopped(Fault):
 
 @dataclass(kw_only=True)
 class ServerStruck(Fault):
-    """The process that the ranks are forked from, or the one that it was forked from."""
+    """The process from which ranks are forked, or its parent, is killed or stopped while ranks are at work."""
 
     number: signal.Signals
-    trunk: bool = False
-    expected = "an outcome outside the case's ranks"
+    is_parent: bool = False
+
+    def fits(self, setting: Setting) -> bool:
+        return setting.takes_rank_faults and setting.is_forked
 
     def strike(self, session: Session, draw: random.Random) -> bool:
-        if not (ranks := self._find(session, draw)):
+        if not (ranks := self._ranks_at_work(session, draw)):
             return False
         server = processes.parent(ranks[0].pid)
         self.struck = time.monotonic()
-        processes.send(processes.parent(server) if self.trunk else server, self.number)
-        self.expected = "ok" if self._harmless else ServerStruck.expected
+        processes.send(processes.parent(server) if self.is_parent else server, self.number)
+        if self.is_parent or self.number is signal.SIGSTOP:
+            self.expected = "ok"  # it forks no more ranks, which does not harm those that run
+        elif all(rank.reported for rank in ranks):
+            return False  # they ended while it was struck: either outcome is right
+        else:
+            self.expected = "an outcome outside the case's ranks"
         return True
 
-    @property
-    def _harmless(self) -> bool:
-        """The trunk forks no ranks, and who stopped forking does not harm those that run."""
-        return self.trunk or self.number is signal.SIGSTOP
+    def is_named(self, outcome: Outcome) -> bool:
+        return outcome.status is Status.OK if self.expected == "ok" else outcome.status.outside
 
-    def named(self, outcome: Outcome) -> bool:
-        return outcome.status is Status.OK or (not self._harmless and outcome.status.outside)
+
+@dataclass(kw_only=True)
+class ServerKilledImporting(Fault):
+    """The process that imports the framework, and would then fork ranks, is killed before it has any."""
+
+    needs_import = True
+    expected = "an outcome outside the case's ranks"
+
+    def fits(self, setting: Setting) -> bool:
+        return setting.takes_rank_faults and setting.is_forked
+
+    def strike(self, session: Session, draw: random.Random) -> bool:
+        time.sleep(draw.uniform(0.0, 0.3))
+        servers = processes.servers_of(session.pid)
+        if not servers or session.ranks():
+            return False
+        self.struck = time.monotonic()
+        processes.send(servers[-1], signal.SIGKILL)
+        return True
+
+    def is_named(self, outcome: Outcome) -> bool:
+        return outcome.status.outside
 
 
 @dataclass(kw_only=True)
 class Filled(Fault):
     """The disk of temporary files has no room left."""
 
+    def fits(self, setting: Setting) -> bool:
+        return setting.takes_rank_faults and setting.is_forked
+
     def strike(self, session: Session, draw: random.Random) -> bool:
-        session.wait(session.ranks, session.limit_seconds)
-        time.sleep(draw.uniform(0.0, SPREAD_SECONDS))
+        await_ranks(session)
+        time.sleep(draw.uniform(0.0, session.setting.spread_seconds))
+        if session.is_over:
+            return False
+        ranks = session.ranks()
+        had_reported = [rank.reported for rank in ranks]
         self.struck = time.monotonic()
         fill(session.temporary)
-        self.expected = "no space, or ok where all had been written"
+        if len(ranks) < session.setting.num_ranks or all(had_reported):
+            self.expected = "ok or no space"  # what is written after the last report depends on the suite
+        elif any(not rank.reported for rank in ranks):
+            self.expected = "no space"
+        else:
+            self.expected = "ok or no space"  # they reported while the disk was being filled
         return True
 
-    def named(self, outcome: Outcome) -> bool:
-        return outcome.status in (Status.NO_SPACE, Status.OK)
+    def is_named(self, outcome: Outcome) -> bool:
+        return outcome.status is Status.NO_SPACE or (outcome.status is Status.OK and self.expected != "no space")
 
     def undo(self, session: Session) -> None:
         (session.temporary / "filled").unlink()
@@ -159,20 +235,49 @@ def fill(folder: Path) -> None:
 
 @dataclass(kw_only=True)
 class Ended(Fault):
-    """pytest itself is ended."""
+    """pytest itself is ended by a signal."""
 
     number: signal.Signals
+    when: str = "ranks at work"
+    """Or "importing" (no rank lives yet), "judging" (all ranks have ended, and there is no record yet), "writing" (its
+    record is being written), "ending" (the last case has its record)."""
     ends_session = True
 
+    def fits(self, setting: Setting) -> bool:
+        return setting.judges or self.when != "judging"
+
     def strike(self, session: Session, draw: random.Random) -> bool:
-        session.wait(session.ranks, session.limit_seconds + PATIENCE_SECONDS)
-        time.sleep(draw.uniform(0.0, SPREAD_SECONDS))
+        self._await_moment(session, draw)
         if session.ended:
             return False
+        if session.is_over:  # pytest may be through with its tests, and ends by the signal or without it
+            self.codes_of_the_end = (0, 1, -self.number)
         self.struck = time.monotonic()
         os.kill(session.pid, self.number)
         self.expected = f"exit code {self.exit_code}"
         return True
+
+    def _await_moment(self, session: Session, draw: random.Random) -> None:
+        recorded = len(session.recorded())
+        limit = session.limit_seconds + PATIENCE_SECONDS
+        match self.when:
+            case "importing":
+                time.sleep(draw.uniform(0.0, 0.3))
+            case "ranks at work":
+                session.wait(session.ranks, limit)
+                time.sleep(draw.uniform(0.0, session.setting.spread_seconds))
+            case "judging":
+                session.wait(session.ranks, limit)
+                session.wait(lambda: not session.ranks() or len(session.recorded()) > recorded, limit)
+                time.sleep(draw.uniform(0.0, 0.5))
+            case "writing":
+                size = session.num_bytes()
+                session.wait(lambda: session.num_bytes() > size, limit, poll=0.0)
+            case "ending":
+                session.wait(lambda: len(session.recorded()) > recorded, limit)
+                time.sleep(draw.uniform(0.0, 0.1))
+            case _:
+                raise ValueError(self.when)
 
     @property
     def exit_code(self) -> int:
@@ -189,7 +294,7 @@ class ResultsGone(Fault):
 
     def strike(self, session: Session, draw: random.Random) -> bool:
         session.wait(session.ranks, session.limit_seconds + PATIENCE_SECONDS)
-        time.sleep(draw.uniform(0.0, SPREAD_SECONDS / 2))
+        time.sleep(draw.uniform(0.0, session.setting.spread_seconds / 2))
         if session.ended:
             return False
         self.struck = time.monotonic()

@@ -7,19 +7,22 @@ import random
 import secrets
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.chaos import processes
-from benchmarks.chaos.faults import SPREAD_SECONDS, Fault
-from benchmarks.chaos.session import PATIENCE_SECONDS, Session
+from benchmarks.chaos.faults import Fault
+from benchmarks.chaos.session import PATIENCE_SECONDS, ROOT, Session
+from benchmarks.chaos.settings import PLAIN
 from meshmark.records.record import Status
 
 _CASES = 6
 HOSTS = ("10.213.7.1", "10.213.7.2")
 LINKS = ("chaos0", "chaos1")
+PORT = 29500
 
 
 @dataclass(kw_only=True)
@@ -70,6 +73,8 @@ def run_nodes(folder: Path, fault: NodeStruck, draw: random.Random) -> tuple[flo
     with two_networks() as networks:
         nodes = _start(folder, networks)
         try:
+            if "stranger" in fault.what:
+                return _meet_stranger(folder, nodes, networks, fault, draw)
             return _strike(nodes, networks, fault, draw)
         finally:
             for node in nodes:
@@ -79,7 +84,7 @@ def run_nodes(folder: Path, fault: NodeStruck, draw: random.Random) -> tuple[flo
 def _start(folder: Path, networks: Sequence[int]) -> list[Session]:
     secret, nodes = secrets.token_hex(16), []
     for rank, (network, link) in enumerate(zip(networks, LINKS, strict=True)):
-        which = ["--nnodes", "2", "--node-rank", str(rank), "--rdzv", f"{HOSTS[0]}:29500"]
+        which = ["--nnodes", "2", "--node-rank", str(rank), "--rdzv", f"{HOSTS[0]}:{PORT}"]
         node = Session(folder / f"node{rank}", [f"ddp_{i}" for i in range(_CASES)], *which)
         node.start(enter(network), GLOO_SOCKET_IFNAME=link, MESHMARK_RDZV_SECRET=secret)
         nodes.append(node)
@@ -93,7 +98,7 @@ def _strike(
     for node in nodes:
         if not node.wait(lambda node=node: name in node.begun(), 120):  # type: ignore[misc]
             return 0.0, [f"{name} did not begin: {node.output()[-600:]}"]
-    time.sleep(draw.uniform(0.0, SPREAD_SECONDS))
+    time.sleep(draw.uniform(0.0, PLAIN.spread_seconds))
     fault.struck = time.monotonic()
     if fault.what == "link cut":
         inside(networks[1], "ip", "link", "set", LINKS[1], "down")
@@ -110,6 +115,43 @@ def _strike(
     wrong += [] if nodes[1].await_end(limit) else [f"node 1 had not ended after {limit:.0f} s"]
     seconds = time.monotonic() - fault.struck
     return seconds, [*wrong, *_misnamed(nodes, fault, name)]
+
+
+def _meet_stranger(
+    folder: Path, nodes: Sequence[Session], networks: Sequence[int], fault: NodeStruck, draw: random.Random
+) -> tuple[float, list[str]]:
+    """Let somebody without the secret reach node 0's port. Both nodes must complete all cases."""
+    time.sleep(draw.uniform(0.0, 8.0))
+    fault.struck = time.monotonic()
+    if "secret" in fault.what:
+        options = ["--nnodes", "2", "--node-rank", "1", "--rdzv", f"{HOSTS[0]}:{PORT}"]
+        stranger = Session(folder / "stranger", ["ddp_0"], *options)
+        stranger.start(enter(networks[1]), GLOO_SOCKET_IFNAME=LINKS[1], MESHMARK_RDZV_SECRET=secrets.token_hex(16))
+        command = stranger.process
+    else:
+        how = "flood" if "flood" in fault.what else "drip"
+        program = [sys.executable, "-m", "benchmarks.chaos.strangers", HOSTS[0], str(PORT), how]
+        command = subprocess.Popen([*enter(networks[1]), *program], cwd=ROOT)
+        stranger = None
+    limit = 120.0 + _CASES * PLAIN.limit_seconds
+    wrong = [f"node {rank} had not ended" for rank, node in enumerate(nodes) if not node.await_end(limit)]
+    seconds = time.monotonic() - fault.struck
+    if stranger:
+        if not stranger.await_end(PATIENCE_SECONDS):
+            wrong.append("the stranger's own command had not ended")
+        elif stranger.process and stranger.process.returncode != 4:
+            wrong.append(f"the stranger's command ended with {stranger.process.returncode}: {stranger.output()[-300:]}")
+        stranger.end()
+    elif command:
+        command.kill()
+        command.wait()
+    for rank, node in enumerate(nodes):
+        if node.process and node.process.returncode != 0:
+            wrong.append(f"node {rank} ended with {node.process.returncode}: {node.output()[-500:]}")
+    correct = [record for record in nodes[0].reading().records if record.outcome.status is Status.OK]
+    if len(correct) != _CASES:
+        wrong.append(f"{len(correct)} of {_CASES} cases are ok")
+    return seconds, wrong
 
 
 def _misnamed(nodes: Sequence[Session], fault: NodeStruck, name: str) -> list[str]:

@@ -2,73 +2,104 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from benchmarks.chaos.campaign import Trial
-from benchmarks.chaos.session import LIMIT_SECONDS, PATIENCE_SECONDS
-from meshmark.environment import describe
+from benchmarks.chaos.campaign import Results, Trial
+from benchmarks.chaos.session import PATIENCE_SECONDS
+from benchmarks.chaos.settings import PLAIN
+from meshmark.environment import Environment
 from meshmark.report.markdown import table as markdown
+from meshmark.serial import decode, encode
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chaos:
-    """All that was found."""
+class Sitting:
+    """How a series of faults was made: the first line of its file. The other lines are `Results`, one a session."""
 
-    trials: Sequence[Trial]
-    unharmed: int
-    complaints: Sequence[str]
-    sessions: int
     seed: int
-    asked: int
+    faults: int
+    """How many were asked for."""
     root: bool
-    seconds: float
-
-    @property
-    def good(self) -> bool:
-        return not self.complaints and all(trial.survived and trial.named for trial in self.trials)
+    environment: Environment
 
 
-def page(found: Chaos) -> str:
-    here = describe("cpu", "gloo", 1, command=["make", "chaos"])
-    trials, survived, named = found.trials, sum(t.survived for t in found.trials), sum(t.named for t in found.trials)
+def write_line(file: Path, line: Sitting | Results) -> None:
+    """Append a line to a file of a series."""
+    with open(file, "a") as output:
+        output.write(json.dumps(encode(line)) + "\n")
+
+
+def read_series(files: Sequence[Path]) -> tuple[list[Sitting], list[Results]]:
+    """Return how each series was made, and what became of all their sessions."""
+    sittings, sessions = list[Sitting](), list[Results]()
+    for file in files:
+        first, *lines = file.read_text().splitlines()
+        sittings.append(decode(Sitting, json.loads(first)))
+        sessions += [decode(Results, json.loads(line)) for line in lines]
+    return sittings, sessions
+
+
+def is_good(sessions: Sequence[Results]) -> bool:
+    """Return whether every fault was survived and named rightly, and nothing else was wrong."""
+    return all(not s.complaints and all(t.survived and t.named for t in s.trials) for s in sessions)
+
+
+def page(sittings: Sequence[Sitting], sessions: Sequence[Results]) -> str:
+    """Return the page in Markdown."""
+    trials = [trial for session in sessions for trial in session.trials]
+    complaints = [complaint for session in sessions for complaint in session.complaints]
+    survived, named = sum(t.survived for t in trials), sum(t.named for t in trials)
+    unharmed, resumed = (sum(getattr(s, name) for s in sessions) for name in ("unharmed", "resumed"))
+    made = "; ".join(
+        f"seed {s.seed}, {s.faults} faults asked for, at commit {s.environment.commit} on {s.environment.date[:10]}, "
+        f"{s.environment.machine}, {s.environment.num_cpus} CPUs, {s.environment.system}"
+        + ("" if s.root else ", without root, so that no disk was filled and no node or link was lost")
+        for s in sittings
+    )
     parts = [
         "# Chaos",
-        f"{len(trials)} faults in {found.sessions} runs of the suites; {survived} survived, {named} named rightly; "
-        f"{found.unharmed} cases beside them that nothing was done to; {len(found.complaints)} complaints.",
-        markdown(_rows(trials)),
-        "*Survived*: pytest went on, or ended by itself where it had to; all that had begun has its record or its "
-        "session's line, cases before and after are correct, nobody waited longer than "
-        f"{PATIENCE_SECONDS:g} s beyond the case's limit ({LIMIT_SECONDS['throughput']:g} s), and neither process nor "
-        "a temporary file nor shared memory was left. *Named rightly*: the record, or pytest's exit code and message, "
-        "tell the fault and the rank. *Seconds*: from the fault to the record, or, where it ends the run, until every "
-        "process of it had ended; a rank that is stopped for ever is known at the case's limit.",
-        f"Made by `make chaos` (seed {found.seed}, {found.asked} faults asked for) on {here.machine}, {here.num_cpus} "
-        f"CPUs, {here.system}, commit {here.commit}, {here.date[:10]}, in {found.seconds / 60:.0f} minutes. Every "
-        "fault strikes at a time drawn by the seed while the case's ranks run; one that comes when its rank has "
-        "already reported is drawn again. Cases are gpt-mini under ddp, fsdp2, gpipe, accelerate and fairscale-oss "
-        "on two ranks, of the suites throughput and equivalence"
-        + (
-            "; disks are tmpfs of their own, nodes are network namespaces."
-            if found.root
-            else "; without root, no disk was filled and no node or link was lost."
-        ),
+        f"**{survived} of {len(trials)} faults were survived, and {named} named rightly**, in {len(sessions)} runs of "
+        f"the suites. {unharmed} cases beside them, to which nothing was done, are correct. "
+        f"{resumed} runs that a fault ended were completed by `--resume`. {len(complaints)} complaints.",
+        "## By fault",
+        markdown(_rows(trials, "kind", "fault")),
+        "*Survived*: pytest went on, or ended by itself where it had to. All that had begun has its record or its "
+        "session's line. Cases before and after are correct. Nobody waited longer than "
+        f"{PATIENCE_SECONDS:g} s beyond the case's limit ({PLAIN.limit_seconds:g} s and more). Neither a process, nor "
+        "a temporary file, nor shared memory was left: every second case has ranks that start processes of their own, "
+        "one in a session of its own. *Named rightly*: the record, or pytest's exit code and message, tell the fault "
+        "and a rank that was struck. *Seconds*: from the fault to the record, or, where it ends the run, until "
+        "every process of it had ended. A rank that is stopped for ever is known at the case's limit.",
+        "## By kind of run",
+        markdown(_rows(trials, "setting", "run")),
+        "Moments: *starting* is the first sight of all ranks, *done* a rank whose report is written and whose process "
+        "still lives, *importing* before a case has ranks, *judging* while noise and verdicts are computed, *writing* "
+        "the moment in which the file of records grows, *ending* after the last record. Otherwise a fault strikes at "
+        "a time drawn by the seed while ranks run; one that comes too late is drawn again. After a fault that ends "
+        "pytest the same command goes on with `--resume`, half of the time in two shards: no byte that was written "
+        "changes, and every case has its record. Strangers reach node 0's port without the secret while two nodes "
+        "run; all cases must be correct.",
+        f"Made by `make chaos`: {made}. Cases are gpt-mini under ddp, fsdp2, gpipe, accelerate, fairscale-oss and "
+        "downpour; disks are tmpfs of their own, nodes are network namespaces.",
     ]
-    wrong = [f"{t.kind}, {t.case}: {t.complaint}" for t in trials if t.complaint] + list(found.complaints)
+    wrong = [f"{t.kind}, {t.case}: {t.complaint}" for t in trials if t.complaint] + complaints
     if wrong:
         parts += ["## What was wrong", "\n".join(f"- {' '.join(text.split())[:600]}" for text in wrong)]
     return "\n\n".join(parts) + "\n"
 
 
-def _rows(trials: Sequence[Trial]) -> list[dict[str, object]]:
+def _rows(trials: Sequence[Trial], field: str, title: str) -> list[dict[str, object]]:
     rows = list[dict[str, object]]()
-    for kind in sorted({trial.kind for trial in trials}):
-        mine = [trial for trial in trials if trial.kind == kind]
+    for value in sorted({getattr(trial, field) for trial in trials}):
+        mine = [trial for trial in trials if getattr(trial, field) == value]
         seconds = [trial.seconds for trial in mine]
         rows.append(
             {
-                "fault": kind,
+                title: value,
                 "tried": len(mine),
                 "survived": sum(trial.survived for trial in mine),
                 "named rightly": sum(trial.named for trial in mine),

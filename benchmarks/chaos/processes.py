@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MARK = "MESHMARK_CHAOS"
-"""Variable with the session's name, which all that descends from it inherits."""
+"""Environment variable with the session's name. Every process that descends from the session inherits it."""
+CHILD = "MESHMARK_CHAOS_CHILD"
+"""Environment variable with the case's name, in processes that a rank has started."""
 _LOG = re.compile(r"(.*/meshmark-[^/]+)/log-(\d+)")
 
 
@@ -63,15 +65,38 @@ def ranks_of(pid: int) -> list[Rank]:
     return [rank for rank in found if alive(rank.pid)]
 
 
-def marked(mark: str) -> list[int]:
-    """All living processes that have inherited `mark`."""
-    wanted, found = f"{MARK}={mark}".encode(), []
+def marked(mark: str, child: str | None = None) -> list[int]:
+    """Return all living processes that have inherited `mark`; with `child`, those that ranks of this case started."""
+    wanted = {f"{MARK}={mark}".encode()} | ({f"{CHILD}={child}".encode()} if child else set())
+    found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(OSError):
-                if wanted in (folder / "environ").read_bytes().split(b"\0") and alive(int(folder.name)):
+                if wanted <= set((folder / "environ").read_bytes().split(b"\0")) and alive(int(folder.name)):
                     found.append(int(folder.name))
     return found
+
+
+def servers_of(pid: int) -> list[int]:
+    """Return the processes that fork ranks, among the descendants of `pid`; the innermost one comes last."""
+    return [process for process in descendants(pid) if b"meshmark.launch.server_process" in _command(process)]
+
+
+def describe(pid: int) -> str:
+    """Return a process's number, state, parent and command, for a complaint."""
+    try:
+        state, above = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return f"{pid}, gone by now"
+    words = _command(pid).replace(b"\0", b" ").decode(errors="replace")
+    return f"{pid} in state {state}, child of {above} ({_command(int(above))[:100]!r}): {words[:200]}"
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def send(pid: int, number: signal.Signals) -> None:

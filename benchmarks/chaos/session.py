@@ -13,11 +13,10 @@ from pathlib import Path
 
 from benchmarks.chaos import processes
 from benchmarks.chaos.adapters import BEGUN
+from benchmarks.chaos.settings import PLAIN, Setting
 from meshmark.records.record_file import Reading, read_records
 
 ROOT = Path(__file__).parent.parent.parent
-LIMIT_SECONDS = {"throughput": 12.0, "equivalence": 25.0}
-"""Of one case, by suite: ten times and more what it takes on two quiet cores."""
 PATIENCE_SECONDS = 30.0
 """No wait is longer beyond the case's own limit."""
 _POLL_SECONDS = 0.005
@@ -26,7 +25,7 @@ _POLL_SECONDS = 0.005
 class Session:
     """Its folder holds results, temporary files and output."""
 
-    def __init__(self, folder: Path, names: Sequence[str], *extra: str, suite: str = "throughput") -> None:
+    def __init__(self, folder: Path, names: Sequence[str], *extra: str, setting: Setting = PLAIN) -> None:
         """`names` of benchmarks.chaos.adapters, in order; `extra` arguments of pytest."""
         self.folder, self.names, self.mark = folder, list(names), f"{os.getpid()}-{folder.name}"
         self.results, self.temporary = folder / "results", folder / "tmp"
@@ -35,18 +34,21 @@ class Session:
         self._begun = folder / "begun"
         self._begun.touch()
         self._read, self._lines = 0, list[dict[str, object]]()
-        self.suite, self._extra = suite, list(extra)
+        self.setting, self._extra = setting, [*setting.options, *extra]
         self.process: subprocess.Popen[bytes] | None = None
+        self.current = ""
+        """The case that is to be struck."""
 
-    def start(self, prefix: Sequence[str] = (), **environment: str) -> None:
-        """`prefix`: of the command, such as one that enters a namespace."""
+    def start(self, prefix: Sequence[str] = (), options: Sequence[str] = (), **environment: str) -> None:
+        """Start pytest. `prefix` stands before the command and may enter a namespace; `options` are for this time."""
         adapters = [part for name in self.names for part in ("--adapter", f"benchmarks.chaos.adapters:{name}")]
-        options = ["--workload", "gpt-mini", "--steps", "3", "--time-limit", f"{self.limit_seconds:g}"]
-        command = [sys.executable, "-m", "pytest", f"suites/test_{self.suite}.py", "-p", "no:cacheprovider", "-v"]
+        asked = ["--workload", self.setting.workload, "--steps", "3", "--time-limit", f"{self.limit_seconds:g}"]
+        file = f"suites/test_{self.setting.suite}.py"
+        command = [sys.executable, "-m", "pytest", file, "-p", "no:cacheprovider", "-v", *adapters, *asked]
         inherited = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)}
-        with open(self.folder / "output", "wb") as output:
+        with open(self.folder / "output", "ab") as output:
             self.process = subprocess.Popen(
-                [*prefix, *command, *adapters, *options, "--results", str(self.results), *self._extra],
+                [*prefix, *command, "--results", str(self.results), *self._extra, *options],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -58,7 +60,7 @@ class Session:
 
     @property
     def limit_seconds(self) -> float:
-        return LIMIT_SECONDS[self.suite]
+        return self.setting.limit_seconds
 
     @property
     def pid(self) -> int:
@@ -85,16 +87,28 @@ class Session:
             self._lines += [json.loads(line) for line in new.splitlines()]
         return {str(line["adapter"]).rpartition(":")[2]: line for line in self._lines if "case" in line}
 
-    def ranks(self) -> list[processes.Rank]:
-        return processes.ranks_of(self.pid)
+    @property
+    def is_over(self) -> bool:
+        """True if the current case has its record."""
+        return self.current in self.recorded()
 
-    def wait(self, true: Callable[[], object], seconds: float) -> bool:
-        """Whether it became true before the time was up, or pytest ended."""
+    def ranks(self) -> list[processes.Rank]:
+        """Return the ranks of the current case; later ones are not its own."""
+        found = processes.ranks_of(self.pid)
+        return [] if self.is_over else found
+
+    def num_bytes(self) -> int:
+        """Return the size of the file of records, 0 if there is none."""
+        path = self.results / "records.jsonl"
+        return path.stat().st_size if path.exists() else 0
+
+    def wait(self, true: Callable[[], object], seconds: float, poll: float = _POLL_SECONDS) -> bool:
+        """Wait until `true()`, for at most `seconds` or until pytest ends. Return its last value."""
         deadline = time.monotonic() + seconds
         while not true():
             if self.ended or time.monotonic() > deadline:
                 return bool(true())
-            time.sleep(_POLL_SECONDS)
+            time.sleep(poll)
         return True
 
     def await_end(self, seconds: float) -> bool:

@@ -67,6 +67,12 @@ def inference_adapters() -> dict[str, str]:
     return found
 
 
+def compression_methods() -> dict[str, str]:
+    """Return the methods that make models smaller: name to target."""
+    found: dict[str, str] = importlib.import_module("meshmark.adapters").COMPRESSION
+    return found
+
+
 def core_adapters() -> dict[str, str]:
     """Return the adapters that run if none is named: Meshmark's core, and those of installed distributions."""
     roster: dict[str, str] = importlib.import_module("meshmark.adapters").ROSTER

@@ -135,29 +135,9 @@ def _add_doctor(doctor: argparse.ArgumentParser) -> None:
 
 
 def _add_cases(cases: argparse.ArgumentParser) -> None:
-    from meshmark.cli.options import DEFAULT_WORKLOAD
-    from meshmark.spec.layout_id import glossary
-    from meshmark.spec.precision import Precision
-    from meshmark.spec.workload import WORKLOADS
+    from meshmark.cli.run_options import add_case_options
 
-    cases.epilog = glossary()
-
-    cases.add_argument(
-        "--adapters",
-        metavar="A,B",
-        help="names or shell patterns (default: the core; '*': all; '*,!NAME': all but one)",
-    )
-    cases.add_argument(
-        "--adapter", action="append", default=[], metavar="FILE.py:CLASS", help="an adapter from outside the repo"
-    )
-    cases.add_argument("--world", metavar="N,M", help="world sizes (default: 2)")
-    cases.add_argument("--layouts", metavar="ID,ID", help="these, such as dp2.tp2.mb4; auto: a covering set")
-    cases.add_argument("--model", metavar="KEY=N,...", help="the workload's model in another size, or a FILE.json")
-    cases.add_argument(
-        "--precision", default="fp32", metavar="P,Q", help=f"of {', '.join(Precision.PRESETS)} (default: fp32)"
-    )
-    cases.add_argument("--workload", default=DEFAULT_WORKLOAD, metavar="NAME", help=f"of {', '.join(WORKLOADS)}")
-    cases.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    add_case_options(cases)
     cases.set_defaults(run=_cases)
 
 

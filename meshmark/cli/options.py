@@ -12,9 +12,8 @@ from meshmark.spec.layout_id import parse_layout
 from meshmark.spec.model_config import Dataset
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.model_text import described_model, is_description
-from meshmark.spec.workload import Workload, workload
+from meshmark.spec.workload import DEFAULT_WORKLOAD, Workload, workload
 
-DEFAULT_WORKLOAD = "gpt-tiny"
 WORKLOADS_GROUP = "meshmark.workloads"
 """Entry point group for distributions that provide workloads: `name = "package.module:Class"`."""
 

@@ -57,7 +57,8 @@ def _own_workload(options: Sequence[str]) -> Workload | None:
 
     Raises `InputError` if they name several.
     """
-    from meshmark.cli.options import DEFAULT_WORKLOAD, chosen_workloads
+    from meshmark.cli.options import chosen_workloads
+    from meshmark.spec.workload import DEFAULT_WORKLOAD
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--workload", default=DEFAULT_WORKLOAD)
@@ -112,7 +113,8 @@ def suite_arguments(found: Search, adapter: str, own: Workload | None = None) ->
 
 def _tried(found: Search, adapter: str, own: Workload | None) -> Iterator[Case | InvalidLayout]:
     """Yield the cases to try: in the plan's precision first, then in fp32, which every adapter supports."""
-    from meshmark.cli.options import DEFAULT_WORKLOAD, chosen_workloads
+    from meshmark.cli.options import chosen_workloads
+    from meshmark.spec.workload import DEFAULT_WORKLOAD
 
     grid, model = found.prediction.grid, found.prediction.model
     work = own or chosen_workloads(DEFAULT_WORKLOAD, describe(model), int(grid.global_batch[0]))[0]

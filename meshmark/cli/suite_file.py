@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+from meshmark.cli.run_options import RUN_OPTIONS
 from meshmark.errors import InputError, ResultsError, UnknownNameError, refuse_device
 from meshmark.records.record import SCHEMA
 from meshmark.records.record_file import Reading, RecordFile, read_records
@@ -94,31 +95,13 @@ def _expect_baseline(baseline: Path, results: str) -> None:
 
 # --- The suite file.
 
-CASES = (
-    *("adapters", "adapter", "world", "layouts", "precision", "workload", "model", "global-batch", "corpus"),
-    *("tuning", "conformance", "allow-skipped", "steps", "time-limit", "timing-budget", "max-time"),
-)
+CASES = tuple(option.name for option in RUN_OPTIONS if "cases" in option.file)
 """Keys of a run that are options of `pytest suites`."""
-OPTIONS = (
-    "device",
-    "backend",
-    "launcher",
-    "results",
-    "resume",
-    "nnodes",
-    "node-rank",
-    "rdzv",
-    "steps",
-    "time-limit",
-    "timing-budget",
-    "known-gaps",
-)
+OPTIONS = tuple(option.name for option in RUN_OPTIONS if "options" in option.file)
 """Keys that apply to all runs."""
 GATES = ("baseline", "fail-on")
-_FLAGS = ("conformance", "allow-skipped", "resume")
-"""Options without a value."""
-_REPEATED = ("adapter", "tuning")
-"""Options that may be repeated. The others take commas."""
+_FLAGS = tuple(option.name for option in RUN_OPTIONS if option.is_flag)
+_REPEATED = tuple(option.name for option in RUN_OPTIONS if option.repeated)
 _OWN = ("suites", "select")
 _SUITES = ("equivalence", "memory", "communication", "throughput", "conformance", "scale")
 _WORST = (3, 4, 2, 1, 5)

@@ -65,7 +65,7 @@ def judge_engine(engine: Serves, judge: Judge, setting: Setting) -> Iterator[Ver
     blocks = options.num_blocks
     if not adapter.pages:  # one batch, padded to its longest prompt
         blocks = len(requests) * (max(LENGTHS) + NEW_TOKENS - 1)
-    yield cache_bytes(served, setting.shape, options.kv_precision or options.precision, options.tp, blocks)
+    yield cache_bytes(served, setting.shape, options.precision, options.tp, blocks)
     if setting.variant == "plain" and adapter.pages:
         yield peak_blocks(served, requests, options.block_size)
     for clause in _CLAUSES.get(setting.variant, ()):
@@ -209,6 +209,23 @@ def _prefix_caching(around: _Around) -> Verdict:
     return dataclasses.replace(same, passed=same.passed and second.cached_tokens > 0, text=text)
 
 
+def _cache_under_eviction(around: _Around) -> Verdict:
+    """Serve the prompts twice from a prefix cache that cannot hold them, and hold both runs against float64."""
+    requests = [dataclasses.replace(request, wants_prompt=False) for request in requests_of()]
+    runs = [around.engine.serve(requests) for _ in range(2)]
+    done = [completion for run in runs for completion in run.completions]
+    right, greedy = (
+        around.judge.logprobs(requests, done, around.noise),
+        around.judge.greedy(requests, done, around.noise),
+    )
+    evicted, cached = sum(run.preemptions for run in runs), sum(run.cached_tokens for run in runs)
+    text = f"{evicted} requests were evicted, {cached} tokens came from the cache; {right.text}"
+    if not greedy.passed:
+        text += f"; {greedy.text}"
+    passed = right.passed and greedy.passed and evicted > 0 and cached > 0
+    return dataclasses.replace(right, name="prefix cache under eviction", passed=passed, text=text)
+
+
 def _look_alike(around: _Around) -> Verdict:
     """Serve prompts that a careless key takes for one another, one after the other, and a conversation that goes on."""
     base, other = prompts([100, 100], seed=5)
@@ -241,10 +258,15 @@ def _look_alike(around: _Around) -> Verdict:
 
 def _eviction(around: _Around) -> Verdict:
     """Expect evictions, also of requests that draw tokens, which must go on with the same draws."""
-    drawn = _drawn([60] * 6, seed=7)
-    together = around.engine.serve(drawn)
-    alone = around.engine.serve([dataclasses.replace(r, arrives=40 * i) for i, r in enumerate(drawn)])
-    same = around.judge.same("eviction", drawn, (alone, together), around.noise)
+    drawn, name = _drawn([60] * 6, seed=7), "eviction"
+    if around.setting.options.max_step_tokens < 60:
+        name = "eviction, prompts in chunks"
+    try:
+        together = around.engine.serve(drawn)
+        alone = around.engine.serve([dataclasses.replace(r, arrives=40 * i) for i, r in enumerate(drawn)])
+    except EngineError as error:
+        return Verdict(name=name, passed=False, text=f"it ends the engine, and every request with it: {error}")
+    same = around.judge.same(name, drawn, (alone, together), around.noise)
     text = (
         f"{around.served.preemptions} requests were evicted, and {together.preemptions} that draw tokens; {same.text}"
     )
@@ -272,6 +294,6 @@ _CLAUSES: dict[str, Sequence[Callable[[_Around], Verdict]]] = {
     "prefix": (_prefix_caching, _look_alike, _copies),
     "small-cache": (_eviction,),
     "large-blocks": (_copies,),
-    "all-at-once": (_arrival, _look_alike, _eviction),
+    "all-at-once": (_arrival, _look_alike, _cache_under_eviction, _eviction),
 }
 """Clauses by the variant that they are judged in."""

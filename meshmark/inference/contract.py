@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from meshmark.adapter.capabilities import Requirement
 from meshmark.environment import interpreter_of
+from meshmark.spec.known_gap import KnownGap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +19,6 @@ class EngineOptions:
 
     precision: str = "fp32"
     """Of weights, computation and KV cache: fp32 or bf16."""
-    kv_precision: str = ""
-    """Of the KV cache: "fp8" (e4m3, scale 1), or empty for `precision`."""
     block_size: int = 32
     """Tokens of one block of the KV cache."""
     num_blocks: int = 64
@@ -168,6 +167,8 @@ class InferenceAdapter(ABC):
     """What the engine says of itself: of "copies", seeds of parallel samples; of "sharing", the blocks they share."""
     spare_blocks: ClassVar[int] = 0
     """Blocks of `num_blocks` that the engine keeps for itself."""
+    known_gaps: ClassVar[tuple[KnownGap, ...]] = ()
+    """Verdicts that the engine is known to fail, by name."""
 
     @abstractmethod
     def build(self, model: Path, options: EngineOptions) -> Engine:

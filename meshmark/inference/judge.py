@@ -28,6 +28,13 @@ class Verdict:
     passed: bool
     text: str
     numbers: dict[str, float] = field(default_factory=dict)
+    gap: str = ""
+    """Reproducer of the known gap that covers it. With `passed`, the gap no longer shows."""
+
+    @property
+    def fails(self) -> bool:
+        """Whether it fails, and not as the engine's adapter declares."""
+        return not self.passed and not self.gap
 
 
 @dataclass(frozen=True, kw_only=True)

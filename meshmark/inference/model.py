@@ -38,8 +38,6 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """Configs by name. Qwen2 has biases of queries, keys and values; Qwen3 has norms of queries and keys."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-KV_DTYPES = {"fp8": torch.float8_e4m3fn}
-"""Formats of KV caches that are narrower than the run's own precision."""
 _GAIN = 1.6
 """Of queries and keys: the deviation of attention scores is its square."""
 
@@ -54,7 +52,7 @@ class Shape:
 
     def token_bytes(self, precision: str, tp: int = 1) -> int:
         """Return the bytes of one token's keys and values on one of `tp` ranks."""
-        return 2 * self.layers * (self.kv_heads // tp) * self.head_dim * (DTYPES | KV_DTYPES)[precision].itemsize
+        return 2 * self.layers * (self.kv_heads // tp) * self.head_dim * DTYPES[precision].itemsize
 
 
 def shape_of(name: str) -> Shape:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from meshmark.inference.contract import EngineOptions, Request
 from meshmark.inference.judge import Judge, Verdict
 from meshmark.inference.model import prompts, shape_of, write_model
 from meshmark.inference.process import EngineError, EngineProcess, load_engine
+from meshmark.spec.known_gap import KnownGap
 
 VARIANTS: dict[str, Mapping[str, object]] = {
     "plain": {},
@@ -74,7 +75,7 @@ class InferenceRecord:
 
     @property
     def passed(self) -> bool:
-        return not self.error and all(verdict.passed for verdict in self.verdicts)
+        return not self.error and not any(verdict.fails for verdict in self.verdicts)
 
     def line(self) -> str:
         """Return the record as a line of JSON."""
@@ -92,6 +93,12 @@ def read_inference(path: Path) -> list[InferenceRecord]:
     return list(found.values())
 
 
+def with_gap(verdict: Verdict, gaps: Sequence[KnownGap]) -> Verdict:
+    """Return a verdict with the known gap that covers it. A failure without the gap's symptom is another one."""
+    covering = [gap for gap in gaps if gap.clause == verdict.name and (verdict.passed or gap.symptom in verdict.text)]
+    return dataclasses.replace(verdict, gap=covering[0].reproducer) if covering else verdict
+
+
 def run_case(case: InferenceCase, results: Path, num_leak: int = 1000) -> InferenceRecord:
     """Run a case and append its record to `results`/records.jsonl. One clause serves `num_leak` requests."""
     folder = results / "models" / case.model
@@ -105,7 +112,9 @@ def run_case(case: InferenceCase, results: Path, num_leak: int = 1000) -> Infere
             if case.variant == "plain":
                 speed = _speed(engine)  # first, for the last clause may end the engine
             for verdict in judge_engine(engine, judge, case.setting(num_leak)):
-                verdicts.append(verdict)  # what was judged before an engine fails is kept
+                verdicts.append(
+                    with_gap(verdict, load_engine(case.target).known_gaps)
+                )  # what was judged before an engine fails is kept
     except EngineError as failed:
         error = str(failed)
     around = environment.describe("cpu", "", 1)

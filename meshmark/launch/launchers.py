@@ -18,7 +18,7 @@ from meshmark.errors import InputError
 from meshmark.launch.cluster import Cluster
 from meshmark.launch.fork_server import ForkServer
 from meshmark.launch.launch import Launcher, LaunchResult, caches_freed, launch_with, process_environment
-from meshmark.launch.processes import end_children, process_state, unseen_exit_code
+from meshmark.launch.processes import end_children, end_started_with, process_state, unseen_exit_code
 from meshmark.launch.rank import run_forked_rank
 from meshmark.launch.ranks import RankInfo
 from meshmark.launch.server_process import LAUNCHER, execute
@@ -142,6 +142,7 @@ class ForkedRanks:
             self._server.close()  # whoever comes next gets a server without such children
         elif not self._server.lost:
             end_children(self._server.pid)  # what the ranks had started in sessions of its own
+        _end_started_by(self._ranks)
         return left
 
     def _kill(self, info: RankInfo, pid: int) -> None:
@@ -156,6 +157,14 @@ class ForkedRanks:
 
     def _running(self) -> list[int]:
         return [info.rank for info in self._ranks if self.pid(info) and self.exit_code(info) is None]
+
+
+def _end_started_by(ranks: Sequence[RankInfo]) -> None:
+    """End what the ranks of a launch had started and their server did not adopt, for example because it was killed.
+
+    It inherits TMPDIR, which is the launch's own folder.
+    """
+    end_started_with("TMPDIR", str(ranks[0].folder))
 
 
 # --- A launcher that runs one plain torchrun command a launch. It is slow, and it is how most training is started.
@@ -302,6 +311,7 @@ class TorchrunRanks:
             self._server.listen(0.1)
         if not self._server.lost:
             end_children(self._server.pid)
+        _end_started_by(self._ranks)
         for info in self._ranks:  # what kept a rank from beginning stands in the agent's log
             if not info.file("log").is_file() and self._log.is_file():
                 info.file("log").write_bytes(self._log.read_bytes())

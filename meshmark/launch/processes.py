@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -48,6 +49,26 @@ def _fields(pid: int) -> list[str]:
         return []
 
 
+def is_process_limit_reached() -> bool:
+    """Return whether this user has nearly as many processes and threads as `ulimit -u` allows.
+
+    Nearly, because some may have ended since one could not be started.
+    """
+    most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    return most != resource.RLIM_INFINITY and _num_threads(os.getuid()) >= 0.8 * most
+
+
+def _num_threads(user: int) -> int:
+    """Return the number of threads of all processes of `user`."""
+    count = 0
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):  # it has just ended
+                if folder.stat().st_uid == user:
+                    count += sum(1 for _ in (folder / "task").iterdir())
+    return count
+
+
 # --- Orphans: processes that outlive those who started them are adopted and ended.
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -77,6 +98,22 @@ def end_children(parent: int) -> None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(child, signal.SIGKILL)
         time.sleep(0.01)
+
+
+def end_started_with(name: str, value: str) -> None:
+    """Kill all processes that were started with this variable in their environment, whoever has adopted them."""
+    deadline = time.monotonic() + _END_SECONDS
+    while (found := [pid for pid in _living() if has_variable(pid, name, value)]) and time.monotonic() < deadline:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _living() -> list[int]:
+    """Return the numbers of all processes except this one."""
+    numbers = [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
+    return [pid for pid in numbers if pid != os.getpid()]
 
 
 def _children(parent: int) -> list[int]:

@@ -29,7 +29,7 @@ from meshmark.adapter.registry import load_adapter
 from meshmark.environment import DEFAULT_THREADS, versions
 from meshmark.errors import ClockError, ClusterError
 from meshmark.launch.folders import means_no_space
-from meshmark.launch.processes import die_with_parent
+from meshmark.launch.processes import die_with_parent, is_process_limit_reached
 from meshmark.launch.ranks import RankInfo, answer_when_asked
 from meshmark.launch.store import RunStore, run_secret
 from meshmark.measure.fake_world import Copies, fake_world
@@ -94,7 +94,7 @@ def perform(request: Request, info: RankInfo) -> RankReport | RankFailure:
             kind=_kind(
                 error, [info.folder, *([Path(request.checkpoint)] if request.checkpoint else []), _SHARED_MEMORY]
             ),
-            message=told(error),
+            message=told(error) + (_NO_PROCESS_ADVICE if _lacks_process(error) else ""),
             time=time.time(),
             traceback=clip(traceback.format_exc()),
         )
@@ -171,9 +171,14 @@ def _kind(error: BaseException, folders: Iterable[Path] = ()) -> Status:
         return Status.NO_SPACE
     if isinstance(error, ClusterError | ClockError):  # neither nodes, their store nor the clock are the adapter's
         return Status.UNFINISHED
+    if _lacks_process(error):
+        return Status.UNFINISHED
     return Status.OOM if _is_out_of_memory(error) else Status.RAISED
 
 
+_NO_PROCESS = re.compile(r"can't start new thread|Resource temporarily unavailable")
+"""Messages of calls that could not start a process or a thread."""
+_NO_PROCESS_ADVICE = "; this user has as many processes and threads as `ulimit -u` allows: raise it"
 _OUT_OF_MEMORY = re.compile(
     r"can't allocate memory"
     r"|CUDA error: out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY"
@@ -182,6 +187,10 @@ _OUT_OF_MEMORY = re.compile(
     re.DOTALL,
 )
 """Messages about a full GPU or host from libraries that do not use PyTorch's allocator."""
+
+
+def _lacks_process(error: BaseException) -> bool:
+    return bool(_NO_PROCESS.search(text_of(error))) and is_process_limit_reached()
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

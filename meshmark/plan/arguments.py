@@ -9,7 +9,7 @@ from pathlib import Path
 
 from meshmark.errors import InputError, UnknownNameError
 from meshmark.plan.calibration_file import calibrated_at
-from meshmark.plan.frameworks import DEFAULT_FRAMEWORK, FRAMEWORKS, Framework, framework, narrowed_on, recipe_of
+from meshmark.plan.frameworks import FRAMEWORKS, Framework, default_framework, framework, narrowed_on
 from meshmark.plan.gpu_file import read_gpu
 from meshmark.plan.overlap import Overlap, overlap_of
 from meshmark.plan.rates import Rates, rates, read_rates
@@ -68,7 +68,7 @@ class Given:
 
     @property
     def using(self) -> TrainingRecipe:
-        using = self.overlap.recipe(self.recipe or recipe_of(DEFAULT_FRAMEWORK, self.machine))
+        using = self.overlap.recipe(self.recipe or default_framework(self.machine).recipe_on(self.machine, Family.GPT))
         if self.precision not in NARROW:
             return using
         return narrowed_on(self.machine, using, self.precision)

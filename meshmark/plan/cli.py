@@ -11,7 +11,7 @@ from pathlib import Path
 
 from meshmark.errors import InputError, UnknownNameError
 from meshmark.plan.arguments import DEFAULT_GPU, GPU_HELP, Given, add_setting, framework_given, given_by
-from meshmark.plan.frameworks import DEFAULT_FRAMEWORK, Framework, framework
+from meshmark.plan.frameworks import Framework, default_framework
 from meshmark.plan.gpu_file import gpu_template
 from meshmark.plan.model_names import plan_model, size_note
 from meshmark.plan.provenance import provenance
@@ -23,12 +23,11 @@ from meshmark.plan.search import (
     stage_times,
 )
 from meshmark.plan.search_text import print_search, search_json
-from meshmark.spec.hardware import GIB
+from meshmark.spec.hardware import GIB, Gpu
 from meshmark.spec.layout import AXES, Offload, Recompute, Schedule
 from meshmark.spec.layout_id import glossary
 from meshmark.spec.model_spec import Family
 from meshmark.theory.grid import SEARCHED_SCHEDULES, SearchSpace
-from meshmark.theory.recipe import TrainingRecipe
 
 _DEFAULT_MODEL = "llama-8b"
 _ONLY = {
@@ -87,6 +86,7 @@ def run_plan(arguments: argparse.Namespace) -> Search | None:
         return None
     if arguments.gpus is None:
         raise InputError("--gpus is missing: how many GPUs are there?")
+    _check_nodes(arguments)
     if arguments.max_model:
         _print_max_model(arguments, given, family)
         return None
@@ -98,7 +98,7 @@ def run_plan(arguments: argparse.Namespace) -> Search | None:
         raise InputError(f"--top is {arguments.top}, expected at least 1")
     schedules = [_schedule(name.strip()) for name in arguments.schedules.split(",")]
     start = time.perf_counter()
-    space = dataclasses.replace(_space(arguments), schedules=schedules)
+    space = dataclasses.replace(_space(arguments, given.machine), schedules=schedules)
     closed = search(model, space, given.machine, given.using, given.rates)
     found = simulate_first(closed, arguments.top)
     elapsed = time.perf_counter() - start
@@ -106,14 +106,21 @@ def run_plan(arguments: argparse.Namespace) -> Search | None:
         print(json.dumps(search_json(found, arguments.top, elapsed), indent=1))
     else:
         print_search(found, arguments.top, elapsed)
-        print(_trained_by(arguments, given.using))
+        print(_trained_by(arguments, given))
     if arguments.timeline:
         _draw_timeline(found, arguments.timeline)
     return found
 
 
-def _space(arguments: argparse.Namespace) -> SearchSpace:
-    named = framework_given(arguments) or (framework(DEFAULT_FRAMEWORK) if arguments.recipe is None else None)
+def _check_nodes(arguments: argparse.Namespace) -> None:
+    """Raise `InputError` if the GPUs of more than one node do not fill nodes of --gpus-per-node."""
+    gpus, node = arguments.gpus, arguments.gpus_per_node
+    if node is not None and gpus > node and gpus % node:
+        raise InputError(f"--gpus {gpus} --gpus-per-node {node}: expected whole nodes, so a multiple of {node} GPUs")
+
+
+def _space(arguments: argparse.Namespace, machine: Gpu) -> SearchSpace:
+    named = framework_given(arguments) or (default_framework(machine) if arguments.recipe is None else None)
     return SearchSpace(
         num_gpus=arguments.gpus,
         global_batch=arguments.global_batch,
@@ -148,28 +155,28 @@ def _recomputes(text: str | None) -> list[Recompute]:
 
 
 def _numbers(name: str, text: str) -> list[int]:
+    option, least = f"--{name.replace('_', '-')} {text!r}", 0 if name == "zero_stage" else 1
     try:
-        return [int(part) for part in text.split(",")]
+        numbers = [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise InputError(f"--{name.replace('_', '-')} {text!r}: expected whole numbers with commas between") from error
+        raise InputError(f"{option}: expected whole numbers with commas between") from error
+    if min(numbers) < least:
+        raise InputError(f"{option}: {min(numbers)} is too small, expected at least {least}")
+    return numbers
 
 
-def _trained_by(arguments: argparse.Namespace, using: TrainingRecipe) -> str:
+def _trained_by(arguments: argparse.Namespace, given: Given) -> str:
     """Return a sentence about the framework or recipe whose bytes per parameter were used."""
     if named := framework_given(arguments):
-        return f"Planned for {named.name}: {named.told(using)}."
+        return f"Planned for {named.name}: {named.told(given.using)}."
     if arguments.recipe is not None:
         return f"Planned by recipe {arguments.recipe}, with any axis; --framework plans for one that has a name."
-    return f"Planned for {DEFAULT_FRAMEWORK}, as no --framework is given: {framework(DEFAULT_FRAMEWORK).told(using)}."
+    usual = default_framework(given.machine)
+    return f"Planned for {usual.name}, as no --framework is given: {usual.told(given.using)}."
 
 
 def _contexts(text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise InputError(f"--cp {text!r}: expected whole numbers with commas between") from error
+    return None if text is None else _numbers("cp", text)
 
 
 def _schedule(name: str) -> Schedule:
@@ -181,7 +188,7 @@ def _schedule(name: str) -> Schedule:
 def _print_max_model(arguments: argparse.Namespace, given: Given, family: Family) -> None:
     machine = given.machine
     model, grid, held = max_model(
-        _space(arguments), machine, given.using, given.rates, family=family, seq_len=arguments.seq_len
+        _space(arguments, machine), machine, given.using, given.rates, family=family, seq_len=arguments.seq_len
     )
     least = int(held.argmin())
     layout = grid.layout(least)

@@ -25,14 +25,20 @@ class Framework:
     zero_stages: tuple[int, ...]
     experts: bool = True
     """Whether it has expert parallelism."""
+    tpu: bool = False
+    """Whether it trains on TPUs."""
     adapter: str | None = None
     """Meshmark's adapter for it. None if there is none, so that nothing can be run."""
 
     def recipe_on(self, there: Gpu | None, family: Family) -> TrainingRecipe:
         """Return the recipe for a family's models on a GPU. Without a GPU, it is today's generation.
 
-        Models with rotary positions and a gate are newer than the frameworks that trained the papers' GPTs.
+        Models with rotary positions and a gate are newer than the frameworks that trained the papers' GPTs. Raises
+        `InputError` for a TPU if the framework does not train on TPUs.
         """
+        if there is not None and there.is_tpu and not self.tpu:
+            able = ", ".join(each.name for each in FRAMEWORKS.values() if each.tpu)
+            raise InputError(f"framework {self.name} does not train on {there.name}: name one of {able}")
         older = there is not None and not is_modern(there) and family is Family.GPT
         return RECIPES[self.older if self.older and older else self.recipe]
 
@@ -92,8 +98,8 @@ FRAMEWORKS: dict[str, Framework] = {
         ),
         Framework(name="colossalai", recipe="deepspeed-bf16", axes=("dp", "tp", "pp"), zero_stages=(0, 1, 2, 3)),
         Framework(name="internevo", recipe="internevo", axes=("dp", "tp", "pp"), zero_stages=(0, 1)),
-        Framework(name="maxtext", recipe="xla", axes=("dp", "tp", "pp", "cp"), zero_stages=(0, 3)),
-        Framework(name="pax", recipe="xla", axes=("dp", "tp", "pp"), zero_stages=(0, 3)),
+        Framework(name="maxtext", recipe="xla", axes=("dp", "tp", "pp", "cp"), zero_stages=(0, 3), tpu=True),
+        Framework(name="pax", recipe="xla", axes=("dp", "tp", "pp"), zero_stages=(0, 3), tpu=True),
         Framework(name="ddp", recipe="ddp", axes=("dp",), zero_stages=(0,), experts=False, adapter="ddp"),
         Framework(name="fsdp2", recipe="fsdp2-foreach", axes=("dp",), zero_stages=(3,), experts=False, adapter="fsdp2"),
         Framework(name="fsdp1", recipe="fsdp1-bf16", axes=("dp",), zero_stages=(3,), experts=False),
@@ -110,8 +116,9 @@ def framework(name: str) -> Framework:
     return FRAMEWORKS[name]
 
 
-DEFAULT_FRAMEWORK = "megatron-core"
-"""The framework whose recipe and rates are used if none is named."""
+def default_framework(there: Gpu | None = None) -> Framework:
+    """Return the framework whose recipe and rates are used if none is named."""
+    return framework("maxtext" if there is not None and there.is_tpu else "megatron-core")
 
 
 def recipe_of(name: str, there: Gpu | None = None, family: Family = Family.GPT) -> TrainingRecipe:

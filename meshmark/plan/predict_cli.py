@@ -9,7 +9,7 @@ from pathlib import Path
 from meshmark.errors import InputError
 from meshmark.plan.arguments import GPU_HELP, add_setting, framework_given, given_by
 from meshmark.plan.calibration_file import calibrated_at
-from meshmark.plan.frameworks import DEFAULT_FRAMEWORK
+from meshmark.plan.frameworks import default_framework
 from meshmark.plan.layout_table import remarks
 from meshmark.plan.predict_file import Setting, predict_file, told_rates
 from meshmark.plan.rows import read_rows
@@ -26,7 +26,9 @@ def add_predict(parser: argparse.ArgumentParser) -> None:
 
 
 def run_predict(arguments: argparse.Namespace) -> int:
-    """Predict a file of layouts."""
+    """Predict a file of layouts. Raises `InputError` for an output that would replace the file."""
+    if arguments.output.exists() and arguments.layouts.exists() and arguments.output.samefile(arguments.layouts):
+        raise InputError(f"-o {str(arguments.output)!r} is the file of layouts itself: name another file")
     changes = (arguments.gpus_per_node, arguments.link_bandwidth, arguments.network_bandwidth)
     if not arguments.gpu and any(change is not None for change in changes):
         raise InputError("--gpus-per-node and bandwidths change a GPU, and each row names its own: give --gpu too")
@@ -51,7 +53,7 @@ def run_predict(arguments: argparse.Namespace) -> int:
     print(f"{pluralize(count, 'layout')} predicted: {arguments.output}")
     unsaid = sum(not (row.get("recipe") or row.get("framework")) for row in table)
     if unsaid and not (named or given.recipe):
-        told = f"{unsaid} of them by {DEFAULT_FRAMEWORK}'s recipe"
+        told = f"{unsaid} of them by {default_framework(machine).name}'s recipe"
         print(f"{told}, as nothing says another: --framework, or a column framework")
     for line in told_rates(table, setting):
         print(line)

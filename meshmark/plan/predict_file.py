@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from meshmark.errors import InputError
-from meshmark.plan.frameworks import DEFAULT_FRAMEWORK, Framework, narrowed_on, recipe_of
+from meshmark.plan.frameworks import Framework, default_framework, narrowed_on
 from meshmark.plan.layout_table import LayoutRows, batches
 from meshmark.plan.overlap import Overlap
 from meshmark.plan.prediction import Prediction, predict_grid
@@ -20,6 +20,7 @@ from meshmark.plan.rows import Row, read_rows
 from meshmark.plan.stacks import rates_for, stack_of
 from meshmark.plan.step_time import PARTS
 from meshmark.spec.hardware import GIB, Gpu, gpu
+from meshmark.spec.model_spec import Family
 from meshmark.theory.grid import Column
 from meshmark.theory.memory import CATEGORIES
 from meshmark.theory.recipe import NARROW, TrainingRecipe
@@ -67,7 +68,7 @@ def _settings(table: Sequence[Row], setting: Setting) -> Iterator[tuple[LayoutRo
         if machine.host is None and len(offloaded := batch.rows[batch.grid.offload > 0]):
             raise InputError(f"row {offloaded[0] + 2}: what a node of {machine.name} could offload to is not known")
         named = setting.framework.recipe_on(machine, batch.model.family) if setting.framework else None
-        using = setting.recipe or named or batch.recipe or recipe_of(DEFAULT_FRAMEWORK, machine)
+        using = setting.recipe or named or batch.recipe or default_framework(machine).recipe_on(machine, Family.GPT)
         stack = stack_of(using.name)
         using = setting.overlap.recipe(using)
         narrow = batch.narrow or (setting.precision if setting.precision in NARROW else "")

@@ -14,7 +14,6 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.matrix import LayoutChoice
 from meshmark.adapter.registry import load_adapter
 from meshmark.cli.options import (
-    DEFAULT_WORKLOAD,
     chosen_adapters,
     chosen_layouts,
     chosen_workloads,
@@ -22,10 +21,11 @@ from meshmark.cli.options import (
     part,
     split_values,
 )
+from meshmark.cli.run_options import RUN_OPTIONS
 from meshmark.conformance.gap_file import read_gaps
 from meshmark.environment import DEFAULT_THREADS, describe, num_gpus, refuses_to_share
 from meshmark.errors import InputError, MeshmarkError, UnknownNameError
-from meshmark.judge.sample import ENDURANCE_STEPS, ENDURANCE_TIME, LARGEST_FULL, Assess
+from meshmark.judge.sample import ENDURANCE_STEPS, Assess
 from meshmark.launch.cluster import ClusterSpec, node_loss
 from meshmark.launch.folders import users_caches
 from meshmark.launch.launchers import LAUNCHERS
@@ -34,12 +34,10 @@ from meshmark.passes.observe import WATCHED_STEP
 from meshmark.reference.data import check_data, on_corpus
 from meshmark.regression.baseline import find_baseline
 from meshmark.regression.baseline_gate import BaselineGate, baseline_gate, expect_conditions
-from meshmark.regression.gate import DEFAULT_GATE, parse_gate
+from meshmark.regression.gate import parse_gate
 from meshmark.run.runner import RunOptions
-from meshmark.spec.layout_id import GLOSSARY
-from meshmark.spec.model_text import KEYS
 from meshmark.spec.precision import Precision, precision
-from meshmark.spec.tuning import NONE, WORDS, Tuning
+from meshmark.spec.tuning import NONE, Tuning
 from meshmark.spec.workload import Workload
 
 
@@ -85,138 +83,8 @@ MOST_SECONDS = 1_000_000
 def add_options(parser: pytest.Parser) -> None:
     """Add the options of `pytest suites`."""
     group = parser.getgroup("meshmark", "Meshmark: which cases to run, and where")
-    group.addoption(
-        "--adapters",
-        metavar="A,B",
-        help="adapters by name, framework (accelerate: all of the core that wrap it) or shell pattern (default: the "
-        "core; '*': all; '*,!NAME': all but one)",
-    )
-    group.addoption(
-        "--adapter",
-        action="append",
-        default=[],
-        metavar="FILE.py:CLASS",
-        help="an adapter from outside the repo, or package.module:Class; alone unless --adapters is given too",
-    )
-    group.addoption("--world", default=None, metavar="N,M", help="world sizes (default: 2); `single` always runs on 1")
-    group.addoption(
-        "--layouts",
-        default=None,
-        metavar="ID,ID",
-        help="these layouts in the place of the matrix's, by the ids that reports print, such as dp2.tp2.mb4, or auto: "
-        "of each world size, few by which every two choices that an adapter supports come together; "
-        + "; ".join(f"{part}: {meaning}" for part, meaning in GLOSSARY.items()),
-    )
-    group.addoption("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    group.addoption("--backend", default=None, help="gloo or nccl (default: nccl where every rank has its own GPU)")
-    group.addoption(
-        "--precision", default="fp32", metavar="P,Q", help=f"of {', '.join(Precision.PRESETS)} (default: fp32)"
-    )
-    group.addoption(
-        "--tuning",
-        action="append",
-        default=[],
-        metavar="P,Q",
-        help=f"how every case is tuned, of {', '.join([*WORDS, NONE])}, proved to be in use; given again: each case "
-        f"under each (default: {NONE})",
-    )
-    group.addoption(
-        "--workload", default=DEFAULT_WORKLOAD, metavar="NAME,NAME", help=f"presets (default: {DEFAULT_WORKLOAD})"
-    )
-    group.addoption(
-        "--model",
-        default=None,
-        metavar="KEY=N,...",
-        help=f"the workload's model in another size, of {', '.join(KEYS)}; or a Hugging Face FILE.json, and such keys",
-    )
-    group.addoption("--global-batch", type=int, default=None, metavar="N", help="sequences a step (default: preset's)")
-    group.addoption("--corpus", default=None, metavar="PATH", help="train on a file, byte by byte, or image folder")
-    group.addoption(
-        "--conformance",
-        action="store_true",
-        help="collect suites/test_conformance.py too, as naming it does; it trains gpt-mini, in precisions of its own",
-    )
-    group.addoption(
-        "--profile",
-        action="store_true",
-        help="collect suites/test_profile.py too: where a step's time goes, with a Chrome trace in DIR/traces",
-    )
-    group.addoption(
-        "--scale",
-        action="store_true",
-        help="collect suites/test_scale.py too: memory and traffic of single ranks of a fake world of --world ranks, "
-        "each alone in one process",
-    )
-    group.addoption(
-        "--assess",
-        default=None,
-        metavar="HOW",
-        help="what is held against the float64 truth: full, sampled (all tensors of 2 steps, by few noise runs) or off "
-        f"(default: full up to {LARGEST_FULL // 10**6} million parameters, sampled beyond)",
-    )
-    group.addoption(
-        "--localise",
-        action="store_true",
-        help="run a case that is not equivalent once more, and name the module in which it begins to deviate",
-    )
-    steps = "optimizer steps of a pass (default: 5 observed, 3 where that is sampled, at least 10 timed)"
-    group.addoption("--steps", type=int, default=None, metavar="N", help=steps)
-    group.addoption(
-        "--endurance",
-        action="store_true",
-        help=f"for nightly runs: observe {ENDURANCE_STEPS} steps, each judged and metered, and give that pass "
-        f"{ENDURANCE_TIME} times --time-limit",
-    )
-    budget = "seconds of timed steps a case, until its rate is known to within 2 %% (default: 1.5; 0: --steps alone)"
-    group.addoption("--timing-budget", type=float, default=1.5, metavar="S", help=budget)
-    group.addoption(
-        "--time-limit", type=float, default=120.0, metavar="S", help="seconds a pass may take (default: 120)"
-    )
-    group.addoption(
-        "--launcher", default="forkserver", help="how ranks are started: forkserver or torchrun (default: forkserver)"
-    )
-    group.addoption(
-        "--results", default="results", metavar="DIR", help="where records.jsonl is appended (default: results)"
-    )
-    group.addoption(
-        "--resume",
-        action="store_true",
-        help="run nothing that DIR holds already for the same case, code (a clean commit) and machine",
-    )
-    group.addoption(
-        "--allow-skipped", action="store_true", help="pass though every case was skipped, which otherwise fails"
-    )
-    group.addoption(
-        "--shard", default=None, metavar="2/4", help="the second of four parts of the cases, for job arrays and CI"
-    )
-    group.addoption(
-        "--max-time",
-        default=None,
-        metavar="30m",
-        help="begin no further test after so many seconds, m or h; one case of each adapter comes first",
-    )
-    group.addoption(
-        "--baseline", default=None, metavar="NAME", help="fail tests that are worse than baselines/NAME, or a folder's"
-    )
-    group.addoption(
-        "--fail-on",
-        default=DEFAULT_GATE,
-        metavar="KIND,...",
-        help=f"beside --baseline: which changes fail, from which share on (default: {DEFAULT_GATE})".replace("%", "%%"),
-    )
-    group.addoption(
-        "--across", action="store_true", help="compare with --baseline though machine, versions or settings differ"
-    )
-    group.addoption(
-        "--known-gaps", default=None, metavar="FILE.toml", help="failures that are known, beside those of the adapters"
-    )
-    group.addoption(
-        "--nnodes", type=int, default=None, help="nodes that run this same command (default: from SLURM or torchrun)"
-    )
-    group.addoption("--node-rank", type=int, default=None, help="which of them this is")
-    group.addoption("--rdzv", default=None, metavar="HOST:PORT", help="address of node 0 and a free port on it")
-    told = "continue: without it, with the cases that fit the nodes that are left (default: end the run)"
-    group.addoption("--on-node-loss", default="end", metavar="end|continue", help=told)
+    for option in RUN_OPTIONS:
+        option.add_to(group.addoption)
 
 
 def selection(config: pytest.Config) -> Selection:

@@ -9,15 +9,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from meshmark.adapter.registry import known_adapters
-from meshmark.conformance.reproducers import Clauses, Reproducer, failed_clauses, read_reproducers
+from meshmark.conformance.reproducers import (
+    Clauses,
+    Reproducer,
+    Trial,
+    failed_clauses,
+    read_reproducers,
+    read_trials,
+    version_key,
+    versions_that_show,
+)
 from meshmark.errors import ResultsError, UnknownNameError
 from meshmark.text import pluralize
 
-_INTRODUCTION = """`make test` runs the scripts whose frameworks are installed, in the versions named here; one that
-no longer shows its defect fails that test. Other versions were not tried. `meshmark gaps` prints this list.
+_INTRODUCTION = """Behind each defect stand the versions in which its script was really run; no other was tried.
+*Shows in A to B*: in A, in B, and in every version between them that was tried. *Could not be run*: the script ended
+otherwise there, for example because what it uses did not exist yet, so nothing is known of that version.
+`python -m benchmarks.gap_versions NAME==VERSION` tries another one. `make test` runs the scripts in the versions of
+constraints.txt; one that no longer shows its defect fails that test. `meshmark gaps` prints this list.
 
-Save a script under its name and run the command above it. It ends with exit code 1 and a line «expected: ...; got: ...»
-while the defect is there, and with 0 once it is gone."""
+A script ends with exit code 1 and a line «expected: ...; got: ...» while the defect is there, and with 0 once it is
+gone. Each is under 40 lines and needs no part of Meshmark."""
 
 
 def add_gaps(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +44,7 @@ def add_gaps(parser: argparse.ArgumentParser) -> None:
 
 def _gaps(parsed: argparse.Namespace) -> None:
     reproducers, failed = read_reproducers(), failed_clauses()
+    trials = read_trials(reproducers)
     if parsed.framework:
         frameworks = sorted({each.framework for each in reproducers})
         if parsed.framework not in frameworks:
@@ -42,31 +55,41 @@ def _gaps(parsed: argparse.Namespace) -> None:
             raise UnknownNameError("adapter", parsed.adapter, known_adapters())
         reproducers = [each for each in reproducers if fnmatch.filter(failed.get(each.name, {}), parsed.adapter)]
     if parsed.output is None:
-        sys.stdout.write(gaps_text(reproducers, failed))
+        sys.stdout.write(gaps_text(reproducers, failed, trials))
         return
     try:
-        parsed.output.write_text(gaps_page(reproducers, failed), encoding="utf-8")
+        parsed.output.write_text(gaps_page(reproducers, failed, trials), encoding="utf-8")
     except OSError as error:
         raise ResultsError(f"{str(parsed.output)!r} cannot be written: {error.strerror}") from error
 
 
-def gaps_page(reproducers: Sequence[Reproducer], failed: Mapping[str, Clauses]) -> str:
-    """Return the Markdown page: a list of all defects by framework, then each with its cause and its script."""
+def gaps_page(
+    reproducers: Sequence[Reproducer],
+    failed: Mapping[str, Clauses],
+    trials: Mapping[str, Sequence[Trial]],
+    scripts: str = "",
+) -> str:
+    """Return the Markdown page: a list of all defects by framework, then each with its cause and its script.
+
+    The scripts stand in the page, or are links into the folder `scripts`.
+    """
     overview = []
     for framework in dict.fromkeys(each.framework for each in reproducers):
         of_it = [each for each in reproducers if each.framework == framework]
-        lines = [f"- [{each.title}](#{each.name}){_issue(each)}" for each in of_it]
-        overview.append(f"**{framework} {of_it[0].versions[framework]}**\n\n" + "\n".join(lines))
+        lines = [f"- [{each.title}](#{each.name}): {_shown(each, trials)}{_issue(each)}" for each in of_it]
+        overview.append(f"**{framework}**, {_tried(of_it, trials)}\n\n" + "\n".join(lines))
     frameworks = pluralize(len(overview), "released framework")
     head = (
         f"**{pluralize(len(reproducers), 'defect')} in {frameworks}**, each with a script that shows it **without "
         "Meshmark**."
     )
     parts = ["# What frameworks get wrong", head, _INTRODUCTION]
-    return "\n\n".join([*parts, *overview, *(_section(each, failed) for each in reproducers)]) + "\n"
+    return "\n\n".join([*parts, *overview, *(_section(each, failed, trials, scripts) for each in reproducers)]) + "\n"
 
 
-def gaps_text(reproducers: Sequence[Reproducer], failed: Mapping[str, Clauses]) -> str:
+def gaps_text(
+    reproducers: Sequence[Reproducer], failed: Mapping[str, Clauses], trials: Mapping[str, Sequence[Trial]]
+) -> str:
     """Return the defects as text for a terminal, with the path of each script."""
     if not reproducers:
         return "no known defect\n"
@@ -74,7 +97,7 @@ def gaps_text(reproducers: Sequence[Reproducer], failed: Mapping[str, Clauses]) 
     for each in reproducers:
         lines = [f"{each.framework} {each.versions[each.framework]}: {each.title}", f"  {each.symptom}"]
         lines.append(f"  cause: {each.cause}")
-        lines.append(f"  {_tried(each)}")
+        lines.append(f"  versions: {_shown(each, trials)}")
         if clauses := _clauses(failed.get(each.name, {})):
             lines.append(f"  clauses that fail by it: {clauses}")
         if each.upstream:
@@ -84,23 +107,36 @@ def gaps_text(reproducers: Sequence[Reproducer], failed: Mapping[str, Clauses]) 
     return "\n\n".join(parts) + f"\n\n{pluralize(len(reproducers), 'known defect')}\n"
 
 
-def _section(each: Reproducer, failed: Mapping[str, Clauses]) -> str:
+def _section(
+    each: Reproducer, failed: Mapping[str, Clauses], trials: Mapping[str, Sequence[Trial]], scripts: str
+) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in each.versions.items())
     facts = [
         f"- **Symptom.** {each.symptom}",
         f"- **Cause.** {each.cause}",
-        f"- **Shown by.** {versions}. {_tried(each)}",
+        f"- **Versions.** {each.framework}: {_shown(each, trials)}. The script is for {versions}.",
     ]
     if clauses := _clauses(failed.get(each.name, {})):
         facts.append(f"- **Clauses that fail by it.** {clauses}")
     if each.upstream:
         facts.append(f"- **Upstream.** <{each.upstream}>")
     heading = f'<a id="{each.name}"></a>\n\n## {each.framework}: {each.title}'
+    if scripts:
+        link = f"[{each.name}.py]({scripts}/{each.name}.py)"
+        return "\n\n".join([heading, "\n".join([*facts, f"- **Show it.** `{each.command}`: {link}"])])
     return "\n\n".join([heading, "\n".join(facts), f"    {each.command}", f"```python\n{each.source}\n```"])
 
 
-def _tried(each: Reproducer) -> str:
-    return f"First and last version that shows it: not known, only {each.versions[each.framework]} was tried."
+def _shown(each: Reproducer, trials: Mapping[str, Sequence[Trial]]) -> str:
+    return versions_that_show(each, trials.get(each.name, ()))
+
+
+def _tried(reproducers: Sequence[Reproducer], trials: Mapping[str, Sequence[Trial]]) -> str:
+    """Return the versions of a framework that any of its scripts was run in."""
+    name = reproducers[0].framework
+    run = {trial.versions[name] for each in reproducers for trial in trials.get(each.name, ())}
+    versions = sorted(run | {each.versions[name] for each in reproducers}, key=version_key)
+    return f"tried in {', '.join(versions)}"
 
 
 def _issue(each: Reproducer) -> str:

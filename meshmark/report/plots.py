@@ -13,7 +13,9 @@ matplotlib.use("svg")
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.patches import Patch, Rectangle  # noqa: E402
 
+from meshmark.records.record import Record  # noqa: E402
 from meshmark.report.markdown import one_line  # noqa: E402
+from meshmark.report.memory_by_ranks import WORLDS, Source, memory_by_ranks  # noqa: E402
 from meshmark.report.results import CaseResult, frontier, tradeoffs  # noqa: E402
 from meshmark.run.throughput import throughput  # noqa: E402
 
@@ -75,6 +77,59 @@ def memory_plot(found: Sequence[CaseResult], path: Path) -> bool:
     return True
 
 
+def ranks_plot(found: Sequence[CaseResult], fake: Sequence[Record], path: Path) -> bool:
+    """Draw model states a parameter by category as ranks are added: a panel a kind of layout, computed bars paler.
+
+    Adapters whose bars are the same share a panel. Returns False when there is nothing to draw.
+    """
+    observed = [r.observed for r in found if r.observed]
+    panels: dict[tuple[object, ...], list[str]] = {}
+    states = memory_by_ranks([*observed, *fake])
+    for kind, by in states.items():
+        drawn = tuple((world, round(by[world].total, 1)) for world in WORLDS if world in by)
+        panels.setdefault((kind.precision, *drawn), []).append(kind.title)
+    firsts = {names[0]: names for names in panels.values()}
+    kinds = [kind for kind in states if kind.title in firsts][:_PANELS]
+    if not kinds:
+        return False
+    columns = min(3, len(kinds))
+    lines = -(-len(kinds) // columns)
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(9, 0.7 + 2.3 * lines))
+        grid = figure.subplots(lines, columns, sharey=True, squeeze=False)
+        for axes in grid.flat[len(kinds) :]:
+            axes.set_axis_off()
+        for kind, axes in zip(kinds, grid.flat, strict=False):
+            held = {world: states[kind][world] for world in WORLDS if world in states[kind]}
+            bottom = [0.0] * len(held)
+            for category in ("parameters", "gradients", "optimizer_states"):
+                heights = [getattr(each, category) for each in held.values()]
+                bars = axes.bar(range(len(held)), heights, bottom=bottom, color=_CATEGORIES[category])
+                for bar, each in zip(bars, held.values(), strict=True):
+                    bar.set_alpha(0.45 if each.source is Source.COMPUTED else 1.0)
+                bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
+            for place, total in enumerate(bottom):
+                axes.text(place, total, f"{total:.2g}".lstrip("0"), ha="center", va="bottom", fontsize=6)
+            axes.set_xticks(range(len(held)), [str(world) for world in held], fontsize=8)
+            names = [one_line(name)[:30] for name in firsts[kind.title]]
+            more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+            axes.set_title(",\n".join(names[:2]) + more, fontsize=8, loc="left", parse_math=False)
+        for axes in grid[:, 0]:
+            axes.set_ylabel("bytes a parameter", fontsize=8)
+        patches = [
+            Patch(color=_CATEGORIES[name], label=name.replace("_", " "))
+            for name in ("parameters", "gradients", "optimizer_states")
+        ]
+        pale = Patch(color="#999999", alpha=0.45, label="pale: computed")
+        figure.legend(handles=[*patches, pale], loc="outside upper left", ncols=4, frameon=False, fontsize=8)
+        figure.supxlabel("ranks", fontsize=8)
+        figure.tight_layout(rect=(0, 0, 1, 1 - 0.35 / figure.get_figheight()))
+        figure.savefig(path, metadata={"Date": None})
+    return True
+
+
+_PANELS = 9
+"""Kinds of layouts that a picture has room for."""
 _MARKERS = "osD^vP*XhpdH<>8"
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000", "#999999")
 

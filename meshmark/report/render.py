@@ -17,7 +17,7 @@ from meshmark.report.communication import sent_bytes
 from meshmark.report.guard import rendered, write_page
 from meshmark.report.markdown import block, code, inline, table
 from meshmark.report.missing_failures import failing, missing_failures, unrecorded
-from meshmark.report.plots import memory_plot, throughput_plot, tradeoff_plot
+from meshmark.report.plots import memory_plot, ranks_plot, throughput_plot, tradeoff_plot
 from meshmark.report.profiles import TOLD, memory_curves, profile_rows
 from meshmark.report.results import CaseResult, newest, results
 from meshmark.report.scale import fake_worlds, scale_headline
@@ -41,7 +41,7 @@ def write_report(
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     found = results(reading.records)
-    drawn, undrawn = _pictures(found, path)
+    drawn, undrawn = _pictures(found, fake_worlds(reading.records), path)
 
     def page(some: Sequence[CaseResult], complaints: Sequence[str]) -> list[str]:
         read = dataclasses.replace(reading, complaints=[*reading.complaints, *undrawn, *complaints])
@@ -53,15 +53,16 @@ def write_report(
     return [*undrawn, *complaints]
 
 
-def _pictures(found: Sequence[CaseResult], path: Path) -> tuple[list[str], list[str]]:
+def _pictures(found: Sequence[CaseResult], fake: Sequence[Record], path: Path) -> tuple[list[str], list[str]]:
     """Draw the plots next to `path`. Returns the lines that show them, and complaints about missing cases."""
     drawn, undrawn = list[str](), list[str]()
     pictures = {
         "Speed against memory: a dot a correct case; better is up and to the left": tradeoff_plot,
         "Memory at the peak, by category": memory_plot,
+        "Model states as ranks are added, by category": lambda some, file: ranks_plot(some, fake, file),
         "Throughput, with its spread": throughput_plot,
     }
-    for (title, draw), stem in zip(pictures.items(), ("tradeoff", "memory", "throughput"), strict=True):
+    for (title, draw), stem in zip(pictures.items(), ("tradeoff", "memory", "ranks", "throughput"), strict=True):
         file = path.with_name(f"{path.stem}-{stem}.svg")
         there, complaints = rendered(
             lambda some, _, draw=draw, file=file: draw(some, file),  # type: ignore[misc]

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from meshmark.records.record import Record
-from meshmark.report import tables
+from meshmark.report import memory_by_ranks, tables
 from meshmark.report.baseline import Baseline
 from meshmark.report.communication import communication, traffic_exceptions
 from meshmark.report.markdown import inline
+from meshmark.report.memory_by_ranks import rows_by_ranks
 from meshmark.report.planned import planned_memory
 from meshmark.report.results import CaseResult
 from meshmark.report.scale import NOTE, scale
@@ -56,6 +57,14 @@ def sections(found: Sequence[CaseResult], records: Sequence[Record], baseline: B
                     ),
                     Table(title="Memory: planned and measured", note=_PLANNED, rows=planned_memory(found)),
                 ]
+            ),
+        ),
+        Section(
+            id="by-ranks",
+            title="Memory as ranks are added",
+            note=memory_by_ranks.NOTE,
+            tables=filled(
+                [Table(title="Memory as ranks are added: bytes a parameter", rows=rows_by_ranks([*latest, *records]))]
             ),
         ),
         Section(

@@ -73,6 +73,51 @@ class Cluster:
     global_batch: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """An example that trains what a plain PyTorch loop trains, with a framework."""
+
+    adapter: str
+    """Adapter of the framework, with its ZeRO stage: `deepspeed ZeRO-1`."""
+    path: str
+    """Address of the script as seen from the page."""
+    num_statements: int
+    """Statements of the script that the plain loop has not."""
+
+
+def _simplest(code: Sequence[Loop]) -> str:
+    least = min(loop.num_statements for loop in code)
+    best = [loop.adapter for loop in code if loop.num_statements == least]
+    because = f"*Counted* in examples: {least} statements are not those of a plain PyTorch loop"
+    return _answer("Change the least of a plain PyTorch loop", best, because)
+
+
+def _code(code: Sequence[Loop], found: Sequence[AdapterColumn]) -> list[str]:
+    """Return the section about simple code: a row an example, and adapters that have none."""
+    rows: Rows = [
+        {
+            "adapter": loop.adapter,
+            "statements that are new": loop.num_statements,
+            "example": Markup(f"[{Path(loop.path).name}]({loop.path})"),
+        }
+        for loop in code
+    ]
+    names = {loop.adapter for loop in code}
+    rows += [
+        {"adapter": title, "statements that are new": "no example"}
+        for title in dict.fromkeys(column.title for column in found)
+        if title not in names
+    ]
+    return ["## Change the least of a plain PyTorch loop", _CODE, table(rows, keys=1)]
+
+
+_CODE = """Each example trains the same model on the same rows as the plain loop, and ends with the same loss on two
+ranks (a test runs them). Counted are its statements that the plain loop has not, the heads of blocks among them.
+Limits: the authors of this page wrote the examples, as short as they could, for a model of two layers on a CPU.
+Saving, resuming, mixed precision, accumulation and launchers are not in them, and a difference of one or two statements
+means little. *No example*: none was written, or it does not run on a plain CPU installation."""
+
+
 def add_which(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `meshmark which`."""
     parser.add_argument(
@@ -119,11 +164,13 @@ def which_page(
     kept: Sequence[Conformance] = (),
     *,
     in_reports: bool = False,
+    code: Sequence[Loop] = (),
 ) -> list[str]:
     """Return the page as paragraphs: a list of answers, then the evidence of each, then how it was obtained.
 
     `kept` are clauses that were judged before, beside those of the records. A page `in_reports` links to the pages
-    beside it, as GitHub and the site have them. Elsewhere these pages are only named.
+    beside it, as GitHub and the site have them. Elsewhere these pages are only named. `code` are example loops, whose
+    own statements were counted.
 
     Raises `InputError` if no record is of a correct case of the matrix.
     """
@@ -138,10 +185,12 @@ def which_page(
     answers += _least(correct, sent_bytes, "Send less over the network", "bytes sent a rank")
     replicas = [r for r in correct if r.case.layout.dp == r.case.world_size]
     answers += _least(replicas, sent_bytes, "Send less, by data parallelism alone", "bytes sent a rank")
+    answers += [_simplest(code)] if code else []
     answers += [_kept(need, found) for need in NEEDS if _asked(need, found)]
     parts = ["# Which framework?", _introduction(in_reports), "\n".join(answers)]
     parts += _planned(plans, cluster)
     parts += ["## Memory and traffic, measured", _MEASURED, table(measured_rows(correct), keys=3)]
+    parts += _code(code, found) if code else []
     for need in NEEDS:
         if _asked(need, found):
             statements = "\n".join(f"- *{name}*: {CLAUSES[name].statement}" for name in need.clauses)

@@ -59,6 +59,11 @@ class Gpu:
     fp8_share: float | None = None
     """The same of the 8-bit peak."""
 
+    @property
+    def is_tpu(self) -> bool:
+        """True for Google's TPUs, on which only frameworks over XLA train."""
+        return self.name.startswith("tpu")
+
     def __post_init__(self) -> None:
         for field in ("memory_bytes", "memory_bandwidth", "link_bandwidth", "network_bandwidth", "gpus_per_node"):
             if not 0 < (got := getattr(self, field)) < _LARGEST:

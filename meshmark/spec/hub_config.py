@@ -85,7 +85,7 @@ _UNCHANGING: dict[str, tuple[object, ...]] = {
     "quantization_config": (None,),
 }
 
-_SILENT = frozenset(
+SILENT = frozenset(
     # Keys about the file itself, the tokenizer, storage, implementation details and the use of outputs. None of them
     # changes the loss of the next token or its gradients.
     """
@@ -185,8 +185,8 @@ def _changes(config: Mapping[str, object], kind: str, fields: Mapping[str, objec
         if key in _UNCHANGING:
             if not _among(value, same := _UNCHANGING[key]):
                 yield f"{key} {json.dumps(value)[:60]} (here: {' or '.join(json.dumps(one) for one in same[-2:])})"
-        elif key not in own | windowed | _SILENT:
-            near = difflib.get_close_matches(key, own | windowed | _SILENT | _UNCHANGING.keys(), n=1)
+        elif key not in own | windowed | SILENT:
+            near = difflib.get_close_matches(key, own | windowed | SILENT | _UNCHANGING.keys(), n=1)
             yield f"{key} {json.dumps(value)[:60]}, which is not known" + (f" (is {near[0]} meant?)" if near else "")
 
 

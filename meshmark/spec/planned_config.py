@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
 from meshmark.errors import InputError
-from meshmark.spec.hub_config import LARGEST
+from meshmark.spec.hub_config import LARGEST, SILENT
 from meshmark.spec.model_spec import Family
 from meshmark.spec.planned_model import PlannedModel
 
@@ -37,6 +38,19 @@ PLANNED_TYPES: dict[str, dict[str, str]] = {
     "deepseek_v3": _SAME | _LATENT,
 }
 """The key of each required field, by `model_type`."""
+_READ = {
+    *("num_key_value_heads", "head_dim", "q_lora_rank", "n_shared_experts", "sliding_window", "use_sliding_window"),
+    *("decoder_sparse_step", "mlp_only_layers", "moe_layer_freq", "tie_word_embeddings"),
+}
+"""Optional keys that are read, of any type."""
+_WITHOUT_SIZE = frozenset(
+    # Keys that change neither a size nor a number of operations, so that a plan does not depend on them.
+    """
+    attention_bias attention_dropout aux_loss_alpha ep_size hidden_act initializer_range max_window_layers n_group
+    norm_topk_prob output_router_logits qk_head_dim rms_norm_eps rope_interleave rope_parameters rope_scaling rope_theta
+    routed_scaling_factor router_aux_loss_coef router_jitter_noise scoring_func seq_aux topk_group topk_method
+    """.split()
+)
 _UNPLANNED = {"num_nextn_predict_layers": "layers that predict further tokens", "quantization_config": "quantization"}
 
 
@@ -83,7 +97,15 @@ def planned_model(path: Path, given: Mapping[str, object]) -> PlannedModel:
         every = size("decoder_sparse_step", 1)
         dense = set(said.get("mlp_only_layers") or ()) | {i for i in range(fields["num_layers"]) if (i + 1) % every}
         fields["dense_layers"] = len(dense)
+    known = {*PLANNED_TYPES[kind].values(), *_READ, *_UNPLANNED, *_WITHOUT_SIZE, *SILENT}
+    unknown = [key for key in said if key not in known]
+    if unknown:
+        near = [(key, difflib.get_close_matches(key, known, n=1)) for key in unknown]
+        told = ", ".join(key + (f" (is {match[0]} meant?)" if match else "") for key, match in near)
+        warnings.warn(f"{path}: not known, and planned without: {told}", stacklevel=3)
     left = [told for key, told in _UNPLANNED.items() if said.get(key)]
+    if said.get("moe_layer_freq", 1) != 1:
+        left.append("dense layers between those of experts")
     if left:
         warnings.warn(f"{path}: planned without {' and '.join(left)}", stacklevel=3)
     made: dict[str, object] = {"name": path.parent.name or path.stem, "family": Family.LLAMA, **fields}

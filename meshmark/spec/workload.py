@@ -183,6 +183,8 @@ def _digits(name: str, model: ImageModelConfig) -> Workload:
     )
 
 
+DEFAULT_WORKLOAD = "gpt-tiny"
+
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
     for workload in (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -136,9 +137,12 @@ class StopsServer(Accident):
 
 
 class KillsServer(Hangs):
-    """The process that ranks are forked from is killed, and they with it."""
+    """The process that ranks are forked from is killed, and they with it, but not what they have started."""
+
+    STARTED = ["sleep", "86397"]
 
     def happen(self, engine: DDPEngine) -> None:
+        subprocess.Popen(self.STARTED, start_new_session=True)
         os.kill(os.getppid(), signal.SIGKILL)
         super().happen(engine)
 

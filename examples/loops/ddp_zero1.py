@@ -1,0 +1,24 @@
+"""PyTorch DistributedDataParallel with ZeroRedundancyOptimizer (ZeRO-1). Run it by torchrun."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+inputs, targets = torch.randn(10, 16, 12), torch.randn(10, 16, 4)
+model = nn.Sequential(nn.Linear(12, 32), nn.Tanh(), nn.Linear(32, 4))
+model = DistributedDataParallel(model)
+optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+for x, y in zip(inputs, targets, strict=True):
+    x, y = x.chunk(dist.get_world_size())[dist.get_rank()], y.chunk(dist.get_world_size())[dist.get_rank()]
+    loss = nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+    optimizer.step()
+    optimizer.zero_grad()
+with torch.no_grad():
+    print(f"loss {nn.functional.mse_loss(model(inputs[-1]), targets[-1]):.5f}")
+dist.destroy_process_group()

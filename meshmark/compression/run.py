@@ -1,0 +1,220 @@
+"""Run a case: train a model, compress a copy, judge it, time it, and record what was found."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+import importlib.metadata
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from meshmark import environment
+from meshmark.compression.adamw8bit import OPTIONS, judge_optimizer, step_times
+from meshmark.compression.contract import CompressionAdapter, Method, OptimizerAdapter
+from meshmark.compression.judge import Batch, Verdict, judge, mean_loss
+from meshmark.measure.interval import mean_interval
+from meshmark.reference.build import build_model
+from meshmark.reference.data import make_batch
+from meshmark.reference.objective import build_optimizer, loss_share
+from meshmark.spec.model_spec import ModelSpec
+from meshmark.spec.workload import Workload, workload
+
+STEPS = 300
+"""Steps that the model is trained for before it is compressed."""
+HELD_OUT = 100_000
+"""The first step whose batch is for judging; training does not get that far."""
+PAIRS = 40
+"""Timed forward passes of each of the two models, in turn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressionRecord:
+    """What was found of a case: one line of records.jsonl."""
+
+    case: dict[str, str]
+    verdicts: list[Verdict]
+    loss: dict[str, float]
+    """Mean loss on held-out rows before and after."""
+    speed: dict[str, float]
+    """Milliseconds of a forward pass, the ratio original / compressed, and half its 95 % interval."""
+    versions: dict[str, str] = field(default_factory=dict)
+    commit: str = ""
+    machine: str = ""
+    date: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return all(verdict.passed for verdict in self.verdicts)
+
+    def line(self) -> str:
+        """Return the record as a line of JSON."""
+        return json.dumps(dataclasses.asdict(self)) + "\n"
+
+
+def read_compression(path: Path) -> list[CompressionRecord]:
+    """Return the records of a file, of each case the last."""
+    found = {}
+    for line in path.read_text().splitlines():
+        values = json.loads(line)
+        verdicts = [Verdict(**verdict) for verdict in values.pop("verdicts")]
+        record = CompressionRecord(**values, verdicts=verdicts)
+        found[json.dumps(record.case)] = record
+    return list(found.values())
+
+
+def load_method(target: str) -> type[Method]:
+    """Return the class at "package.module:Class"."""
+    module, _, name = target.partition(":")
+    method: type[Method] = getattr(importlib.import_module(module), name)
+    return method
+
+
+def make_workload(hidden: int = 128) -> Workload:
+    """Return `gpt-mini` with wider layers, so that block sizes of 64 and 256 are whole parts of a weight."""
+    base = workload("gpt-mini")
+    assert isinstance(base.model, ModelSpec)
+    model = dataclasses.replace(
+        base.model, name=f"gpt-mini-{hidden}", hidden=hidden, ffn_hidden=4 * hidden, init_std=0.05
+    )
+    return dataclasses.replace(base, name=model.name, model=model)
+
+
+def train(task: Workload, steps: int = STEPS) -> nn.Module:
+    """Return the model of `task` after `steps` steps of its own optimizer, in float32."""
+    model = build_model(task.model)
+    drawn = torch.Generator().manual_seed(task.seed)
+    assert isinstance(task.model, ModelSpec)
+    for parameter in model.parameters():
+        with torch.no_grad():
+            if parameter.ndim > 1:
+                parameter.normal_(0, task.model.init_std, generator=drawn)
+            else:
+                parameter.zero_()
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            nn.init.ones_(module.weight)
+    optimizer = build_optimizer(task.optimizer, model.named_parameters())
+    for step in range(steps):
+        batch = make_batch(task, step)
+        optimizer.zero_grad()
+        loss_share(model(batch.inputs), batch, task.loss).backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return model.eval().requires_grad_(False)
+
+
+def held_out(task: Workload, batches: int = 8) -> Batch:
+    """Return rows that the model was not trained on."""
+    found = [make_batch(task, HELD_OUT + index) for index in range(batches)]
+    return Batch(tokens=torch.cat([b.inputs for b in found]), targets=torch.cat([b.targets for b in found]))
+
+
+def compress(adapter: CompressionAdapter, original: nn.Module, example: Tensor) -> nn.Module:
+    """Return a compressed copy of `original`."""
+    return adapter.finish(adapter.compress(copy.deepcopy(original), example))
+
+
+def run_case(name: str, target: str, results: Path | None = None, steps: int = STEPS) -> CompressionRecord:
+    """Run a case and append its record to `results`/records.jsonl, if given."""
+    task, adapter = make_workload(), load_method(target)()
+    original, batch = train(task, steps), held_out(task)
+    judged = _optimizer if isinstance(adapter, OptimizerAdapter) else _compressed
+    verdicts, loss, times = judged(adapter, original, batch, task)
+    around = environment.describe("cpu", "", 1)
+    versions = {"torch": str(torch.__version__)}
+    if adapter.requirement:
+        package = adapter.requirement.distribution
+        versions[package] = importlib.metadata.version(package)
+    record = CompressionRecord(
+        case={"method": name, "workload": task.name, "steps": str(steps)},
+        verdicts=verdicts,
+        loss=loss,
+        speed=times,
+        versions=versions,
+        commit=around.commit,
+        machine=around.machine,
+        date=around.date,
+    )
+    if results:
+        results.mkdir(parents=True, exist_ok=True)
+        with (results / "records.jsonl").open("a") as file:
+            file.write(record.line())
+    return record
+
+
+Found = tuple[list[Verdict], dict[str, float], dict[str, float]]
+"""Verdicts, losses and times."""
+
+
+def _compressed(adapter: Method, original: nn.Module, batch: Batch, task: Workload) -> Found:
+    assert isinstance(adapter, CompressionAdapter)
+    compressed = compress(adapter, original, batch.tokens[:1])
+    verdicts = list(judge(original, compressed, adapter, batch))
+
+    @torch.no_grad()
+    def lap() -> list[float]:
+        laps = [time.perf_counter()]
+        for model in (original, compressed):
+            model(batch.tokens)
+            laps.append(time.perf_counter())
+        return [laps[1] - laps[0], laps[2] - laps[1]]
+
+    return verdicts, {"before": _loss(original, batch), "after": _loss(compressed, batch)}, speed(lap)
+
+
+def _optimizer(adapter: Method, original: nn.Module, batch: Batch, task: Workload, more: int = 100) -> Found:
+    """Judge five steps; then train two copies for `more` steps, one by PyTorch's AdamW, and compare their losses."""
+    assert isinstance(adapter, OptimizerAdapter)
+    verdicts = list(judge_optimizer(adapter, copy.deepcopy(original).requires_grad_(True), gradients_of(task)))
+    models = [copy.deepcopy(original).requires_grad_(True) for _ in range(2)]
+    options = {**OPTIONS, "lr": task.optimizer.learning_rate / 10}
+    optimizers = [
+        torch.optim.AdamW(models[0].parameters(), **options),
+        adapter.build(models[1].parameters(), **options),
+    ]
+    for step in range(more):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            gradients_of(task)(model, STEPS + step)
+            optimizer.step()
+    losses = {"before": _loss(models[0], batch), "after": _loss(models[1], batch)}
+    return verdicts, losses, speed(lambda: step_times(optimizers))
+
+
+def gradients_of(task: Workload) -> Callable[[nn.Module, int], None]:
+    """Return a function that leaves a step's gradients in a model."""
+
+    def compute(model: nn.Module, step: int) -> None:
+        batch = make_batch(task, step)
+        model.zero_grad()
+        loss_share(model(batch.inputs), batch, task.loss).backward()  # type: ignore[no-untyped-call]
+
+    return compute
+
+
+@torch.no_grad()
+def _loss(model: nn.Module, batch: Batch) -> float:
+    return mean_loss(model(batch.tokens).double(), batch.targets)
+
+
+def speed(lap: Callable[[], Sequence[float]], pairs: int = PAIRS) -> dict[str, float]:
+    """Return times of the original and of the other, and the geometric mean of their ratios with its interval.
+
+    `lap` returns the seconds of both, measured one after the other.
+    """
+    times = [lap() for _ in range(pairs + 3)][3:]
+    logs = mean_interval([math.log(first / second) for first, second in times])
+    return {
+        "original_ms": 1000 * statistics.median(first for first, _ in times),
+        "compressed_ms": 1000 * statistics.median(second for _, second in times),
+        "ratio": math.exp(logs.mean),
+        "half_width": math.exp(logs.mean) * logs.half_width,
+    }

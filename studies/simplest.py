@@ -1,0 +1,45 @@
+"""How much of a plain PyTorch loop each framework makes a user write anew, counted in examples/loops.
+
+Every example trains the same model on the same rows, and ends with the loss of plain.py (tests/test_simplest.py runs
+them on two ranks). What is counted is statements: those that an example has and plain.py has not, the heads of blocks
+among them. Lines, names and comments do not count, so that formatting does not matter.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[1] / "examples" / "loops"
+PLAIN = FOLDER / "plain.py"
+ADAPTERS = {
+    "ddp": "ddp",
+    "ddp_zero1": "ddp-zero1",
+    "fsdp1": "fsdp1",
+    "fsdp2": "fsdp2",
+    "accelerate_ddp": "accelerate",
+    "fabric_ddp": "fabric",
+}
+"""Adapter that stands for each example in the other tables, by the example's name."""
+
+
+def statements(source: str) -> Counter[str]:
+    """Return the statements of a script as Python prints them, and of a block its head. Docstrings are left out."""
+    found: Counter[str] = Counter()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.stmt) and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+            text = ast.unparse(node)
+            found[text.partition("\n")[0] if hasattr(node, "body") else text] += 1
+    return found
+
+
+def written_anew() -> dict[str, int]:
+    """Return, by the example's name, the number of its statements that the plain loop has not, the fewest first."""
+    plain = statements(PLAIN.read_text(encoding="utf-8"))
+    counts = {
+        path.stem: (statements(path.read_text(encoding="utf-8")) - plain).total()
+        for path in FOLDER.glob("*.py")
+        if path != PLAIN
+    }
+    return dict(sorted(counts.items(), key=lambda pair: (pair[1], pair[0])))
