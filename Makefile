@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 REPORT ?= results/report.md
 
 .PHONY: help install env report pages keep conformance test test-slow lint types docs clean \
-        tables twins validate convergence throttled scale versions dry-runs coatnet architectures trainers inference compression roster \
+        tables twins validate convergence throttled scale versions dry-runs coatnet architectures trainers inference inference-power compression roster \
         roster-page reach reach-mutants pairs power power-page correct-engines power-long chaos fuzz gate cluster-test size \
         bench gpu horovod
 
@@ -145,6 +145,9 @@ pairs: install  ## Resume, where every two of nine variations meet; what fails i
 
 power: install  ## Engines broken on purpose must be caught, correct runs must pass: reports/power.md.
 	$(BIN)/python -m benchmarks.power
+
+inference-power: install  ## The paged engine with one defect each must be caught; `make inference` shows the record (K=NAME).
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.inference_power $(if $(K),-k $(K))
 
 power-page: install  ## The page of what the last `make power` has measured.
 	$(BIN)/python -m benchmarks.power --page

@@ -1,6 +1,6 @@
-"""What the inference suite catches: the paged engine, right and with one defect each, through every variant.
+"""What the inference suite catches: the paged engine, right and with one defect each, through the suite.
 
-python -m benchmarks.inference_power        # reports/records/inference-mutants.jsonl, which `make inference` shows
+python -m benchmarks.inference_power        # reports/records/inference-mutants.jsonl, which reports/inference.md shows
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 from meshmark.adapter.registry import inference_adapters
@@ -25,10 +25,9 @@ KEPT = Path(__file__).parents[1] / "reports" / "records" / "inference-mutants.js
 NUM_LEAK = 60
 
 
-def caught_by(target: str, variant: str, judge: Judge, folder: Path) -> list[str]:
-    """Return the verdicts that an engine fails in a variant."""
+def failures(target: str, variant: str, judge: Judge, folder: Path) -> Generator[str]:
+    """Yield the names of verdicts that an engine fails in a variant, as soon as each is judged."""
     case = InferenceCase(engine="paged", target=target, variant=variant)
-    failed = []
     try:
         if load_engine(target).tp > 1:
             process = EngineProcess(target, folder, case.options(), folder / "log")
@@ -36,37 +35,41 @@ def caught_by(target: str, variant: str, judge: Judge, folder: Path) -> list[str
             process = LocalEngine(load_engine(target)().build(folder, case.options()))
         with process as engine:
             for verdict in judge_engine(engine, judge, case.setting(NUM_LEAK)):
-                failed += [] if verdict.passed else [verdict.name]
+                if not verdict.passed:
+                    yield verdict.name
     except EngineError:
-        failed.append("the engine ends")
-    return failed
+        yield "the engine ends"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.inference_power", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("-k", default="", metavar="TEXT", help="mutants whose name contains TEXT (default: all)")
+    parser.add_argument(
+        "-k", default="", metavar="TEXT", help="mutants whose name contains TEXT (default: all, and the right engine)"
+    )
     parser.add_argument("--all", action="store_true", help="every variant, not the one that is meant for the defect")
     parser.add_argument("-o", "--output", type=Path, default=KEPT)
     parsed = parser.parse_args(arguments)
-    survivors, lines = list[str](), list[str]()
+    survivors, rows = list[str](), dict[str, str]()
+    if parsed.k and parsed.output.exists():  # what is run again takes its own row's place
+        rows = {json.loads(line)["name"]: line for line in parsed.output.read_text().splitlines()}
+    chosen = [mutant for mutant in MUTANTS if parsed.k in mutant.name]
     right = PagedMutant(name="", text="nothing is wrong")
     with tempfile.TemporaryDirectory() as name:
         folder = write_model("llama-tiny", Path(name))
         judge = Judge(folder, "fp32")
-        for mutant in [right, *(m for m in MUTANTS if parsed.k in m.name)]:
+        for mutant in [*([] if parsed.k else [right]), *chosen]:
             target = mutant.target if mutant.name else inference_adapters()["paged"]
             variants = [mutant.variant] if mutant.name and not parsed.all else list(VARIANTS)
-            found = {variant: caught_by(target, variant, judge, folder) for variant in variants}
+            found = {variant: list(failures(target, variant, judge, folder)) for variant in variants}
             found = {variant: verdicts for variant, verdicts in found.items() if verdicts}
-            lines.append(json.dumps({"name": mutant.name, "text": mutant.text, "caught": found}))
+            rows[mutant.name] = json.dumps({"name": mutant.name, "text": mutant.text, "caught": found})
             if bool(found) != bool(mutant.name):
                 survivors.append(mutant.name or "the right engine")
             print(mutant.name or "right", found, flush=True)
-    if not parsed.k:
-        parsed.output.write_text("\n".join(lines) + "\n")
-    print(f"{len(lines) - 1} mutants; {', '.join(survivors) or 'none'} not as expected")
+    parsed.output.write_text("\n".join(rows.values()) + "\n")
+    print(f"{len(chosen)} mutants; {', '.join(survivors) or 'none'} not as expected")
     return 1 if survivors else 0
 
 

@@ -7,6 +7,7 @@ python -m studies.inference --page-only   # writes the page from the committed r
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import subprocess
 import sys
@@ -14,14 +15,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshmark.inference.clauses import LENGTHS, NEW_TOKENS
-from meshmark.inference.judge import FACTOR
+from meshmark.inference.judge import FACTOR, Verdict
 from meshmark.inference.run import LOAD, InferenceRecord, read_inference
 from meshmark.report.markdown import inline
 from meshmark.report.markdown import table as markdown
+from meshmark.text import pluralize
 
 ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "reports" / "inference.md", ROOT / "results" / "inference"
 KEPT = ROOT / "reports" / "records" / "inference.jsonl"
+MUTANTS = ROOT / "reports" / "records" / "inference-mutants.jsonl"
+"""Of `make inference-power`."""
 
 
 def run() -> None:
@@ -34,7 +38,7 @@ def run() -> None:
 
 def page(records: Sequence[InferenceRecord]) -> str:
     """Return the page of what the records say."""
-    newest = max(records, key=lambda record: record.date)
+    newest, commits = max(records, key=lambda record: record.date), sorted({record.commit for record in records})
     versions: dict[str, set[str]] = {}
     for record in records:
         for name, version in record.versions.items():
@@ -45,8 +49,9 @@ def page(records: Sequence[InferenceRecord]) -> str:
     number, length, new = LOAD
     return f"""# Engines that generate text
 
-**{right} of {len(records)} cases are right** ({holding} of {len(judged)} verdicts). Made by `make inference` at commit
-{newest.commit} on {newest.machine}, with {said}. [How engines are judged](../docs/inference.md).
+**{right} of {len(records)} cases are right** ({holding} of {len(judged)} verdicts). Made by `make inference` at
+{pluralize(len(commits), "commit")} ({", ".join(commits)}) on {newest.machine}, with {said}.
+[How engines are judged](../docs/inference.md).
 
 ## Correct
 
@@ -71,7 +76,8 @@ a toy, so these are times of schedulers and Python, not of products of matrices.
 
 {markdown(_clauses(records))}
 
-{_failures(records)}"""
+{_failures(records)}
+{_gaps(records)}{_detects()}"""
 
 
 def _name(record: InferenceRecord) -> dict[str, object]:
@@ -123,8 +129,14 @@ def _clauses(records: Sequence[InferenceRecord]) -> list[dict[str, object]]:
             if verdict.name not in _ELSEWHERE:
                 row = rows.setdefault(verdict.name, {"clause": verdict.name})
                 column = f"{record.case['engine']} {record.case['precision']}"
-                row[column] = "holds" if verdict.passed else "**fails**"
+                row[column] = _shown(verdict)
     return list(rows.values())
+
+
+def _shown(verdict: Verdict) -> str:
+    if verdict.gap and not verdict.passed:
+        return "known gap"
+    return "holds" if verdict.passed else "**fails**"
 
 
 def _failures(records: Sequence[InferenceRecord]) -> str:
@@ -132,7 +144,7 @@ def _failures(records: Sequence[InferenceRecord]) -> str:
         f"- {' '.join(map(str, _name(record).values()))}, {verdict.name}: {inline(verdict.text)}"
         for record in records
         for verdict in record.verdicts
-        if not verdict.passed
+        if verdict.fails
     ]
     lines += [
         f"- {record.case['engine']} {record.case['variant']}: {inline(record.error)}"
@@ -140,6 +152,48 @@ def _failures(records: Sequence[InferenceRecord]) -> str:
         if record.error
     ]
     return "## What fails\n\n" + "\n".join(lines) + "\n" if lines else "Nothing fails.\n"
+
+
+def _gaps(records: Sequence[InferenceRecord]) -> str:
+    """Return what engines are known to fail, with links to the reproducers, and known gaps that no longer show."""
+    known: dict[tuple[str, str, str], list[str]] = {}
+    for record in records:
+        for verdict in record.verdicts:
+            if verdict.gap:
+                outcome = "no longer shows: take it out of the adapter" if verdict.passed else verdict.text
+                known.setdefault((verdict.gap, verdict.name, outcome), []).append(
+                    " ".join(map(str, _name(record).values()))
+                )
+    lines = [
+        f"- [{gap}](gaps.md#{gap}), {clause} ({'; '.join(cases)}): {inline(outcome)}"
+        for (gap, clause, outcome), cases in known.items()
+    ]
+    return "\n## Known gaps\n\n" + "\n".join(lines) + "\n" if lines else ""
+
+
+def _detects() -> str:
+    """Return the table of planted defects, and which verdicts fail by each."""
+    mutants = [json.loads(line) for line in MUTANTS.read_text().splitlines()]
+    planted = [mutant for mutant in mutants if mutant["name"]]
+    rows = [
+        {
+            "defect": mutant["text"],
+            "caught by": "; ".join(f"{variant}: {', '.join(names)}" for variant, names in mutant["caught"].items())
+            or "**not caught**",
+        }
+        for mutant in planted
+    ]
+    caught = sum(bool(mutant["caught"]) for mutant in planted)
+    (right,) = (mutant for mutant in mutants if not mutant["name"])
+    alarms = "passes every variant" if not right["caught"] else f"**fails {right['caught']}**"
+    return f"""
+## What this suite detects
+
+The paged engine with one defect each: **{caught} of {len(planted)} are caught**. Without a defect it {alarms}. Each
+defect runs in the variant that is meant for it, in fp32 on llama-tiny. Made by `make inference-power`.
+
+{markdown(rows)}
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

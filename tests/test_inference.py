@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from pathlib import Path
 
 import pytest
 
+from benchmarks.inference_power import failures
 from meshmark.adapter.registry import inference_adapters
 from meshmark.inference.contract import CacheUse, EngineOptions, Request, Served
-from meshmark.inference.judge import Judge, cache_bytes, peak_blocks
+from meshmark.inference.judge import Judge, Verdict, cache_bytes, peak_blocks
 from meshmark.inference.model import prompts, shape_of, write_model
 from meshmark.inference.process import EngineError, EngineProcess, load_engine
-from meshmark.inference.run import InferenceCase, read_inference, run_case
+from meshmark.inference.run import InferenceCase, read_inference, run_case, with_gap
 from meshmark.inference.serving import serve
+from tests.broken.paged import BY_NAME
 
 GENERATE = inference_adapters()["transformers-generate"]
 REQUESTS = [Request(name=f"p{len(p)}", prompt=p, max_new_tokens=6) for p in prompts([1, 7, 20])]
@@ -73,6 +76,33 @@ def test_wrong_bytes_blocks_and_leaks_are_seen(served: Served) -> None:
     assert peak_blocks(paged, REQUESTS, 16).passed
     assert not peak_blocks(dataclasses.replace(paged, blocks_after=1), REQUESTS, 16).passed
     assert not peak_blocks(dataclasses.replace(paged, used_blocks=(5,)), REQUESTS, 16).passed
+
+
+@pytest.mark.parametrize(
+    "name, verdict",
+    [
+        ("PositionsAfterBlock", "log probabilities"),
+        ("NotGreedy", "greedy tokens"),
+        ("KeyWithoutPast", "prompts that look alike"),
+        ("EvictedDraws", "eviction"),
+        ("StaleKey", "prefix cache under eviction"),
+    ],
+)
+def test_a_planted_defect_fails_its_verdict_first(model: Path, name: str, verdict: str) -> None:
+    """`make inference-power` runs them all."""
+    mutant = BY_NAME[name]
+    with contextlib.closing(failures(mutant.target, mutant.variant, Judge(model, "fp32"), model)) as failed:
+        assert next(failed, None) == verdict
+
+
+def test_a_known_gap_covers_its_own_symptom_alone() -> None:
+    gaps = load_engine(inference_adapters()["vllm"]).known_gaps
+    found = Verdict(name="a token that is unknown", passed=False, text="IndexError: index out of range in self")
+    assert with_gap(found, gaps).gap == "vllm_unknown_token" and not with_gap(found, gaps).fails
+    assert with_gap(dataclasses.replace(found, text="the engine hangs"), gaps).fails
+    assert with_gap(dataclasses.replace(found, name="alone"), gaps).fails
+    stale = with_gap(dataclasses.replace(found, passed=True), gaps)
+    assert stale.gap and stale.passed and not stale.fails
 
 
 def test_an_engine_that_cannot_be_built_says_why(model: Path, tmp_path: Path) -> None:

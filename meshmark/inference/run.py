@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshmark import environment
+from meshmark.adapter.registry import inference_adapters
 from meshmark.inference.clauses import Setting, judge_engine
 from meshmark.inference.contract import EngineOptions, Request
 from meshmark.inference.judge import Judge, Verdict
@@ -83,11 +84,13 @@ class InferenceRecord:
 
 
 def read_inference(path: Path) -> list[InferenceRecord]:
-    """Return the records of a file, of each case the last."""
-    found = {}
+    """Return the records of a file, of each case the last, with the known gaps that adapters declare now."""
+    found, engines = {}, inference_adapters()
     for line in path.read_text().splitlines():
         values = json.loads(line)
-        verdicts = [Verdict(**verdict) for verdict in values.pop("verdicts")]
+        target = engines.get(values["case"]["engine"])
+        gaps = load_engine(target).known_gaps if target else ()
+        verdicts = [with_gap(Verdict(**{**verdict, "gap": ""}), gaps) for verdict in values.pop("verdicts")]
         record = InferenceRecord(**values, verdicts=verdicts)
         found[json.dumps(record.case)] = record
     return list(found.values())
@@ -112,9 +115,8 @@ def run_case(case: InferenceCase, results: Path, num_leak: int = 1000) -> Infere
             if case.variant == "plain":
                 speed = _speed(engine)  # first, for the last clause may end the engine
             for verdict in judge_engine(engine, judge, case.setting(num_leak)):
-                verdicts.append(
-                    with_gap(verdict, load_engine(case.target).known_gaps)
-                )  # what was judged before an engine fails is kept
+                # what was judged before an engine fails is kept
+                verdicts.append(with_gap(verdict, load_engine(case.target).known_gaps))
     except EngineError as failed:
         error = str(failed)
     around = environment.describe("cpu", "", 1)
