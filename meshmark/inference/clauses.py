@@ -210,9 +210,12 @@ def _prefix_caching(around: _Around) -> Verdict:
 
 
 def _cache_under_eviction(around: _Around) -> Verdict:
-    """Serve the prompts twice from a prefix cache that cannot hold them, and hold both runs against float64."""
+    """Serve the prompts twice from a prefix cache that cannot hold them, and hold both runs against float64.
+
+    The second run is backwards: of a cache that forgets what was used longest ago, only the last blocks are left.
+    """
     requests = [dataclasses.replace(request, wants_prompt=False) for request in requests_of()]
-    runs = [around.engine.serve(requests) for _ in range(2)]
+    runs = [around.engine.serve(requests), around.engine.serve(requests[::-1])]
     done = [completion for run in runs for completion in run.completions]
     right, greedy = (
         around.judge.logprobs(requests, done, around.noise),
