@@ -77,9 +77,9 @@ types: install  ## Check types.
 	$(BIN)/mypy
 
 # mkdocs and its theme are installed for the site alone. A warning is an error.
-docs: install  ## Build the site.
+docs: install  ## Build the site of this version into results/site, beside those of other versions that are there.
 	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	$(BIN)/python -m studies.docs_versions
 
 clean:  ## Remove the environment and everything that was built or measured.
 	rm -rf $(VENV) results build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -26,10 +26,13 @@ def test_every_example_stands_for_an_adapter() -> None:
 
 
 def last_loss(script: Path, *launcher: str) -> set[str]:
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    """Return the losses that the ranks of a script print, each once."""
+    # Buffered, so that a rank writes its line at once: unbuffered, the ends of lines come in writes of their own.
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": ""}
     command = [sys.executable, *launcher, str(script)]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=150, check=True)
-    return set(re.findall(r"loss (\d\.\d{5})", done.stdout))
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=150, check=False)
+    assert not done.returncode, done.stderr[-2000:]
+    return set(re.findall(r"^loss (\d\.\d{5})$", done.stdout, re.MULTILINE))
 
 
 @pytest.mark.slow
