@@ -156,7 +156,8 @@ power-long: install  ## Count for an hour (MINUTES=) how often correct runs fail
 	$(BIN)/python -m benchmarks.false_alarms --minutes $(or $(MINUTES),60) $(if $(K),-k $(K))
 
 chaos: install  ## Faults by the hundred while suites run: reports/chaos.md.
-	$(BIN)/python -m benchmarks.chaos
+	$(BIN)/python -m benchmarks.chaos; status=$$?; \
+	for series in results/chaos/*.jsonl; do cp $$series reports/records/chaos-$$(basename $$series); done; exit $$status
 
 fuzz: install  ## Odd inputs, for longer and with other seeds than `make test`.
 	FUZZ_EXAMPLES=2000 $(BIN)/python -m pytest -q -n 2 -p no:benchmark tests/test_fuzz.py
