@@ -30,11 +30,11 @@ def __getattr__(name: str) -> type[Adapter]:
 
     class Numbered(whole):  # type: ignore[misc, valid-type]
         @classmethod
-        def modules(cls) -> list[str]:
+        def environment(cls, device: str) -> dict[str, str]:
             with open(os.environ[BEGUN], "a") as begun:
                 begun.write(f"{name}\n")
-            modules: list[str] = whole.modules()
-            return modules
+            variables: dict[str, str] = whole.environment(device)
+            return variables
 
         def build(self, case: Case, context: RankContext) -> Engine:
             if int(number) % 2:

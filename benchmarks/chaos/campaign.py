@@ -62,7 +62,8 @@ def run_session(session: Session, plan: Sequence[Fault | None], draw: random.Ran
             if name not in session.begun():
                 struck[name] = _harmed_by(list(struck.values()), session, name, results)
                 continue
-            if fault is not None and fault.strike(session, draw):
+            session.current = name
+            if fault is not None and not session.is_over and fault.strike(session, draw):
                 struck[name] = fault
                 if fault.ends_session:
                     break
@@ -172,14 +173,14 @@ def _wrong(record: Record) -> list[str]:
 def _last_trial(session: Session, fault: Fault, seconds: float, *, survived: bool) -> Trial:
     assert isinstance(fault, Ended | ResultsGone) and session.process
     code, output = session.process.returncode, session.output()
-    named = code == fault.exit_code
+    named = code == fault.exit_code or code in fault.codes_of_the_end
     if isinstance(fault, ResultsGone):
         named = named and fault.words in output
     elif code == 2:
         # What was under way is told, unless the last case had its record by then.
         endings = [a.ending for s in read_all(session.folder).sessions for a in s.attempts]
-        told = fault.when in ("writing", "ending") or Ending.UNFINISHED in endings
-        named = named and told
+        told = fault.codes_of_the_end or fault.when in ("writing", "ending") or Ending.UNFINISHED in endings
+        named = named and bool(told)
     return Trial(
         kind=fault.kind,
         case=session.folder.name,

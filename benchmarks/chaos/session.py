@@ -36,6 +36,8 @@ class Session:
         self._read, self._lines = 0, list[dict[str, object]]()
         self.setting, self._extra = setting, [*setting.options, *extra]
         self.process: subprocess.Popen[bytes] | None = None
+        self.current = ""
+        """The case that is to be struck."""
 
     def start(self, prefix: Sequence[str] = (), options: Sequence[str] = (), **environment: str) -> None:
         """Start pytest. `prefix` stands before the command and may enter a namespace; `options` are for this time."""
@@ -85,8 +87,15 @@ class Session:
             self._lines += [json.loads(line) for line in new.splitlines()]
         return {str(line["adapter"]).rpartition(":")[2]: line for line in self._lines if "case" in line}
 
+    @property
+    def is_over(self) -> bool:
+        """True if the current case has its record."""
+        return self.current in self.recorded()
+
     def ranks(self) -> list[processes.Rank]:
-        return processes.ranks_of(self.pid)
+        """Return the ranks of the current case; later ones are not its own."""
+        found = processes.ranks_of(self.pid)
+        return [] if self.is_over else found
 
     def num_bytes(self) -> int:
         """Return the size of the file of records, 0 if there is none."""

@@ -142,8 +142,7 @@ class ForkedRanks:
             self._server.close()  # whoever comes next gets a server without such children
         elif not self._server.lost:
             end_children(self._server.pid)  # what the ranks had started in sessions of its own
-        else:
-            _end_started_by(self._ranks)
+        _end_started_by(self._ranks)
         return left
 
     def _kill(self, info: RankInfo, pid: int) -> None:
@@ -161,7 +160,7 @@ class ForkedRanks:
 
 
 def _end_started_by(ranks: Sequence[RankInfo]) -> None:
-    """End what the ranks of a launch had started, without the server that would have adopted it.
+    """End what the ranks of a launch had started and their server did not adopt, for example because it was killed.
 
     It inherits TMPDIR, which is the launch's own folder.
     """
@@ -312,8 +311,7 @@ class TorchrunRanks:
             self._server.listen(0.1)
         if not self._server.lost:
             end_children(self._server.pid)
-        else:
-            _end_started_by(self._ranks)
+        _end_started_by(self._ranks)
         for info in self._ranks:  # what kept a rank from beginning stands in the agent's log
             if not info.file("log").is_file() and self._log.is_file():
                 info.file("log").write_bytes(self._log.read_bytes())
