@@ -77,9 +77,9 @@ types: install  ## Check types.
 	$(BIN)/mypy
 
 # mkdocs and its theme are installed for the site alone. A warning is an error.
-docs: install  ## Build the site.
+docs: install  ## Build the site of this version into results/site, beside those of other versions that are there.
 	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	$(BIN)/python -m studies.docs_versions
 
 clean:  ## Remove the environment and everything that was built or measured.
 	rm -rf $(VENV) results build *.egg-info .pytest_cache .mypy_cache .ruff_cache
@@ -159,7 +159,8 @@ power-long: install  ## Count for an hour (MINUTES=) how often correct runs fail
 	$(BIN)/python -m benchmarks.false_alarms --minutes $(or $(MINUTES),60) $(if $(K),-k $(K))
 
 chaos: install  ## Faults by the hundred while suites run: reports/chaos.md.
-	$(BIN)/python -m benchmarks.chaos
+	$(BIN)/python -m benchmarks.chaos; status=$$?; \
+	for series in results/chaos/*.jsonl; do cp $$series reports/records/chaos-$$(basename $$series); done; exit $$status
 
 fuzz: install  ## Odd inputs, for longer and with other seeds than `make test`.
 	FUZZ_EXAMPLES=2000 $(BIN)/python -m pytest -q -n 2 -p no:benchmark tests/test_fuzz.py

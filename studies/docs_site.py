@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.reach.measured import OptionReach, load
+from benchmarks.reach.options import SOURCES, Standing, standing
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.conformance.finding import ClauseResult
@@ -19,7 +21,7 @@ from meshmark.report.markdown import inline, table
 from meshmark.report.results import CaseResult, results
 from meshmark.report.which import measured_rows
 from meshmark.text import pluralize
-from studies import pages
+from studies import docs_formulas, pages
 
 ROOT = Path(__file__).parents[1]
 FRAMEWORKS = {
@@ -85,6 +87,10 @@ def framework_page(name: str) -> str:
         "## Adapters",
         "What each supports. Anything else is skipped with a reason, never run as something else.",
         table([_adapter_row(key, adapter) for key, adapter in own.items()], keys=1),
+        "## Memory and traffic",
+        *_formulas(own),
+        "## Options",
+        _options(name),
         "## What is refused",
         _refused(own),
     ]
@@ -167,6 +173,41 @@ def _adapter_row(name: str, adapter: type[Adapter]) -> dict[str, object]:
         "precisions": ", ".join(sorted(map(str, can.precisions))),
         "track": adapter.track,
     }
+
+
+def _formulas(adapters: dict[str, type[Adapter]]) -> list[str]:
+    rows = docs_formulas.formula_rows(adapters)
+    return [docs_formulas.NOTE, table(rows, keys=2)] if rows else ["No adapter that is installed here is planned."]
+
+
+_OPTIONS = {"megatron-core": "Megatron", "lightning-fabric": "Fabric"}
+"""What the record of reach calls a framework, where it is not the title of its page."""
+
+
+def _options(name: str) -> str:
+    """Return the public options of a framework by what is known of them, from the committed record of reach."""
+    found, framework = load(), _OPTIONS.get(name, FRAMEWORKS[name])
+    rows: list[dict[str, object]] = [
+        {"of": source.name.removeprefix(f"{framework} "), **by}
+        for source in SOURCES
+        if source.framework == framework and (by := _by_standing(source.name, found.options[source.name]))
+    ]
+    if not rows:
+        return "Its options were not counted."
+    about = (
+        f"Those of {framework} {found.versions[framework]}. *Judged*: a judged pass gave it a value other than its "
+        "default. *Refused*: it needs what a CPU run has not got. *Not asked*: no judged pass varies it. Options that "
+        "do not change training are left out. [Reach](../reports/reach.md) has all, and how it was measured."
+    )
+    return f"{about}\n\n{table(rows, keys=1)}"
+
+
+def _by_standing(source: str, options: dict[str, OptionReach]) -> dict[str, str]:
+    """Return the names of a source's options by standing, or nothing if none changes training."""
+    known = {name: standing(source, name, each.default, each.values)[0] for name, each in options.items()}
+    asked = (Standing.JUDGED, Standing.REFUSED, Standing.NOT_ASKED)
+    by = {str(each): ", ".join(name for name, own in known.items() if own is each) for each in asked}
+    return by if any(by.values()) else {}
 
 
 def _refused(adapters: dict[str, type[Adapter]]) -> str:

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import versions
+from benchmarks.chaos.page import page as chaos_page
+from benchmarks.chaos.page import read_series
 from benchmarks.reach.attempts import read_readings, tried_before
 from benchmarks.reach.measured import load
 from benchmarks.reach.page import page as reach_page
@@ -151,6 +153,10 @@ def _reach(path: Path) -> None:
     path.write_text(reach_page(load(), tried_before(), read_readings()), encoding="utf-8")
 
 
+def _chaos(path: Path) -> None:
+    path.write_text(chaos_page(*read_series(sorted(RECORDS.glob("chaos*.jsonl")))), encoding="utf-8")
+
+
 def _tables(path: Path) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         tables.main(["-o", str(path)])
@@ -204,7 +210,11 @@ PAGES: dict[str, Page] = {
     ),
     "reach": Page(render=_reach, needs=()),
     "gate": Page(anew="make gate: 35 minutes of launches; its pairs were not kept", needs=("meshmark/regression",)),
-    "chaos": Page(anew="make chaos: an hour of faults; it keeps no records", needs=("meshmark/launch",)),
+    "chaos": Page(
+        render=_chaos if any(RECORDS.glob("chaos*.jsonl")) else None,
+        anew="make chaos: an hour of faults; no series is kept in reports/records/chaos*.jsonl",
+        needs=("meshmark/launch",),
+    ),
     "cluster": Page(anew="make cluster-test: a real SLURM, as root; it keeps no records", needs=("meshmark/launch",)),
 }
 """Every page of reports/."""

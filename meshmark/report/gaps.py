@@ -22,7 +22,7 @@ from meshmark.conformance.reproducers import (
 from meshmark.errors import ResultsError, UnknownNameError
 from meshmark.text import pluralize
 
-_INTRODUCTION = """Behind each defect stand the versions in which its script was really run; no other was tried.
+_INTRODUCTION = """Behind each defect stand the versions in which its script was really run; no other has a result here.
 *Shows in A to B*: in A, in B, and in every version between them that was tried. *Could not be run*: the script ended
 otherwise there, for example because what it uses did not exist yet, so nothing is known of that version.
 `python -m benchmarks.gap_versions NAME==VERSION` tries another one. `make test` runs the scripts in the versions of
