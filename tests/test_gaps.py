@@ -44,6 +44,8 @@ def test_a_reproducer_shows_its_defect(reproducer: Reproducer) -> None:
             importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             pytest.skip(f"{name} is not installed")
+    if reproducer.processor and reproducer.processor not in Path("/proc/cpuinfo").read_text().split():
+        pytest.skip(f"this CPU has no {reproducer.processor}")
     if reproducer.operators and (reason := missing(*reproducer.operators)):
         pytest.skip(reason)
     ends = run_reproducer(reproducer.path, reproducer.num_processes, reproducer.operators)

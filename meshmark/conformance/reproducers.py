@@ -26,7 +26,7 @@ TRIALS = FOLDER / "tried.jsonl"
 """What came of reproducers that were run under several versions: a line a run, by benchmarks/gap_versions.py."""
 _BLOCK = re.compile(r"^# /// script\n((?:#.*\n)+?)# ///\n", re.MULTILINE)
 _REQUIRED = ("title", "framework", "symptom", "cause", "processes")
-_OPTIONAL = ("upstream", "operators", "launcher", "environment")
+_OPTIONAL = ("upstream", "operators", "launcher", "environment", "processor")
 
 
 Clauses = Mapping[str, tuple[str, ...]]
@@ -55,6 +55,8 @@ class Reproducer:
     """C++ operators of DeepSpeed that the script needs."""
     environment: str
     """Name of the virtual environment that the script needs (`make env NAME=...`); empty for Meshmark's own."""
+    processor: str
+    """Flag of /proc/cpuinfo without which the defect does not show; empty if it shows on every CPU."""
     source: str
     """The script without its metadata."""
 
@@ -181,6 +183,7 @@ def read_reproducer(path: Path) -> Reproducer:
         launcher=fields.get("launcher", f"torchrun --nproc-per-node {fields['processes']}"),
         operators=tuple(fields.get("operators", "").split()),
         environment=fields.get("environment", ""),
+        processor=fields.get("processor", ""),
         source=text[block.end() :].strip(),
     )
 
