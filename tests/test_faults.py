@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from meshmark.errors import ClusterError, CorpusError, InputError
-from meshmark.launch import processes
+from meshmark.launch import folders, processes
 from meshmark.launch.rank import _kind
 from meshmark.launch.store import run_secret
 from meshmark.records.record import Status
@@ -23,6 +23,7 @@ from meshmark.records.record_file import read_records
 from meshmark.reference.data import read_corpus
 from meshmark.reference.image_folder import load_images
 from meshmark.regression.baseline import accept
+from meshmark.run.outcomes import outcome_of_error
 from meshmark.text import LIMIT, told
 from tests.factories import make_good
 from tests.test_compare import write
@@ -180,3 +181,11 @@ def test_a_thread_that_the_user_s_limit_forbids_is_no_fault_of_the_adapter(
     monkeypatch.setattr(resource, "getrlimit", lambda _: (most, most))
     for error in (RuntimeError("can't start new thread"), BlockingIOError(11, "Resource temporarily unavailable")):
         assert _kind(error) is status
+
+
+@pytest.mark.parametrize(("free", "status"), [(0, Status.NO_SPACE), (2**40, Status.UNFINISHED)])
+def test_an_unforeseen_error_on_a_full_disk_is_told_as_no_space(
+    free: int, status: Status, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "_free_bytes", lambda _: free)
+    assert outcome_of_error(ValueError("max() arg is an empty sequence")).status is status

@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 
 from meshmark.errors import MeshmarkError, NodeLostError, NodesDisagreeError, NoSpaceError
-from meshmark.launch.folders import means_no_space
+from meshmark.launch.folders import is_full, means_no_space
 from meshmark.launch.launch import LaunchResult
 from meshmark.records.record import Outcome, PeerEnd, Status
 from meshmark.text import clip, told
@@ -21,14 +21,18 @@ _STATUS: dict[type[BaseException], Status] = {
 
 
 def outcome_of_error(error: BaseException) -> Outcome:
-    """A failure outside the ranks; one that nobody foresaw with its stack."""
-    status = _STATUS.get(
-        type(error), Status.NO_SPACE if means_no_space(error, [Path(tempfile.gettempdir())]) else Status.UNFINISHED
-    )
+    """Return the outcome of a failure outside the ranks, with its stack if it is not a `MeshmarkError`.
+
+    Any such failure while the disk of temporary files is full is taken to come of that.
+    """
+    temporary, full = Path(tempfile.gettempdir()), ""
+    status = _STATUS.get(type(error), Status.NO_SPACE if means_no_space(error, [temporary]) else Status.UNFINISHED)
+    if status is Status.UNFINISHED and is_full(temporary):
+        status, full = Status.NO_SPACE, f", and {str(temporary)!r} is full"
     if isinstance(error, MeshmarkError):
-        return Outcome(status=status, message=clip(str(error)))
+        return Outcome(status=status, message=clip(str(error) + full))
     stack = clip("".join(traceback.format_exception(error)))
-    return Outcome(status=status, message=told(error), traceback=stack)
+    return Outcome(status=status, message=told(error) + full, traceback=stack)
 
 
 def outcome_of_launch(launched: LaunchResult, world_size: int) -> Outcome:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from meshmark.adapter.contract import Adapter
+from meshmark.errors import MeshmarkError
 from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind
 from meshmark.judge.false_alarms import shown
 from meshmark.judge.tolerance_model import (
@@ -42,6 +43,8 @@ def judge_equivalence(record: Record) -> Verdict:
     found = record.equivalence
     tolerance_model, run = found.tolerance_model.fitted_to(found.deviations), compare(found.deviations)
     excesses = list(tolerance_model.judge(found.deviations))
+    if not excesses:
+        raise MeshmarkError("nothing of this run was compared: the report of its first rank holds no deviations")
     told = [e for e in excesses if math.isfinite(tolerance_model.noise_of(e[1], e[2]))]
     excess, quantity, step = max(told or excesses)
     factor, worst = tolerance_model.factor_of(quantity), _worst(record, quantity)
