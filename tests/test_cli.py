@@ -64,12 +64,17 @@ def test_help_teaches(arguments: list[str], words: list[str], capsys: pytest.Cap
         assert word in said
 
 
-@pytest.mark.parametrize("arguments", [[], ["dance"], ["report"], ["cases", "--device", "tpu"]])
+@pytest.mark.parametrize("arguments", [[], ["dance"], ["report"]])
 def test_a_wrong_usage_ends_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
     assert "usage: meshmark" in capsys.readouterr().err
+
+
+def test_cases_of_an_unknown_device_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cases", "--device", "tpu"]) == 2
+    assert "unknown device 'tpu'" in capsys.readouterr().err
 
 
 def test_doctor_names_every_adapter_and_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:

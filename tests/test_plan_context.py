@@ -139,7 +139,7 @@ def test_degrees_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str]) 
         search(LONG, SearchSpace(num_gpus=48, global_batch=16, contexts=[3]), H100, NANOTRON, GIVEN)
     assert main(["plan", "--gpus", "8", "--cp", "0"]) == 2 == main(["plan", "--gpus", "8", "--cp", "two"])
     said = capsys.readouterr().err
-    assert "cp is 0" in said and "--cp 'two': expected whole numbers" in said
+    assert "--cp '0': 0 is too small" in said and "--cp 'two': expected whole numbers" in said
     assert main(["plan", "--gpus", "8", "--cp", "2,4", "--global-batch", "8"]) == 0
     assert ".cp2." in capsys.readouterr().out
 

@@ -146,7 +146,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(installed: Installed) -> N
         inside + name.removeprefix(folder)
         for name in tracked
         for folder, inside in places.items()
-        if name.startswith(folder) and name.endswith((".py", ".json", ".html", ".css", ".js"))
+        if name.startswith(folder) and name.endswith((".py", ".json", ".jsonl", ".html", ".css", ".js"))
     }
     assert {"meshmark/plan/rates/h100.json", "meshmark/suites/conftest.py"} <= expected
     assert {name for name in installed.files if ".dist-info/" not in name} == expected

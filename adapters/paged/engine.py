@@ -71,16 +71,16 @@ class PagedEngine(Engine):
 
     def step(self, emit: Callable[[Emitted], None]) -> None:
         chosen = self._schedule()
-        spans = [
+        spans = tuple(
             Span(
-                tokens=sample.tokens[sample.computed : sample.computed + count],
+                tokens=tuple(sample.tokens[sample.computed : sample.computed + count]),
                 start=sample.computed,
                 blocks=tuple(sample.blocks),
                 all_rows=sample.request.wants_prompt and sample.computed < len(sample.request.prompt),
             )
             for sample, count in chosen
-        ]
-        copies, self._copies = self._copies, []
+        )
+        copies, self._copies = tuple(self._copies), []
         found = self._ranks.logprobs(Batch(spans=spans, copies=copies))
         for (sample, count), rows in zip(chosen, found, strict=True):
             self._note_prompt(sample, rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,10 @@ from meshmark.inference.model import DTYPES
 class Span:
     """Tokens of one sequence that a batch computes."""
 
-    tokens: Sequence[int]
+    tokens: tuple[int, ...]
     start: int
     """Position of the first of them."""
-    blocks: Sequence[int]
+    blocks: tuple[int, ...]
     """Block table: the block of positions 0 to block size - 1, and so on."""
     all_rows: bool
     """True if log probabilities are asked for after each token, not after the last alone."""
@@ -34,8 +34,8 @@ class Span:
 class Batch:
     """What a step computes, on every rank."""
 
-    spans: Sequence[Span]
-    copies: Sequence[tuple[int, int]] = ()
+    spans: tuple[Span, ...]
+    copies: tuple[tuple[int, int], ...] = ()
     """Blocks to copy first, from and to."""
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import tempfile
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from meshmark.adapters.paged.model import Batch, PagedLlama
 from meshmark.inference.contract import EngineOptions
+from meshmark.serial import decode, encode
 
 
 class Ranks:
@@ -32,13 +35,13 @@ class Ranks:
     def logprobs(self, batch: Batch) -> list[Tensor]:
         """Compute a batch on all ranks. Returns log probabilities for each span."""
         if self._tp > 1:
-            dist.broadcast_object_list([batch])
+            _send(batch)
         return self.model.logprobs(batch)
 
     def close(self) -> None:
         """End the other ranks."""
         if self._tp > 1:
-            dist.broadcast_object_list([None])
+            _send(None)
             dist.destroy_process_group()
             self._folder.cleanup()
 
@@ -48,10 +51,27 @@ def _join(address: str, rank: int, tp: int) -> None:
 
 
 def _bytes_by_rank(model: PagedLlama, tp: int) -> tuple[int, ...]:
-    num_bytes = [model.cache.untyped_storage().nbytes()] * tp
+    own = torch.tensor([model.cache.untyped_storage().nbytes()])
+    every = [own.clone() for _ in range(tp)]
     if tp > 1:
-        dist.all_gather_object(num_bytes, model.cache.untyped_storage().nbytes())
-    return tuple(num_bytes)
+        dist.all_gather(every, own)
+    return tuple(int(each) for each in every)
+
+
+def _send(batch: Batch | None) -> None:
+    """Send a batch from rank 0 to all others, as JSON: whoever unpickles runs what the sender wants."""
+    text = torch.frombuffer(bytearray(json.dumps(encode(batch)).encode()), dtype=torch.uint8)
+    dist.broadcast(torch.tensor([len(text)]), 0)
+    dist.broadcast(text, 0)
+
+
+def _receive() -> Batch | None:
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.broadcast(size, 0)
+    text = torch.zeros(int(size), dtype=torch.uint8)
+    dist.broadcast(text, 0)
+    batch: Batch | None = decode(Batch | None, json.loads(bytes(text.tolist())))
+    return batch
 
 
 def _serve(kind: type[PagedLlama], folder: Path, options: EngineOptions, rank: int, address: str) -> None:
@@ -59,9 +79,5 @@ def _serve(kind: type[PagedLlama], folder: Path, options: EngineOptions, rank: i
     _join(address, rank, options.tp)
     model = kind(folder, options, rank)
     _bytes_by_rank(model, options.tp)
-    said: list[Batch | None] = [None]
-    while True:
-        dist.broadcast_object_list(said)
-        if said[0] is None:
-            return
-        model.logprobs(said[0])
+    while batch := _receive():
+        model.logprobs(batch)

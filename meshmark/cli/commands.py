@@ -266,7 +266,7 @@ def _doctor() -> None:
 def _cases(parsed: argparse.Namespace) -> None:
     from meshmark.adapter.matrix import counts, matrix
     from meshmark.adapter.registry import load_adapter
-    from meshmark.cli.options import chosen_adapters, chosen_layouts, chosen_workloads, split_values
+    from meshmark.cli.options import chosen_adapters, chosen_device, chosen_layouts, chosen_workloads, split_values
     from meshmark.spec.case import Case, expect_fit
     from meshmark.spec.precision import precision
 
@@ -277,7 +277,7 @@ def _cases(parsed: argparse.Namespace) -> None:
     precisions = [precision(text) for text in split_values("--precision", parsed.precision)]
     cells = matrix(adapters, worlds, workloads, precisions, layouts)
     expect_fit(cells)
-    backend = "nccl" if parsed.device == "cuda" else "gloo"
+    backend = "nccl" if chosen_device(parsed.device) == "cuda" else "gloo"
     for cell in cells:
         if isinstance(cell, Case):
             reason = adapters[cell.adapter].refusal(cell, parsed.device, backend)

@@ -7,7 +7,7 @@ import importlib.metadata
 
 from meshmark.adapter.matrix import AUTO, LayoutChoice
 from meshmark.adapter.registry import core_adapters, known_adapters, outside_name, select
-from meshmark.errors import InputError
+from meshmark.errors import InputError, UnknownNameError
 from meshmark.spec.layout_id import parse_layout
 from meshmark.spec.model_config import Dataset
 from meshmark.spec.model_spec import ModelSpec
@@ -20,6 +20,13 @@ WORKLOADS_GROUP = "meshmark.workloads"
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _DIGITS = 5
 """Digits of the largest number of ranks. No cluster has more."""
+
+
+def chosen_device(name: str) -> str:
+    """Return a device that Meshmark knows. Raises `UnknownNameError` for others."""
+    if name not in ("cpu", "cuda"):
+        raise UnknownNameError("device", name, ["cpu", "cuda"])
+    return name
 
 
 def split_values(option: str, text: str) -> list[str]:

@@ -26,7 +26,6 @@ class RunOption:
     default: str | float | None = None
     kind: type[str | int | float] = str
     """Type of the value."""
-    choices: tuple[str, ...] | None = None
     is_flag: bool = False
     """True if it takes no value."""
     repeated: bool = False
@@ -43,14 +42,7 @@ class RunOption:
         elif self.repeated:
             add(f"--{self.name}", action="append", default=[], metavar=self.metavar, help=self.help)
         else:
-            add(
-                f"--{self.name}",
-                type=self.kind,
-                default=self.default,
-                metavar=self.metavar,
-                choices=self.choices,
-                help=self.help,
-            )
+            add(f"--{self.name}", type=self.kind, default=self.default, metavar=self.metavar, help=self.help)
 
 
 def add_case_options(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +90,6 @@ RUN_OPTIONS = (
         file=("options",),
         listed=True,
         default="cpu",
-        choices=("cpu", "cuda"),
         help="cpu or cuda (default: cpu)",
     ),
     RunOption(name="backend", file=("options",), help="gloo or nccl (default: nccl where every rank has its own GPU)"),

@@ -15,6 +15,7 @@ from meshmark.adapter.matrix import LayoutChoice
 from meshmark.adapter.registry import load_adapter
 from meshmark.cli.options import (
     chosen_adapters,
+    chosen_device,
     chosen_layouts,
     chosen_workloads,
     duration,
@@ -190,8 +191,7 @@ def _launcher(name: str) -> str:
 
 def _run_options(config: pytest.Config) -> RunOptions:
     device, backend, steps = (config.getoption(name) for name in ("--device", "--backend", "--steps"))
-    if device not in ("cpu", "cuda"):
-        raise UnknownNameError("device", device, ["cpu", "cuda"])
+    chosen_device(device)
     if backend not in (None, "gloo", "nccl"):
         raise UnknownNameError("backend", backend, ["gloo", "nccl"])
     if device == "cuda" and not num_gpus():
