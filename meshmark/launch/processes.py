@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 # --- The state of a process, read from /proc because its parent may not look.
@@ -61,12 +62,16 @@ def is_process_limit_reached() -> bool:
 def _num_threads(user: int) -> int:
     """Return the number of threads of all processes of `user`."""
     count = 0
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with contextlib.suppress(OSError):  # it has just ended
-                if folder.stat().st_uid == user:
-                    count += sum(1 for _ in (folder / "task").iterdir())
+    for folder in _processes():
+        with contextlib.suppress(OSError):  # it has just ended
+            if folder.stat().st_uid == user:
+                count += sum(1 for _ in (folder / "task").iterdir())
     return count
+
+
+def _processes() -> list[Path]:
+    """Return the folders of all processes in /proc."""
+    return [folder for folder in Path("/proc").iterdir() if folder.name.isdigit()]
 
 
 # --- Orphans: processes that outlive those who started them are adopted and ended.
@@ -92,39 +97,37 @@ def die_with_parent(parent: int | None) -> None:
 
 def end_children(parent: int) -> None:
     """Kill all children of `parent`, and what it adopts meanwhile."""
-    deadline = time.monotonic() + _END_SECONDS
-    while (children := _children(parent)) and time.monotonic() < deadline:
-        for child in children:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(child, signal.SIGKILL)
-        time.sleep(0.01)
+    _end_all(lambda: _children(parent))
 
 
 def end_started_with(name: str, value: str) -> None:
     """Kill all processes that were started with this variable in their environment, whoever has adopted them."""
+    _end_all(lambda: [pid for pid in _others() if has_variable(pid, name, value)])
+
+
+def _end_all(found: Callable[[], list[int]]) -> None:
+    """Kill what `found` returns until it returns nothing, for a short while."""
     deadline = time.monotonic() + _END_SECONDS
-    while (found := [pid for pid in _living() if has_variable(pid, name, value)]) and time.monotonic() < deadline:
-        for pid in found:
+    while (pids := found()) and time.monotonic() < deadline:
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
 
 
-def _living() -> list[int]:
+def _others() -> list[int]:
     """Return the numbers of all processes except this one."""
-    numbers = [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
-    return [pid for pid in numbers if pid != os.getpid()]
+    return [pid for folder in _processes() if (pid := int(folder.name)) != os.getpid()]
 
 
 def _children(parent: int) -> list[int]:
     """Living processes whose parent is `parent`."""
     found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with contextlib.suppress(OSError):  # it has just ended
-                state, its_parent, *_ = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
-                if int(its_parent) == parent and state != "Z":
-                    found.append(int(folder.name))
+    for folder in _processes():
+        with contextlib.suppress(OSError):  # it has just ended
+            state, its_parent, *_ = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            if int(its_parent) == parent and state != "Z":
+                found.append(int(folder.name))
     return found
 
 
