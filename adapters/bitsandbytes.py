@@ -32,8 +32,7 @@ class BitsAndBytesNF4(CompressionAdapter):
                 compress_statistics=self.compress_statistics,
             )
             new.load_state_dict(layer.state_dict())
-            parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, new.to("cpu"))  # `to` is what quantizes
+            model.set_submodule(name, new.to("cpu"))  # `to` is what quantizes
         return model
 
     def finish(self, model: nn.Module) -> nn.Module:

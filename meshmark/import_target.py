@@ -7,11 +7,18 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 
 def import_module_of(where: str) -> ModuleType:
     """Return the module named by the part of a target before its colon. Raises any error of importing it."""
     return import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+
+
+def class_at(target: str) -> Any:  # noqa: ANN401
+    """Return the class that a target names. Raises any error of importing it."""
+    where, _, name = target.rpartition(":")
+    return getattr(import_module_of(where), name)
 
 
 def import_file(path: Path) -> ModuleType:

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshmark.adapter.registry import compression_methods
-from meshmark.compression.judge import FACTOR, Verdict
+from meshmark.compression.judge import FACTOR
 from meshmark.compression.run import PAIRS, CompressionRecord, load_method, read_compression, run_case
+from meshmark.records.judged_case import CaseVerdict
 from meshmark.report.markdown import inline
 from meshmark.report.markdown import table as markdown
 
@@ -86,7 +87,7 @@ inputs past the middle of two codes, so logits of `torchao-int8-dynamic` have mu
 {_nearest(optimizers)}{_failures(records)}"""
 
 
-def _by_name(record: CompressionRecord) -> dict[str, Verdict]:
+def _by_name(record: CompressionRecord) -> dict[str, CaseVerdict]:
     return {verdict.name: verdict for verdict in record.verdicts}
 
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from meshmark.adapter.contract import Adapter
-from meshmark.measure.readings import wire_factor
+from meshmark.report.communication import wire_bytes
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import workload
@@ -70,8 +70,7 @@ def _sent(adapter: type[Adapter], case: Case) -> float | None:
     flows, count = step_traffic(case, 0), local_parameters(case.workload.model, case.layout, 0)
     if flows is None or not count or not adapter.plans_traffic(case):
         return None
-    sent = departed(flows, adapter.traffic_exceptions(case, 0))
-    total = sum(flow.num_bytes * wire_factor(flow.kind, len(flow.ranks)) for flow in sent)
+    total = wire_bytes(departed(flows, adapter.traffic_exceptions(case, 0)))
     return total / (count * case.precision.weights.itemsize)
 
 

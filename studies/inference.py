@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshmark.inference.clauses import LENGTHS, NEW_TOKENS
-from meshmark.inference.judge import FACTOR, Verdict
+from meshmark.inference.judge import FACTOR
 from meshmark.inference.run import LOAD, InferenceRecord, read_inference
+from meshmark.records.judged_case import CaseVerdict
 from meshmark.report.markdown import inline
 from meshmark.report.markdown import table as markdown
 from meshmark.text import pluralize
@@ -133,7 +134,7 @@ def _clauses(records: Sequence[InferenceRecord]) -> list[dict[str, object]]:
     return list(rows.values())
 
 
-def _shown(verdict: Verdict) -> str:
+def _shown(verdict: CaseVerdict) -> str:
     if verdict.gap and not verdict.passed:
         return "known gap"
     return "holds" if verdict.passed else "**fails**"

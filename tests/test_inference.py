@@ -12,11 +12,12 @@ import pytest
 from benchmarks.inference_power import failures
 from meshmark.adapter.registry import inference_adapters
 from meshmark.inference.contract import CacheUse, EngineOptions, Request, Served
-from meshmark.inference.judge import Judge, Verdict, cache_bytes, peak_blocks
+from meshmark.inference.judge import Judge, cache_bytes, peak_blocks
 from meshmark.inference.model import prompts, shape_of, write_model
 from meshmark.inference.process import EngineError, EngineProcess, load_engine
 from meshmark.inference.run import InferenceCase, read_inference, run_case, with_gap
 from meshmark.inference.serving import serve
+from meshmark.records.judged_case import CaseVerdict
 from tests.broken.paged import BY_NAME
 
 GENERATE = inference_adapters()["transformers-generate"]
@@ -97,7 +98,7 @@ def test_a_planted_defect_fails_its_verdict_first(model: Path, name: str, verdic
 
 def test_a_known_gap_covers_its_own_symptom_alone() -> None:
     gaps = load_engine(inference_adapters()["vllm"]).known_gaps
-    found = Verdict(name="a token that is unknown", passed=False, text="IndexError: index out of range in self")
+    found = CaseVerdict(name="a token that is unknown", passed=False, text="IndexError: index out of range in self")
     assert with_gap(found, gaps).gap == "vllm_unknown_token" and not with_gap(found, gaps).fails
     assert with_gap(dataclasses.replace(found, text="the engine hangs"), gaps).fails
     assert with_gap(dataclasses.replace(found, name="alone"), gaps).fails

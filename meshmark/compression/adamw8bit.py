@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshmark.adapter.holdings import storage_bytes
 from meshmark.compression.contract import Moment, OptimizerAdapter
-from meshmark.compression.judge import FACTOR, Verdict, compare
-from meshmark.compression.specification import HALF_ULP, TABLE_ROOM, dynamic_codes, round_to_codes
+from meshmark.compression.judge import FACTOR, compare, ratio
+from meshmark.compression.specification import HALF_ULP, TABLE_ROOM, dynamic_codes, in_blocks, round_to_codes
+from meshmark.records.judged_case import CaseVerdict
 
 BLOCK = 256
 """Elements of a block of 8-bit moments."""
@@ -25,14 +27,14 @@ OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weigh
 
 def judge_optimizer(
     adapter: OptimizerAdapter, model: nn.Module, gradients: Callable[[nn.Module, int], None], steps: int = 5
-) -> Iterator[Verdict]:
+) -> Iterator[CaseVerdict]:
     """Train `model` for `steps` steps and yield every verdict.
 
     `gradients(model, step)` leaves a step's gradients in the model's parameters.
     """
     parameters = dict(model.named_parameters())
     optimizer = adapter.build(parameters.values(), **OPTIONS)
-    worst: dict[str, Verdict] = {}
+    worst: dict[str, CaseVerdict] = {}
     other, total = 0, 0
     for step in range(1, steps + 1):
         gradients(model, step)
@@ -43,7 +45,7 @@ def judge_optimizer(
             found = _State(adapter, optimizer, p)
             if was.is_8_bit(found) is False:
                 text = f"{name}: {p.numel()} elements have {found.moments[0].values.dtype} moments"
-                yield Verdict(name="moments", passed=False, text=text)
+                yield CaseVerdict(name="moments", passed=False, text=text)
                 return
             exact = _step(was, step, torch.float64)
             twins = [_step(was, step, torch.float32, way) for way in (0, 1)]
@@ -55,9 +57,9 @@ def judge_optimizer(
                 total += p.numel()
             for verdict in verdicts:
                 last = worst.get(verdict.name)
-                if last is None or last.passed and (not verdict.passed or _ratio(verdict) > _ratio(last)):
+                if last is None or last.passed and (not verdict.passed or ratio(verdict) > ratio(last)):
                     text = f"step {step}, {name}: {verdict.text}"
-                    worst[verdict.name] = Verdict(
+                    worst[verdict.name] = CaseVerdict(
                         name=verdict.name, passed=verdict.passed, text=text, numbers=verdict.numbers
                     )
     yield from worst.values()
@@ -101,7 +103,7 @@ def _step(was: _State, step: int, dtype: torch.dtype, way: int = 0) -> tuple[Ten
     return p - lr / first * m / (v.sqrt() / math.sqrt(second) + eps), m, v
 
 
-def _moment(part: str, after: _State, index: int, exact: Tensor, twins: Sequence[Tensor]) -> tuple[Verdict, int]:
+def _moment(part: str, after: _State, index: int, exact: Tensor, twins: Sequence[Tensor]) -> tuple[CaseVerdict, int]:
     """Compare a moment, relative to the largest of its block; return how many codes are not the nearest too."""
     found, moment = after.values[index - 1], after.moments[index - 1]
     if moment.largest is None:
@@ -124,7 +126,7 @@ def _moment(part: str, after: _State, index: int, exact: Tensor, twins: Sequence
     passed = worst <= allowed and maxima <= FACTOR * noise
     numbers = {"largest": max(worst, 0.0), "detects": allowed, "maxima": maxima}
     missed = int((excess.flatten()[: exact.numel()] > FACTOR * HALF_ULP).sum())
-    return Verdict(name=part, passed=passed, text=text, numbers=numbers), missed
+    return CaseVerdict(name=part, passed=passed, text=text, numbers=numbers), missed
 
 
 def _off(found: Tensor, exact: Tensor) -> float:
@@ -132,31 +134,24 @@ def _off(found: Tensor, exact: Tensor) -> float:
 
 
 def _blocks(x: Tensor) -> Tensor:
-    return torch.cat([x.flatten(), x.new_zeros(-x.numel() % BLOCK)]).view(-1, BLOCK)
-
-
-def _ratio(verdict: Verdict) -> float:
-    return verdict.numbers["largest"] / verdict.numbers["detects"]
+    return in_blocks(x, BLOCK)
 
 
 def _bytes(
     adapter: OptimizerAdapter, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], other: float
-) -> Verdict:
+) -> CaseVerdict:
     """Compare all tensors of the optimizer's state with the closed form."""
-    storages: dict[int, int] = {}
-    for p in parameters:
-        for value in optimizer.state[p].values():
-            if isinstance(value, Tensor):
-                storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+    states = [value for p in parameters for value in optimizer.state[p].values() if isinstance(value, Tensor)]
+    held = sum(storage_bytes(states).values())
     sizes = [p.numel() for p in parameters]
     small = [size for size in sizes if size < LEAST_8_BIT]
     large = [size for size in sizes if size >= LEAST_8_BIT]
     specified = sum(8 * size for size in small) + sum(2 * size + 8 * math.ceil(size / BLOCK) for size in large)
     specified += 2 * 4 * 256 if large else 0  # one table of codes for each moment
-    before, held = 8 * sum(sizes), sum(storages.values())
+    before = 8 * sum(sizes)
     text = f"{held:,}, closed form {specified:,}; {before:,} in float32: {held / before:.3f}"
     numbers = {"bytes": float(held), "specified": float(specified), "before": float(before), "not_nearest": other}
-    return Verdict(name="bytes", passed=held == specified, text=text, numbers=numbers)
+    return CaseVerdict(name="bytes", passed=held == specified, text=text, numbers=numbers)
 
 
 def step_times(optimizers: Sequence[torch.optim.Optimizer]) -> list[float]:

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from meshmark.adapter.holdings import storage_bytes
 from meshmark.compression.contract import CompressionAdapter
 from meshmark.compression.network import WAYS, Layer, network
 from meshmark.compression.specification import HALF_ULP, ROUNDINGS, ExactLayer, linears
+from meshmark.records.judged_case import CaseVerdict
 from meshmark.reference.objective import cross_entropy
 
 FACTOR = 3.0
 """A compressed model may round this many times as much as the noisiest correct order of the same sums."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """One thing that was judged."""
-
-    name: str
-    passed: bool
-    text: str
-    numbers: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +28,9 @@ class Batch:
 
 
 @torch.no_grad()
-def judge(original: nn.Module, compressed: nn.Module, adapter: CompressionAdapter, batch: Batch) -> Iterator[Verdict]:
+def judge(
+    original: nn.Module, compressed: nn.Module, adapter: CompressionAdapter, batch: Batch
+) -> Iterator[CaseVerdict]:
     """Yield every verdict on `compressed`, which `adapter` made of a copy of `original`."""
     specification = adapter.specification
     exact = specification.layers(original)
@@ -62,14 +56,16 @@ def judge(original: nn.Module, compressed: nn.Module, adapter: CompressionAdapte
     yield _bytes(adapter, found, exact)
 
 
-def _weights(adapter: CompressionAdapter, exact: Mapping[str, ExactLayer], found: Mapping[str, nn.Linear]) -> Verdict:
+def _weights(
+    adapter: CompressionAdapter, exact: Mapping[str, ExactLayer], found: Mapping[str, nn.Linear]
+) -> CaseVerdict:
     """Compare the weights that layers stand for with their specification, to the roundings of float32."""
     off, ties, total, worst = 0.0, 0, 0, ""
     for name, layer in exact.items():
         weight = adapter.weight(found[name]).detach()
         if weight.shape != layer.stored.values.shape:
             text = f"{name}: {tuple(weight.shape)}, expected {tuple(layer.stored.values.shape)}"
-            return Verdict(name="weights", passed=False, text=text)
+            return CaseVerdict(name="weights", passed=False, text=text)
         right = layer.stored.following(weight)
         ties += int((right != layer.stored.values).sum())
         total += weight.numel()
@@ -80,10 +76,10 @@ def _weights(adapter: CompressionAdapter, exact: Mapping[str, ExactLayer], found
     allowed = FACTOR * ROUNDINGS * HALF_ULP
     text = f"off by {off:.1e} of a layer's largest weight{f' in {worst}' if worst else ''}, {ties} of {total} at ties"
     numbers = {"largest": off, "detects": allowed, "ties": float(ties)}
-    return Verdict(name="weights", passed=off <= allowed, text=text, numbers=numbers)
+    return CaseVerdict(name="weights", passed=off <= allowed, text=text, numbers=numbers)
 
 
-def _layers(compressed: nn.Module, stored: Mapping[str, Layer], batch: Batch) -> Verdict:
+def _layers(compressed: nn.Module, stored: Mapping[str, Layer], batch: Batch) -> CaseVerdict:
     """Compare each layer's outputs with float64 at the inputs that the layer itself was given."""
     seen: dict[str, tuple[Tensor, Tensor]] = {}
     hooks = [
@@ -95,15 +91,15 @@ def _layers(compressed: nn.Module, stored: Mapping[str, Layer], batch: Batch) ->
     compressed(batch.tokens)
     for hook in hooks:
         hook.remove()
-    worst = Verdict(name="layers", passed=True, text="", numbers={"largest": 0.0, "detects": 1.0})
+    worst = CaseVerdict(name="layers", passed=True, text="", numbers={"largest": 0.0, "detects": 1.0})
     for name, layer in stored.items():
         x, y = seen[name]
         if x.shape[-1] != layer.weight.shape[1] or y.shape[-1] != layer.weight.shape[0]:
-            return Verdict(name="layers", passed=False, text=f"{name} has other channels than specified")
+            return CaseVerdict(name="layers", passed=False, text=f"{name} has other channels than specified")
         truth, room = layer(x.double()), layer.tie_room(x)
         verdict = compare(name, y, truth, [layer(x, way) for way in WAYS], room)
-        if not verdict.passed or _ratio(verdict) > _ratio(worst):
-            worst = Verdict(
+        if not verdict.passed or ratio(verdict) > ratio(worst):
+            worst = CaseVerdict(
                 name="layers", passed=verdict.passed, text=f"{name}: {verdict.text}", numbers=verdict.numbers
             )
         if not worst.passed:
@@ -111,11 +107,12 @@ def _layers(compressed: nn.Module, stored: Mapping[str, Layer], batch: Batch) ->
     return worst
 
 
-def _ratio(verdict: Verdict) -> float:
+def ratio(verdict: CaseVerdict) -> float:
+    """Return the largest error as a share of the smallest that fails."""
     return verdict.numbers["largest"] / verdict.numbers["detects"]
 
 
-def compare(name: str, found: Tensor, truth: Tensor, twins: list[Tensor], room: Tensor | float = 0.0) -> Verdict:
+def compare(name: str, found: Tensor, truth: Tensor, twins: list[Tensor], room: Tensor | float = 0.0) -> CaseVerdict:
     """Compare with the truth, largest and root mean square, relative to the truth's largest value."""
     size = float(truth.abs().max())
 
@@ -130,10 +127,10 @@ def compare(name: str, found: Tensor, truth: Tensor, twins: list[Tensor], room: 
     most_rms = FACTOR * max([HALF_ULP / 3, *(second for _, second in noise)])
     text = f"off by {largest:.1e}, root mean square {rms:.1e}; at most {most:.1e} and {most_rms:.1e}"
     numbers = {"largest": largest, "rms": rms, "noise": most / FACTOR, "detects": most, "detects_rms": most_rms}
-    return Verdict(name=name, passed=largest <= most and rms <= most_rms, text=text, numbers=numbers)
+    return CaseVerdict(name=name, passed=largest <= most and rms <= most_rms, text=text, numbers=numbers)
 
 
-def _loss(logits: Tensor, truth: Tensor, twins: list[Tensor], batch: Batch) -> Verdict:
+def _loss(logits: Tensor, truth: Tensor, twins: list[Tensor], batch: Batch) -> CaseVerdict:
     exact = mean_loss(truth, batch.targets)
     noise = max(abs(mean_loss(twin.double(), batch.targets) - exact) for twin in twins)
     found = mean_loss(logits.double(), batch.targets)
@@ -141,7 +138,7 @@ def _loss(logits: Tensor, truth: Tensor, twins: list[Tensor], batch: Batch) -> V
     off = abs(found - exact)
     text = f"{found:.6f}, specified {exact:.6f}: off by {off:.1e}, at most {allowed:.1e}"
     numbers = {"loss": found, "largest": off, "detects": allowed}
-    return Verdict(name="loss", passed=off <= allowed, text=text, numbers=numbers)
+    return CaseVerdict(name="loss", passed=off <= allowed, text=text, numbers=numbers)
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> float:
@@ -149,18 +146,18 @@ def mean_loss(logits: Tensor, targets: Tensor) -> float:
     return float(cross_entropy(logits, targets)) / int((targets >= 0).sum())
 
 
-def _bytes(adapter: CompressionAdapter, found: Mapping[str, nn.Linear], exact: Mapping[str, ExactLayer]) -> Verdict:
+def _bytes(adapter: CompressionAdapter, found: Mapping[str, nn.Linear], exact: Mapping[str, ExactLayer]) -> CaseVerdict:
     held = sum(stored_bytes(layer) for layer in found.values())
     specified = sum(adapter.specification.num_bytes(tuple(layer.stored.values.shape)) for layer in exact.values())
     before = sum(4 * (layer.stored.values if layer.full is None else layer.full).numel() for layer in exact.values())
     text = f"{held:,}, closed form {specified:,}; {before:,} before: {held / before:.3f}"
     numbers = {"bytes": float(held), "specified": float(specified), "before": float(before)}
-    return Verdict(name="bytes", passed=held == specified, text=text, numbers=numbers)
+    return CaseVerdict(name="bytes", passed=held == specified, text=text, numbers=numbers)
 
 
 def stored_bytes(layer: nn.Module) -> int:
     """Return the bytes of the storages that keep a layer's weight, each once; its bias is left out."""
-    storages: dict[int, int] = {}
+    kept: list[Tensor] = []
     waiting: list[object] = [getattr(layer, "weight", None)]  # a masked one is neither parameter nor buffer
     for tensors in (layer.named_parameters(), layer.named_buffers()):
         waiting += [tensor for name, tensor in tensors if name != "bias"]
@@ -174,9 +171,8 @@ def stored_bytes(layer: nn.Module) -> int:
             names, _ = value.__tensor_flatten__()
             waiting += [getattr(value, name) for name in names]
         elif isinstance(value, Tensor):
-            storage = value.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            kept.append(value)
             waiting += [getattr(value, "quant_state", None)]
         elif value is not None and hasattr(value, "absmax"):  # bitsandbytes' QuantState
             waiting += [part for part in vars(value).values() if isinstance(part, Tensor) or hasattr(part, "absmax")]
-    return sum(storages.values())
+    return sum(storage_bytes(kept).values())

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshmark.compression.specification import linears, round_int8
+from meshmark.compression.specification import int8_scale, linears, round_int8
 
 WAYS = ("plain", "backwards", "halves", "row by row")
 """Orders in which a correct implementation may sum the products of a linear layer."""
@@ -52,7 +52,7 @@ class Layer:
 
 def _round_narrow(x: Tensor) -> Tensor:
     """Round rows to 8 bits in float32, as `round_int8` does in float64."""
-    scale = (x.abs().amax(-1, keepdim=True) / 127.5).clamp(min=torch.finfo(torch.float32).eps)
+    scale = int8_scale(x)
     return (x / scale).round().clamp(-128, 127) * scale
 
 
@@ -69,6 +69,5 @@ def network(model: nn.Module, layers: Mapping[str, Layer], dtype: torch.dtype, w
     """Return a copy of `model` in `dtype` with `layers` in the place of its linear layers."""
     made = copy.deepcopy(model).to(dtype)
     for name in linears(model):
-        parent, _, own = name.rpartition(".")
-        setattr(made.get_submodule(parent), own, _Linear(layers[name], way))
+        made.set_submodule(name, _Linear(layers[name], way))
     return made.eval()

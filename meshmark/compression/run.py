@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib
 import importlib.metadata
-import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,8 +18,10 @@ from torch import Tensor, nn
 from meshmark import environment
 from meshmark.compression.adamw8bit import OPTIONS, judge_optimizer, step_times
 from meshmark.compression.contract import CompressionAdapter, Method, OptimizerAdapter
-from meshmark.compression.judge import Batch, Verdict, judge, mean_loss
+from meshmark.compression.judge import Batch, judge, mean_loss
+from meshmark.import_target import class_at
 from meshmark.measure.interval import mean_interval
+from meshmark.records.judged_case import CaseVerdict, JudgedCase, newest_lines
 from meshmark.reference.build import build_model
 from meshmark.reference.data import make_batch
 from meshmark.reference.objective import build_optimizer, loss_share
@@ -37,44 +37,24 @@ PAIRS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressionRecord:
-    """What was found of a case: one line of records.jsonl."""
+class CompressionRecord(JudgedCase):
+    """What was found of a method.
 
-    case: dict[str, str]
-    verdicts: list[Verdict]
+    `speed` has milliseconds of a forward pass, the ratio original / compressed, and half its 95 % interval.
+    """
+
     loss: dict[str, float]
     """Mean loss on held-out rows before and after."""
-    speed: dict[str, float]
-    """Milliseconds of a forward pass, the ratio original / compressed, and half its 95 % interval."""
-    versions: dict[str, str] = field(default_factory=dict)
-    commit: str = ""
-    machine: str = ""
-    date: str = ""
-
-    @property
-    def passed(self) -> bool:
-        return all(verdict.passed for verdict in self.verdicts)
-
-    def line(self) -> str:
-        """Return the record as a line of JSON."""
-        return json.dumps(dataclasses.asdict(self)) + "\n"
 
 
 def read_compression(path: Path) -> list[CompressionRecord]:
     """Return the records of a file, of each case the last."""
-    found = {}
-    for line in path.read_text().splitlines():
-        values = json.loads(line)
-        verdicts = [Verdict(**verdict) for verdict in values.pop("verdicts")]
-        record = CompressionRecord(**values, verdicts=verdicts)
-        found[json.dumps(record.case)] = record
-    return list(found.values())
+    return [CompressionRecord(**values) for values in newest_lines(path)]
 
 
 def load_method(target: str) -> type[Method]:
     """Return the class at "package.module:Class"."""
-    module, _, name = target.partition(":")
-    method: type[Method] = getattr(importlib.import_module(module), name)
+    method: type[Method] = class_at(target)
     return method
 
 
@@ -103,10 +83,9 @@ def train(task: Workload, steps: int = STEPS) -> nn.Module:
         if isinstance(module, nn.LayerNorm):
             nn.init.ones_(module.weight)
     optimizer = build_optimizer(task.optimizer, model.named_parameters())
+    compute = gradients_of(task)
     for step in range(steps):
-        batch = make_batch(task, step)
-        optimizer.zero_grad()
-        loss_share(model(batch.inputs), batch, task.loss).backward()  # type: ignore[no-untyped-call]
+        compute(model, step)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     return model.eval().requires_grad_(False)
@@ -145,13 +124,11 @@ def run_case(name: str, target: str, results: Path | None = None, steps: int = S
         date=around.date,
     )
     if results:
-        results.mkdir(parents=True, exist_ok=True)
-        with (results / "records.jsonl").open("a") as file:
-            file.write(record.line())
+        record.append_to(results)
     return record
 
 
-Found = tuple[list[Verdict], dict[str, float], dict[str, float]]
+Found = tuple[list[CaseVerdict], dict[str, float], dict[str, float]]
 """Verdicts, losses and times."""
 
 
@@ -174,7 +151,8 @@ def _compressed(adapter: Method, original: nn.Module, batch: Batch, task: Worklo
 def _optimizer(adapter: Method, original: nn.Module, batch: Batch, task: Workload, more: int = 100) -> Found:
     """Judge five steps; then train two copies for `more` steps, one by PyTorch's AdamW, and compare their losses."""
     assert isinstance(adapter, OptimizerAdapter)
-    verdicts = list(judge_optimizer(adapter, copy.deepcopy(original).requires_grad_(True), gradients_of(task)))
+    compute = gradients_of(task)
+    verdicts = list(judge_optimizer(adapter, copy.deepcopy(original).requires_grad_(True), compute))
     models = [copy.deepcopy(original).requires_grad_(True) for _ in range(2)]
     options = {**OPTIONS, "lr": task.optimizer.learning_rate / 10}
     optimizers = [
@@ -183,7 +161,7 @@ def _optimizer(adapter: Method, original: nn.Module, batch: Batch, task: Workloa
     ]
     for step in range(more):
         for model, optimizer in zip(models, optimizers, strict=True):
-            gradients_of(task)(model, STEPS + step)
+            compute(model, STEPS + step)
             optimizer.step()
     losses = {"before": _loss(models[0], batch), "after": _loss(models[1], batch)}
     return verdicts, losses, speed(lambda: step_times(optimizers))

@@ -52,10 +52,15 @@ def as_is(values: Tensor) -> Rounded:
     return Rounded(values=values, other=values, tie=torch.zeros_like(values, dtype=torch.bool))
 
 
+def int8_scale(x_NI: Tensor) -> Tensor:
+    """Return the step of each row's 8-bit grid, [N, 1]."""
+    return (x_NI.abs().amax(-1, keepdim=True) / 127.5).clamp(min=torch.finfo(torch.float32).eps)
+
+
 def round_int8(x_NI: Tensor) -> Rounded:
     """Round each row to its own 8-bit grid: whole multiples of its largest absolute value / 127.5."""
     x_NI = x_NI.double()
-    scale_N1 = (x_NI.abs().amax(-1, keepdim=True) / 127.5).clamp(min=torch.finfo(torch.float32).eps)
+    scale_N1 = int8_scale(x_NI)
     steps = x_NI / scale_N1
     code = steps.round().clamp(-128, 127)
     other = (code + torch.where(steps > code, 1.0, -1.0)).clamp(-128, 127)
@@ -68,10 +73,14 @@ def round_to_codes(values: Tensor, codes: Tensor, block_size: int, room: float =
 
     A value within `room` of the middle of two codes, after division by the block's largest, may go either way.
     """
-    flat, codes = values.double().flatten(), codes.double()
-    padded = torch.cat([flat, flat.new_zeros(-len(flat) % block_size)]).view(-1, block_size)
+    padded, codes = in_blocks(values.double(), block_size), codes.double()
     largest = padded.abs().amax(1, keepdim=True)
     return _nearest(padded / largest.clamp(min=1e-38), largest, codes, values, room)
+
+
+def in_blocks(x: Tensor, block_size: int) -> Tensor:
+    """Return the elements in rows of `block_size`, the last one filled up with zeros."""
+    return torch.cat([x.flatten(), x.new_zeros(-x.numel() % block_size)]).view(-1, block_size)
 
 
 def _nearest(scaled: Tensor, largest: Tensor, codes: Tensor, like: Tensor, room: float = 0.0) -> Rounded:

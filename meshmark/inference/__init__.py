@@ -5,5 +5,5 @@ An `InferenceAdapter` builds an `Engine` from a model's folder. The engine runs 
 against the same model in float64. `run` serves the requests of a case, also under other conditions, and records it.
 docs/inference.md says what is judged.
 
-May import: spec, adapter, reference.
+May import: spec, adapter, reference, records.
 """

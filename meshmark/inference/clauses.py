@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from meshmark.inference.contract import EngineOptions, InferenceAdapter, Request, Served
-from meshmark.inference.judge import Judge, Noise, Verdict, cache_bytes, peak_blocks
+from meshmark.inference.judge import Judge, Noise, cache_bytes, peak_blocks
 from meshmark.inference.model import Shape, prompts
 from meshmark.inference.process import EngineError
+from meshmark.records.judged_case import CaseVerdict
 
 LENGTHS = (1, 2, 5, 31, 32, 33, 63, 64, 65, 100, 150, 200)
 """Tokens of the prompts: around the ends of blocks, and longer than one step of "chunked"."""
@@ -51,12 +52,12 @@ def requests_of(lengths: Sequence[int] = LENGTHS) -> list[Request]:
     ]
 
 
-def judge_engine(engine: Serves, judge: Judge, setting: Setting) -> Iterator[Verdict]:
+def judge_engine(engine: Serves, judge: Judge, setting: Setting) -> Iterator[CaseVerdict]:
     """Judge an engine: what holds of every variant, and the clauses that its variant is for."""
     adapter, options, requests = setting.adapter, setting.options, requests_of()
     served = engine.serve(requests)
     if refused := [c for c in served.completions if c.error]:
-        yield Verdict(name="serves", passed=False, text=f"{refused[0].request}: {refused[0].error}")
+        yield CaseVerdict(name="serves", passed=False, text=f"{refused[0].request}: {refused[0].error}")
         return
     noise = judge.noise(requests, served.completions)
     yield judge.logprobs(requests, served.completions, noise)
@@ -87,30 +88,30 @@ class _Around:
     noise: Noise
 
 
-def _lengths(requests: Sequence[Request], served: Served) -> Verdict:
+def _lengths(requests: Sequence[Request], served: Served) -> CaseVerdict:
     """Judge that every completion has the tokens that were asked for."""
     asked = {request.name: request.max_new_tokens for request in requests}
     wrong = [c for c in served.completions if (len(c.tokens), c.finish) != (asked[c.request], "length")]
     text = f"{len(served.completions) - len(wrong)} of {len(served.completions)} have all tokens"
     if wrong:
         text += f"; {wrong[0].request} has {len(wrong[0].tokens)} of {asked[wrong[0].request]} ({wrong[0].finish!r})"
-    return Verdict(name="numbers of tokens", passed=not wrong, text=text)
+    return CaseVerdict(name="numbers of tokens", passed=not wrong, text=text)
 
 
-def _alone(around: _Around) -> Verdict:
+def _alone(around: _Around) -> CaseVerdict:
     requests = requests_of()
     alone = [dataclasses.replace(request, arrives=40 * index) for index, request in enumerate(requests)]
     return around.judge.same("alone", requests, (around.served, around.engine.serve(alone)), around.noise)
 
 
-def _arrival(around: _Around) -> Verdict:
+def _arrival(around: _Around) -> CaseVerdict:
     requests = requests_of()
     backwards = [dataclasses.replace(request, arrives=2 * index) for index, request in enumerate(requests[::-1])]
     served = around.engine.serve(backwards)
     return around.judge.same("order and arrival", requests, (around.served, served), around.noise)
 
 
-def _stops(around: _Around) -> Verdict:
+def _stops(around: _Around) -> CaseVerdict:
     """Serve again with a token as stop that is known to come, and expect the completion to end with it."""
     request, tokens = requests_of()[5], around.served.completions[5].tokens
     stop = tokens[min(6, len(tokens) - 1)]
@@ -122,19 +123,19 @@ def _stops(around: _Around) -> Verdict:
     text = f"ended with {again.finish!r} after {len(again.tokens)} tokens, expected 'stop' after {len(expected)}"
     if len(other.tokens) != ends:
         text += f"; a prompt that has the token ended after {len(other.tokens)}, expected {ends}"
-    return Verdict(name="stop tokens", passed=passed, text=text)
+    return CaseVerdict(name="stop tokens", passed=passed, text=text)
 
 
-def _context_limit(around: _Around) -> Verdict:
+def _context_limit(around: _Around) -> CaseVerdict:
     limit, length = EngineOptions().context_limit, 250
     prompt = prompts([length])[0]
     found = around.engine.serve([Request(name="long", prompt=prompt, max_new_tokens=40)]).completions[0]
     passed = len(found.tokens) == limit - length and found.finish == "length"
     text = f"{length} + {len(found.tokens)} tokens of {limit}, ended with {found.finish or found.error!r}"
-    return Verdict(name="context limit", passed=passed, text=text)
+    return CaseVerdict(name="context limit", passed=passed, text=text)
 
 
-def _seeds(around: _Around) -> Verdict:
+def _seeds(around: _Around) -> CaseVerdict:
     sampled = _drawn([8, 40], seed=1)
     drawn = around.engine.serve(sampled)
     again = around.engine.serve([*requests_of()[:3], *sampled[::-1]])
@@ -148,7 +149,7 @@ def _drawn(lengths: Sequence[int], seed: int) -> list[Request]:
     ]
 
 
-def _temperature(around: _Around) -> Verdict:
+def _temperature(around: _Around) -> CaseVerdict:
     """Draw one token often, and hold frequencies and log probabilities against float64."""
     prompt, temperature = prompts([20], seed=6)[0], 0.5
     base = Request(name="", prompt=prompt, max_new_tokens=1, temperature=temperature, wants_prompt=False)
@@ -160,7 +161,7 @@ def _temperature(around: _Around) -> Verdict:
     return dataclasses.replace(found, passed=found.passed and told.passed, text=text)
 
 
-def _copies(around: _Around) -> Verdict:
+def _copies(around: _Around) -> CaseVerdict:
     """Serve parallel samples, and each of them as a request of its own with the seed that the engine promises.
 
     Where the engine shares blocks, the peak must be what the samples need together.
@@ -184,7 +185,7 @@ def _copies(around: _Around) -> Verdict:
     return dataclasses.replace(found, passed=passed, text=text)
 
 
-def _leaks(around: _Around) -> Verdict:
+def _leaks(around: _Around) -> CaseVerdict:
     number = around.setting.num_leak
     many = [
         Request(name=f"many-{index}", prompt=prompt, max_new_tokens=2, wants_prompt=False)
@@ -197,10 +198,10 @@ def _leaks(around: _Around) -> Verdict:
     if not right.passed:
         text += f"; log probabilities: {right.text}"
     passed = complete == number and after.blocks_after == after.blocks_before == 0 and right.passed
-    return Verdict(name="nothing leaks", passed=passed, text=text)
+    return CaseVerdict(name="nothing leaks", passed=passed, text=text)
 
 
-def _prefix_caching(around: _Around) -> Verdict:
+def _prefix_caching(around: _Around) -> CaseVerdict:
     requests = requests_of()
     bare = [dataclasses.replace(request, wants_prompt=False) for request in requests]
     first, second = around.engine.serve(bare), around.engine.serve(bare)
@@ -209,7 +210,7 @@ def _prefix_caching(around: _Around) -> Verdict:
     return dataclasses.replace(same, passed=same.passed and second.cached_tokens > 0, text=text)
 
 
-def _cache_under_eviction(around: _Around) -> Verdict:
+def _cache_under_eviction(around: _Around) -> CaseVerdict:
     """Serve the prompts twice from a prefix cache that cannot hold them, and hold both runs against float64.
 
     The second run is backwards: of a cache that forgets what was used longest ago, only the last blocks are left.
@@ -229,7 +230,7 @@ def _cache_under_eviction(around: _Around) -> Verdict:
     return dataclasses.replace(right, name="prefix cache under eviction", passed=passed, text=text)
 
 
-def _look_alike(around: _Around) -> Verdict:
+def _look_alike(around: _Around) -> CaseVerdict:
     """Serve prompts that a careless key takes for one another, one after the other, and a conversation that goes on."""
     base, other = prompts([100, 100], seed=5)
     kinds = [
@@ -259,7 +260,7 @@ def _look_alike(around: _Around) -> Verdict:
     return dataclasses.replace(found, name="prompts that look alike")
 
 
-def _eviction(around: _Around) -> Verdict:
+def _eviction(around: _Around) -> CaseVerdict:
     """Expect evictions, also of requests that draw tokens, which must go on with the same draws."""
     drawn, name = _drawn([60] * 6, seed=7), "eviction"
     if around.setting.options.max_step_tokens < 60:
@@ -268,7 +269,7 @@ def _eviction(around: _Around) -> Verdict:
         together = around.engine.serve(drawn)
         alone = around.engine.serve([dataclasses.replace(r, arrives=40 * i) for i, r in enumerate(drawn)])
     except EngineError as error:
-        return Verdict(name=name, passed=False, text=f"it ends the engine, and every request with it: {error}")
+        return CaseVerdict(name=name, passed=False, text=f"it ends the engine, and every request with it: {error}")
     same = around.judge.same(name, drawn, (alone, together), around.noise)
     text = (
         f"{around.served.preemptions} requests were evicted, and {together.preemptions} that draw tokens; {same.text}"
@@ -277,21 +278,21 @@ def _eviction(around: _Around) -> Verdict:
     return dataclasses.replace(same, passed=same.passed and evicted, text=text)
 
 
-def _bad_request(name: str, bad: Request, judge: Judge, before: tuple[Serves, Served], noise: Noise) -> Verdict:
+def _bad_request(name: str, bad: Request, judge: Judge, before: tuple[Serves, Served], noise: Noise) -> CaseVerdict:
     """Serve a request that no engine can, among others: it is refused, and the others are as they were."""
     engine, served = before
     requests = requests_of()
     try:
         mixed = engine.serve([requests[3], bad, *requests[4:6]])
     except EngineError as error:
-        return Verdict(name=name, passed=False, text=f"it ends the engine, and every request with it: {error}")
+        return CaseVerdict(name=name, passed=False, text=f"it ends the engine, and every request with it: {error}")
     refused = [c.request for c in mixed.completions if c.error] == [bad.name]
     same = judge.same(name, requests, (served, mixed), noise)
     text = f"{'refused' if refused else 'not refused'}; of the others: {same.text}"
     return dataclasses.replace(same, passed=same.passed and refused, text=text)
 
 
-_CLAUSES: dict[str, Sequence[Callable[[_Around], Verdict]]] = {
+_CLAUSES: dict[str, Sequence[Callable[[_Around], CaseVerdict]]] = {
     "plain": (_alone, _arrival, _stops, _context_limit, _seeds, _temperature, _copies, _leaks),
     "chunked": (_arrival,),
     "prefix": (_prefix_caching, _look_alike, _copies),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,29 +12,13 @@ from torch import Tensor
 
 from meshmark.inference.contract import Completion, Request, Served
 from meshmark.inference.model import Narrow, Shape, Truth
+from meshmark.records.judged_case import CaseVerdict
 
 FACTOR = 3.0
 """An engine may round this many times as much as the noisiest of the ways in which Transformers computes the same."""
 BINS = 8
 MOST_CHI_SQUARE = (0.0, 23.9, 27.6, 30.7, 33.4, 35.9, 38.3, 40.5)
 """What chi-square of 0 to 7 degrees of freedom exceeds once in a million."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """One thing that was judged."""
-
-    name: str
-    passed: bool
-    text: str
-    numbers: dict[str, float] = field(default_factory=dict)
-    gap: str = ""
-    """Reproducer of the known gap that covers it. With `passed`, the gap no longer shows."""
-
-    @property
-    def fails(self) -> bool:
-        """Whether it fails, and not as the engine's adapter declares."""
-        return not self.passed and not self.gap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +57,7 @@ class Judge:
             largest.append(float(off.max()))
         return Noise(rms=max(rms), largest=max(largest))
 
-    def logprobs(self, requests: Sequence[Request], completions: Sequence[Completion], noise: Noise) -> Verdict:
+    def logprobs(self, requests: Sequence[Request], completions: Sequence[Completion], noise: Noise) -> CaseVerdict:
         """Judge log probabilities of prompts and of generated tokens, at the run's own tokens."""
         off, worst = list[float](), ("", 0, 0.0)
         for request, completion in _pairs(requests, completions):
@@ -84,7 +68,7 @@ class Judge:
                 exact = exact[len(request.prompt) - 1 :]
             if len(told) != len(exact):
                 text = f"{request.name}: {len(told)} log probabilities of {len(exact)} tokens"
-                return Verdict(name="log probabilities", passed=False, text=text)
+                return CaseVerdict(name="log probabilities", passed=False, text=text)
             errors = np.abs(np.array(told) - exact)
             errors[~np.isfinite(errors)] = math.inf
             off += errors.tolist()
@@ -96,9 +80,9 @@ class Judge:
         text = f"{worst[2]:.1e} at most (noise {noise.largest:.1e}), {rms:.1e} in the mean (noise {noise.rms:.1e})"
         where = "" if passed else f"; the worst is token {worst[1]} of {worst[0]}"
         numbers = {"largest": worst[2], "rms": rms, "noise": noise.largest, "detects": noise.tolerance}
-        return Verdict(name="log probabilities", passed=passed, text=text + where, numbers=numbers)
+        return CaseVerdict(name="log probabilities", passed=passed, text=text + where, numbers=numbers)
 
-    def greedy(self, requests: Sequence[Request], completions: Sequence[Completion], noise: Noise) -> Verdict:
+    def greedy(self, requests: Sequence[Request], completions: Sequence[Completion], noise: Noise) -> CaseVerdict:
         """Judge that every token is the most probable one, or as near to it as noise can move both."""
         wrong, same, total = list[str](), 0, 0
         for request, completion in _pairs(requests, completions):
@@ -110,9 +94,9 @@ class Judge:
                     wrong.append(f"{request.name}: token {index} is {behind:.1e} less probable than the first")
         passed = not wrong and total > 0
         text = wrong[0] if wrong else f"{same} of {total} are float64's; others are within noise of it"
-        return Verdict(name="greedy tokens", passed=passed, text=text, numbers={"same": same, "total": total})
+        return CaseVerdict(name="greedy tokens", passed=passed, text=text, numbers={"same": same, "total": total})
 
-    def same(self, name: str, requests: Sequence[Request], runs: tuple[Served, Served], noise: Noise) -> Verdict:
+    def same(self, name: str, requests: Sequence[Request], runs: tuple[Served, Served], noise: Noise) -> CaseVerdict:
         """Judge that two runs of the same requests agree: tokens, up to near ties, and log probabilities."""
         ones = {(c.request, c.copy): c for c in runs[0].completions}
         worst, bits, parted = 0.0, 0, 0
@@ -122,7 +106,7 @@ class Judge:
             if (one.finish, len(one.tokens)) != (other.finish, len(other.tokens)) and not request.stop:
                 ends = f"{len(one.tokens)} tokens ({one.finish}), then {len(other.tokens)} ({other.finish})"
                 text = f"{request.name}: {ends}"
-                return Verdict(name=name, passed=False, text=text)
+                return CaseVerdict(name=name, passed=False, text=text)
             common = next((i for i, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=False)) if a != b), None)
             if common is not None:
                 parted += 1
@@ -131,20 +115,22 @@ class Judge:
                 apart = abs(float(row[one.tokens[common]] - row[other.tokens[common]]))
                 if request.temperature or apart > 2 * noise.tolerance:
                     text = f"{request.name}: token {common} is another, and they are {apart:.1e} apart"
-                    return Verdict(name=name, passed=False, text=text)
+                    return CaseVerdict(name=name, passed=False, text=text)
             pairs = list(zip(one.logprobs, other.logprobs, strict=False))[:common]
             if one.prompt_logprobs and other.prompt_logprobs:
                 lengths = len(one.prompt_logprobs), len(other.prompt_logprobs)
                 if lengths[0] != lengths[1]:
                     text = f"{request.name}: {lengths[0]}, then {lengths[1]} log probabilities of its prompt"
-                    return Verdict(name=name, passed=False, text=text)
+                    return CaseVerdict(name=name, passed=False, text=text)
                 pairs += zip(one.prompt_logprobs, other.prompt_logprobs, strict=True)
             worst = max([worst, *(abs(a - b) for a, b in pairs)])
         passed = worst <= 2 * noise.tolerance
         text = f"{worst:.1e} apart at most; bits differ in {bits} of {len(runs[1].completions)}, tokens in {parted}"
-        return Verdict(name=name, passed=passed, text=text, numbers={"apart": worst, "bits": bits, "tokens": parted})
+        return CaseVerdict(
+            name=name, passed=passed, text=text, numbers={"apart": worst, "bits": bits, "tokens": parted}
+        )
 
-    def frequencies(self, prompt: Sequence[int], temperature: float, drawn: Sequence[int]) -> Verdict:
+    def frequencies(self, prompt: Sequence[int], temperature: float, drawn: Sequence[int]) -> CaseVerdict:
         """Judge tokens that were drawn after one prompt: chi-square against float64, over bins of equal weight."""
         expected = (self.truth.logprobs(prompt)[-1] / temperature).softmax(-1)
         order = expected.argsort(descending=True)
@@ -156,10 +142,10 @@ class Judge:
         off = float(((counts[held] - len(drawn) * weights[held]) ** 2 / (len(drawn) * weights[held])).sum())
         limit = MOST_CHI_SQUARE[int(held.sum()) - 1]
         text = f"chi-square {off:.1f} of {len(drawn)} draws in {held.sum()} bins; more than {limit:.1f} fails"
-        return Verdict(name="temperature", passed=off <= limit, text=text, numbers={"chi_square": off})
+        return CaseVerdict(name="temperature", passed=off <= limit, text=text, numbers={"chi_square": off})
 
 
-def cache_bytes(served: Served, shape: Shape, precision: str, tp: int, num_blocks: int) -> Verdict:
+def cache_bytes(served: Served, shape: Shape, precision: str, tp: int, num_blocks: int) -> CaseVerdict:
     """Judge the bytes of the KV cache on every rank: blocks x block size x bytes of a token, exactly."""
     use = served.cache
     assert use is not None
@@ -167,10 +153,10 @@ def cache_bytes(served: Served, shape: Shape, precision: str, tp: int, num_block
     passed = use.num_blocks == num_blocks and use.bytes_by_rank == (expected,) * tp
     found = ", ".join(f"{number:,}" for number in use.bytes_by_rank)
     text = f"{found} bytes in {use.num_blocks} blocks of {use.block_size}; closed form {expected:,} in {num_blocks}"
-    return Verdict(name="KV cache bytes", passed=passed, text=text, numbers={"bytes": max(use.bytes_by_rank)})
+    return CaseVerdict(name="KV cache bytes", passed=passed, text=text, numbers={"bytes": max(use.bytes_by_rank)})
 
 
-def peak_blocks(served: Served, requests: Sequence[Request], block_size: int) -> Verdict:
+def peak_blocks(served: Served, requests: Sequence[Request], block_size: int) -> CaseVerdict:
     """Judge the blocks at the peak of requests that all run at once: what their tokens need, and none when they end."""
     tokens = [len(r.prompt) + r.max_new_tokens - 1 for r in requests]
     needed = sum(-(-number // block_size) for number in tokens)
@@ -181,7 +167,7 @@ def peak_blocks(served: Served, requests: Sequence[Request], block_size: int) ->
         f"{found} at the peak, closed form {needed}, {served.blocks_after} left over; "
         f"{waste:.0%} of their tokens' places are empty"
     )
-    return Verdict(name="KV blocks in use", passed=passed, text=text, numbers={"blocks": found, "waste": waste})
+    return CaseVerdict(name="KV blocks in use", passed=passed, text=text, numbers={"blocks": found, "waste": waste})
 
 
 def _pairs(requests: Sequence[Request], completions: Sequence[Completion]) -> list[tuple[Request, Completion]]:

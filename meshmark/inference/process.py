@@ -22,7 +22,7 @@ from typing import Self
 
 from meshmark.environment import interpreter_of
 from meshmark.errors import MeshmarkError
-from meshmark.import_target import import_module_of
+from meshmark.import_target import class_at
 from meshmark.inference.contract import EngineOptions, InferenceAdapter, Request, Served
 
 START_SECONDS = 400.0
@@ -37,8 +37,7 @@ class EngineError(MeshmarkError):
 
 def load_engine(target: str) -> type[InferenceAdapter]:
     """Return the adapter at "package.module:Class"."""
-    where, _, name = target.rpartition(":")
-    found: type[InferenceAdapter] = getattr(import_module_of(where), name)
+    found: type[InferenceAdapter] = class_at(target)
     return found
 
 

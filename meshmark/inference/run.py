@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from meshmark import environment
 from meshmark.adapter.registry import inference_adapters
 from meshmark.inference.clauses import Setting, judge_engine
 from meshmark.inference.contract import EngineOptions, Request
-from meshmark.inference.judge import Judge, Verdict
+from meshmark.inference.judge import Judge
 from meshmark.inference.model import prompts, shape_of, write_model
 from meshmark.inference.process import EngineError, EngineProcess, load_engine
+from meshmark.records.judged_case import CaseVerdict, JudgedCase, newest_lines
 from meshmark.spec.known_gap import KnownGap
 
 VARIANTS: dict[str, Mapping[str, object]] = {
@@ -62,41 +63,31 @@ class InferenceCase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferenceRecord:
-    """What was found of a case: one line of records.jsonl."""
+class InferenceRecord(JudgedCase):
+    """What was found of an engine."""
 
-    case: dict[str, str]
-    verdicts: list[Verdict]
-    speed: dict[str, float] = field(default_factory=dict)
     error: str = ""
-    versions: dict[str, str] = field(default_factory=dict)
-    commit: str = ""
-    machine: str = ""
-    date: str = ""
 
     @property
     def passed(self) -> bool:
-        return not self.error and not any(verdict.fails for verdict in self.verdicts)
-
-    def line(self) -> str:
-        """Return the record as a line of JSON."""
-        return json.dumps(dataclasses.asdict(self)) + "\n"
+        """True if the engine ran to the end and no verdict fails."""
+        return not self.error and super().passed
 
 
 def read_inference(path: Path) -> list[InferenceRecord]:
     """Return the records of a file, of each case the last, with the known gaps that adapters declare now."""
-    found, engines = {}, inference_adapters()
-    for line in path.read_text().splitlines():
-        values = json.loads(line)
+    engines = inference_adapters()
+
+    def now(values: Mapping[str, Any]) -> InferenceRecord:
         target = engines.get(values["case"]["engine"])
         gaps = load_engine(target).known_gaps if target else ()
-        verdicts = [with_gap(Verdict(**{**verdict, "gap": ""}), gaps) for verdict in values.pop("verdicts")]
-        record = InferenceRecord(**values, verdicts=verdicts)
-        found[json.dumps(record.case)] = record
-    return list(found.values())
+        verdicts = [with_gap(dataclasses.replace(verdict, gap=""), gaps) for verdict in values["verdicts"]]
+        return InferenceRecord(**{**values, "verdicts": verdicts})
+
+    return [now(values) for values in newest_lines(path)]
 
 
-def with_gap(verdict: Verdict, gaps: Sequence[KnownGap]) -> Verdict:
+def with_gap(verdict: CaseVerdict, gaps: Sequence[KnownGap]) -> CaseVerdict:
     """Return a verdict with the known gap that covers it. A failure without the gap's symptom is another one."""
     covering = [gap for gap in gaps if gap.clause == verdict.name and (verdict.passed or gap.symptom in verdict.text)]
     return dataclasses.replace(verdict, gap=covering[0].reproducer) if covering else verdict
@@ -107,16 +98,17 @@ def run_case(case: InferenceCase, results: Path, num_leak: int = 1000) -> Infere
     folder = results / "models" / case.model
     if not (folder / "config.json").exists():
         write_model(case.model, folder)
-    verdicts, speed, versions, error = list[Verdict](), dict[str, float](), dict[str, str](), ""
+    verdicts, speed, versions, error = list[CaseVerdict](), dict[str, float](), dict[str, str](), ""
     try:
         with EngineProcess(case.target, folder, case.options(), results / "logs" / f"{case.id}.log") as engine:
             versions = dict(engine.versions)
             judge = Judge(folder, case.precision)
             if case.variant == "plain":
                 speed = _speed(engine)  # first, for the last clause may end the engine
-            for verdict in judge_engine(engine, judge, case.setting(num_leak)):
+            setting = case.setting(num_leak)
+            for verdict in judge_engine(engine, judge, setting):
                 # what was judged before an engine fails is kept
-                verdicts.append(with_gap(verdict, load_engine(case.target).known_gaps))
+                verdicts.append(with_gap(verdict, setting.adapter.known_gaps))
     except EngineError as failed:
         error = str(failed)
     around = environment.describe("cpu", "", 1)
@@ -130,9 +122,7 @@ def run_case(case: InferenceCase, results: Path, num_leak: int = 1000) -> Infere
         machine=around.machine,
         date=around.date,
     )
-    results.mkdir(parents=True, exist_ok=True)
-    with (results / "records.jsonl").open("a") as file:
-        file.write(record.line())
+    record.append_to(results)
     return record
 
 

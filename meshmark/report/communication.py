@@ -78,11 +78,12 @@ def _flows(flows: Iterable[Flow]) -> str:
 
 
 def _difference(exception: TrafficException) -> float:
-    sent, instead = (
-        sum(flow.num_bytes * wire_factor(flow.kind, len(flow.ranks)) for flow in flows)
-        for flows in (exception.sends, exception.instead_of)
-    )
-    return sent - instead
+    return wire_bytes(exception.sends) - wire_bytes(exception.instead_of)
+
+
+def wire_bytes(flows: Iterable[Flow]) -> float:
+    """Return the bytes that a rank hands to its links, under ring algorithms."""
+    return sum(flow.num_bytes * wire_factor(flow.kind, len(flow.ranks)) for flow in flows)
 
 
 def _wire(collectives: list[Collective]) -> float:
