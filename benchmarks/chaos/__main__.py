@@ -24,7 +24,7 @@ from benchmarks.chaos.faults import Fault, Filled, ResultsGone
 from benchmarks.chaos.nodes import NodeStruck, run_nodes
 from benchmarks.chaos.page import Sitting, is_good, page, read_series, write_line
 from benchmarks.chaos.session import Session
-from benchmarks.chaos.settings import Setting
+from benchmarks.chaos.settings import PLAIN, Setting
 from meshmark.environment import describe
 
 _PRIVATE = "MESHMARK_CHAOS_PRIVATE"
@@ -36,6 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--faults", type=int, default=1000, help="how many (default: 1000)")
     parser.add_argument("--seed", type=int, default=1, help="of everything that is drawn (default: 1)")
     parser.add_argument("--tracks", type=int, default=4, help="sessions at a time, most of which wait (default: 4)")
+    parser.add_argument(
+        "--limit-factor", type=float, default=1.0, help="time limits of cases, where other work runs (default: 1)"
+    )
     parser.add_argument("--minutes", type=float, default=60.0, help="no session begins after that (default: 60)")
     parser.add_argument(
         "--results", type=Path, default=Path("results/chaos"), help="a folder; the page counts all series in it"
@@ -52,9 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed.results.mkdir(parents=True, exist_ok=True)
     series = parsed.results / f"{time.strftime('%Y%m%d-%H%M%S')}-seed{parsed.seed}.jsonl"
     here = describe("cpu", "gloo", 1, command=["make", "chaos"])
-    write_line(series, Sitting(seed=parsed.seed, faults=parsed.faults, root=root, environment=here))
+    sitting = Sitting(
+        seed=parsed.seed, faults=parsed.faults, root=root, environment=here, limit_factor=parsed.limit_factor
+    )
+    write_line(series, sitting)
     until = time.monotonic() + 60 * parsed.minutes
-    Campaign(folder, series, parsed.faults, parsed.seed, root=root, until=until).run(parsed.tracks)
+    Campaign(folder, series, sitting, until=until).run(parsed.tracks)
     if root and (left := [path.name for path in Path("/dev/shm").iterdir()]):
         write_line(series, Results(complaints=[f"left shared memory {left}"]))
     sittings, sessions = read_series(sorted(parsed.results.glob("*.jsonl")))
@@ -69,10 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class Campaign:
     """Sessions until all faults have been tried."""
 
-    def __init__(self, folder: Path, series: Path, faults: int, seed: int, *, root: bool, until: float) -> None:
+    def __init__(self, folder: Path, series: Path, sitting: Sitting, *, until: float) -> None:
         """Sessions work in `folder`; each appends a line to the file `series`, so that a campaign may be cut off."""
-        self._folder, self._series, self._seed, self._root, self._until = folder, series, seed, root, until
-        self._deck = Deck(faults, random.Random(seed), root=root)
+        self._folder, self._series, self._until = folder, series, until
+        self._seed, self._root, self._limit_factor = sitting.seed, sitting.root, sitting.limit_factor
+        self._deck = Deck(sitting.faults, random.Random(sitting.seed), root=sitting.root)
         self._numbers: Iterator[int] = count()
         self._lock = threading.Lock()
         self._sessions = self._trials = 0
@@ -97,6 +104,7 @@ class Campaign:
             self._session(number, setting, plan, draw)
 
     def _session(self, number: int, setting: Setting, plan: list[Fault | None], draw: random.Random) -> None:
+        setting = setting.slower(self._limit_factor)
         session = Session(self._folder / f"session{number}", _names(setting, plan, draw), setting=setting)
         mounted = []
         if self._root and any(isinstance(fault, Filled) for fault in plan):
@@ -113,7 +121,8 @@ class Campaign:
 
     def _nodes(self, fault: NodeStruck) -> None:
         number = next(self._numbers)
-        seconds, wrong = run_nodes(self._folder / f"session{number}", fault, random.Random(f"{self._seed}/{number}"))
+        folder, draw = self._folder / f"session{number}", random.Random(f"{self._seed}/{number}")
+        seconds, wrong = run_nodes(folder, fault, draw, PLAIN.slower(self._limit_factor))
         trial = Trial(
             kind=fault.kind,
             case=f"session{number}",
@@ -132,7 +141,7 @@ class Campaign:
             wrong = [f"{t.kind}, {t.case}: {t.complaint}" for t in results.trials if t.complaint] + results.complaints
             print(f"session {self._sessions}: {self._trials} of {self._deck.size} faults", flush=True)
             for text in wrong:
-                print(f"  {' '.join(text.split())[:700]}", flush=True)
+                print(f"  {' '.join(text.split())[:2000]}", flush=True)
 
 
 def _names(setting: Setting, plan: list[Fault | None], draw: random.Random) -> list[str]:

@@ -79,7 +79,8 @@ def run_session(session: Session, plan: Sequence[Fault | None], draw: random.Ran
         quick = session.await_end(session.limit_seconds + PATIENCE_SECONDS)
         seconds = time.monotonic() - last.struck if last else 0.0
         if not quick:
-            results.complaints.append(f"{session.mark}: left processes {processes.marked(session.mark)}")
+            left = [processes.describe(pid) for pid in processes.marked(session.mark)]
+            results.complaints.append(f"{session.mark}: left processes: {'; '.join(left)}")
     finally:
         session.end()
     _check(session, results, struck)

@@ -85,9 +85,12 @@ class RankKilled(Fault):
         if not (ranks := self._ranks(session, draw)):
             return False
         chosen = ranks if self.all_ranks else [draw.choice(ranks)]
+        if self.when != "done" and not processes.hold(chosen):
+            return False
         self.victims, self.struck = [rank.rank for rank in chosen], time.monotonic()
         for rank in chosen:
             processes.send(rank.pid, self.number)
+            processes.send(rank.pid, signal.SIGCONT)  # a stopped process dies of SIGKILL alone
         self.expected = f"killed by {self.number.name}, rank {' and '.join(map(str, self.victims))}"
         if self.when == "done":
             self.expected += ", or ok where it had exited"
@@ -126,8 +129,9 @@ class RankStopped(Fault):
         if not (ranks := self._ranks_at_work(session, draw)):
             return False
         chosen = draw.choice(ranks)
+        if not processes.hold([chosen]):
+            return False
         self.victims, self.struck = [chosen.rank], time.monotonic()
-        processes.send(chosen.pid, signal.SIGSTOP)
         self.expected = f"hung, rank {chosen.rank}" if self.seconds is None else "ok"
         if self.seconds is not None:
             time.sleep(self.seconds)

@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.chaos import processes
 from benchmarks.chaos.faults import Fault
 from benchmarks.chaos.session import PATIENCE_SECONDS, ROOT, Session
-from benchmarks.chaos.settings import PLAIN
+from benchmarks.chaos.settings import PLAIN, Setting
 from meshmark.records.record import Status
 
 _CASES = 6
@@ -68,10 +68,12 @@ def inside(network: int, *command: str) -> None:
     _run(*enter(network), *command)
 
 
-def run_nodes(folder: Path, fault: NodeStruck, draw: random.Random) -> tuple[float, list[str]]:
-    """Seconds until both nodes had ended, and what was wrong."""
+def run_nodes(
+    folder: Path, fault: NodeStruck, draw: random.Random, setting: Setting = PLAIN
+) -> tuple[float, list[str]]:
+    """Return the seconds until both nodes had ended, and what was wrong."""
     with two_networks() as networks:
-        nodes = _start(folder, networks)
+        nodes = _start(folder, networks, setting)
         try:
             if "stranger" in fault.what:
                 return _meet_stranger(folder, nodes, networks, fault, draw)
@@ -81,11 +83,11 @@ def run_nodes(folder: Path, fault: NodeStruck, draw: random.Random) -> tuple[flo
                 node.end()
 
 
-def _start(folder: Path, networks: Sequence[int]) -> list[Session]:
+def _start(folder: Path, networks: Sequence[int], setting: Setting) -> list[Session]:
     secret, nodes = secrets.token_hex(16), []
     for rank, (network, link) in enumerate(zip(networks, LINKS, strict=True)):
         which = ["--nnodes", "2", "--node-rank", str(rank), "--rdzv", f"{HOSTS[0]}:{PORT}"]
-        node = Session(folder / f"node{rank}", [f"ddp_{i}" for i in range(_CASES)], *which)
+        node = Session(folder / f"node{rank}", [f"ddp_{i}" for i in range(_CASES)], *which, setting=setting)
         node.start(enter(network), GLOO_SOCKET_IFNAME=link, MESHMARK_RDZV_SECRET=secret)
         nodes.append(node)
     return nodes
@@ -133,7 +135,7 @@ def _meet_stranger(
         program = [sys.executable, "-m", "benchmarks.chaos.strangers", HOSTS[0], str(PORT), how]
         command = subprocess.Popen([*enter(networks[1]), *program], cwd=ROOT)
         stranger = None
-    limit = 120.0 + _CASES * PLAIN.limit_seconds
+    limit = 120.0 + _CASES * nodes[0].limit_seconds
     wrong = [f"node {rank} had not ended" for rank, node in enumerate(nodes) if not node.await_end(limit)]
     seconds = time.monotonic() - fault.struck
     if stranger:

@@ -25,6 +25,8 @@ class Sitting:
     """How many were asked for."""
     root: bool
     environment: Environment
+    limit_factor: float = 1.0
+    """The time limits of cases are so many times those of a quiet machine."""
 
 
 def write_line(file: Path, line: Sitting | Results) -> None:
@@ -57,6 +59,7 @@ def page(sittings: Sequence[Sitting], sessions: Sequence[Results]) -> str:
     made = "; ".join(
         f"seed {s.seed}, {s.faults} faults asked for, at commit {s.environment.commit} on {s.environment.date[:10]}, "
         f"{s.environment.machine}, {s.environment.num_cpus} CPUs, {s.environment.system}"
+        + (f", time limits times {s.limit_factor:g}" if s.limit_factor != 1.0 else "")
         + ("" if s.root else ", without root, so that no disk was filled and no node or link was lost")
         for s in sittings
     )

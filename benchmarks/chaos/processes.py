@@ -6,6 +6,8 @@ import contextlib
 import os
 import re
 import signal
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,10 +34,15 @@ class Rank:
 
 
 def alive(pid: int) -> bool:
+    return _state(pid) not in "ZX"
+
+
+def _state(pid: int) -> str:
+    """Return the letter of a process's state as /proc has it; X, for dead, if there is none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return "X"
 
 
 def parent(pid: int) -> int:
@@ -86,10 +93,15 @@ def describe(pid: int) -> str:
     """Return a process's number, state, parent and command, for a complaint."""
     try:
         state, above = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+        waits = Path(f"/proc/{pid}/wchan").read_text()
+        output = os.readlink(f"/proc/{pid}/fd/1")
     except OSError:
         return f"{pid}, gone by now"
     words = _command(pid).replace(b"\0", b" ").decode(errors="replace")
-    return f"{pid} in state {state}, child of {above} ({_command(int(above))[:100]!r}): {words[:200]}"
+    return (
+        f"{pid} in state {state}, waits in {waits}, writes to {output}, child of {above} "
+        f"({_command(int(above))[:100]!r}): {words[:200]}"
+    )
 
 
 def _command(pid: int) -> bytes:
@@ -97,6 +109,23 @@ def _command(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
+
+
+def hold(ranks: Sequence[Rank]) -> bool:
+    """Stop ranks. If one has reported by then, let all go on and return False.
+
+    What is done to stopped ranks cannot come too late. Without that, a rank may report between a look at it and a
+    signal, above all on a busy machine.
+    """
+    for rank in ranks:
+        send(rank.pid, signal.SIGSTOP)
+    while any(_state(rank.pid) not in "TtZX" for rank in ranks):
+        time.sleep(0.001)
+    if any(rank.reported for rank in ranks):
+        for rank in ranks:
+            send(rank.pid, signal.SIGCONT)
+        return False
+    return True
 
 
 def send(pid: int, number: signal.Signals) -> None:

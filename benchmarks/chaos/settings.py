@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _BASES = ("ddp", "fsdp2", "gpipe", "accelerate", "fairscale_oss")
 
@@ -31,6 +31,10 @@ class Setting:
     """True if the suite computes noise and verdicts after a case's ranks have ended."""
     takes_rank_faults: bool = True
     """True if each adapter has one pass, so that its record is that of the pass that was struck."""
+
+    def slower(self, factor: float) -> Setting:
+        """Return this setting with `factor` times its time limit, for a machine that does other work as well."""
+        return replace(self, limit_seconds=factor * self.limit_seconds)
 
 
 PLAIN = Setting(name="throughput", share=40)
