@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 # torch.distributed.checkpoint takes a second to import, which only ranks should take.
 
 
-def save_own(folder: Path, state: dict[str, Any]) -> None:
+def save_local(folder: Path, state: dict[str, Any]) -> None:
     """All that this rank holds, which no other does. A collective call."""
-    torch.save(state, _own_file(folder))
+    torch.save(state, _local_file(folder))
     dist.barrier()
 
 
-def load_own(folder: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Return what this rank passed to `save_own`."""
-    state: dict[str, Any] = torch.load(_own_file(folder), map_location=device)
+def load_local(folder: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """Return what this rank passed to `save_local`."""
+    state: dict[str, Any] = torch.load(_local_file(folder), map_location=device)
     return state
 
 
-def _own_file(folder: Path) -> Path:
+def _local_file(folder: Path) -> Path:
     return folder / f"state-{dist.get_rank()}.pt"
 
 

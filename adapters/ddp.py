@@ -130,7 +130,7 @@ class DDPStatic(DDP):
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
         using = super().recipe(case)
-        return replace(using, backward=replace(using.backward, accumulates_beside=False))
+        return replace(using, backward=replace(using.backward, accumulates_outside_buckets=False))
 
     capabilities: ClassVar = replace(
         DDP.capabilities, lacks={Feature.UNUSED: "what a step leaves out would be another graph"}

@@ -15,7 +15,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import DataParallelEngine, initial_model, optimizer_state_tensors
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.holdings import Holdings
-from meshmark.adapters.checkpoint import load_own, save_own
+from meshmark.adapters.checkpoint import load_local, save_local
 from meshmark.algorithms.local_sgd import DiLoCo as DiLoCoAlgorithm
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
@@ -64,10 +64,10 @@ class DiLoCoEngine(DataParallelEngine):
 
     def save(self, folder: Path) -> None:
         """Every rank holds a replica of its own."""
-        save_own(folder, self.state())
+        save_local(folder, self.state())
 
     def load(self, folder: Path) -> None:
-        self.load_state(load_own(folder))
+        self.load_state(load_local(folder))
 
     def state(self) -> dict[str, Any]:
         outer = {"steps": self.steps_done, "met": self.met, "outer": self.outer.state_dict()}

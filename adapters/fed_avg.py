@@ -15,7 +15,7 @@ from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import DataParallelEngine, initial_model
 from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapters.checkpoint import load_own, save_own
+from meshmark.adapters.checkpoint import load_local, save_local
 from meshmark.algorithms.local_sgd import FedAvg as FedAvgAlgorithm
 from meshmark.algorithms.local_sgd.client_shares import client_shares
 from meshmark.algorithms.local_sgd.transition import client_rows
@@ -54,10 +54,10 @@ class FedAvgEngine(DataParallelEngine):
 
     def save(self, folder: Path) -> None:
         """Every rank holds a replica of its own."""
-        save_own(folder, self.state())
+        save_local(folder, self.state())
 
     def load(self, folder: Path) -> None:
-        self.load_state(load_own(folder))
+        self.load_state(load_local(folder))
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"steps": self.steps_done}

@@ -153,7 +153,7 @@ class FSDP1(Adapter):
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
-        return cls.sharding.misfit(case.layout) or super().supports(case, device, backend)
+        return cls.sharding.invalid_reason(case.layout) or super().supports(case, device, backend)
 
     def build(self, case: Case, context: RankContext) -> Engine:
         from torch.distributed.device_mesh import init_device_mesh

@@ -112,7 +112,7 @@ class FSDP2(Adapter):
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
-        return cls.sharding.misfit(case.layout) or super().supports(case, device, backend)
+        return cls.sharding.invalid_reason(case.layout) or super().supports(case, device, backend)
 
     def build(self, case: Case, context: RankContext) -> Engine:
         with torch.device("meta"):

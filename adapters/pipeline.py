@@ -19,7 +19,7 @@ from meshmark.adapter.data_parallel import optimizer_state_tensors, skip_block
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
-from meshmark.adapters.pipeline_stages import Part, chunk_of, examples, receive_buffers, tell_shapes
+from meshmark.adapters.pipeline_stages import Part, chunk_of, examples, receive_buffers, set_shapes
 from meshmark.reference.data import Batch
 from meshmark.reference.model import Model, drawn_name
 from meshmark.reference.objective import build_optimizer, build_schedule, cross_entropy, weighted_cross_entropy
@@ -61,10 +61,10 @@ class PipelineEngine(Engine):
         self.learning_rates = build_schedule(case.workload.optimizer, self.optimizer)
         pipelines = layout.all_spanned(("pp",))
         replicated = layout.dp > 1
-        self.pipeline = own_group(pipelines, rank) if layout.world_size > layout.pp else None
-        self.replicas = own_group(layout.all_spanned(("dp",)), rank) if replicated else None
+        self.pipeline = group_of(pipelines, rank) if layout.world_size > layout.pp else None
+        self.replicas = group_of(layout.all_spanned(("dp",)), rank) if replicated else None
         split = spec.ties_ends and layout.pp > 1
-        self.tied_group = own_group([(ranks[0], ranks[-1]) for ranks in pipelines], rank) if split else None
+        self.tied_group = group_of([(ranks[0], ranks[-1]) for ranks in pipelines], rank) if split else None
         self.stages = [
             PipelineStage(part, index, num_stages, context.device, group=self.pipeline, **examples(case, index))
             for index, part in zip(own, parts, strict=True)
@@ -176,7 +176,7 @@ class PipelineEngine(Engine):
 
     def enter_fake_world(self) -> None:
         """Tell stages the shapes that their neighbours would: before the first step they ask for them."""
-        tell_shapes(self.case, self.stages)
+        set_shapes(self.case, self.stages)
 
     def holdings(self) -> Holdings:
         parameters = list(self.model.parameters())
@@ -188,7 +188,7 @@ class PipelineEngine(Engine):
         )
 
 
-def own_group(groups: Sequence[tuple[int, ...]], rank: int) -> dist.ProcessGroup | None:
+def group_of(groups: Sequence[tuple[int, ...]], rank: int) -> dist.ProcessGroup | None:
     """Return the group that contains `rank`. Each of `groups` is made once. Every rank must call this with the same
     groups.
     """

@@ -16,7 +16,7 @@ from torch import Tensor
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.fsdp2 import mesh_extra_memory
-from meshmark.adapters.pipeline import NO_IMAGES, Pipeline, PipelineEngine, own_group
+from meshmark.adapters.pipeline import NO_IMAGES, Pipeline, PipelineEngine, group_of
 from meshmark.adapters.pipeline_stages import Part
 from meshmark.adapters.tensor_parallel import parallelize
 from meshmark.reference.data import Batch
@@ -52,7 +52,7 @@ class PipelineNDEngine(PipelineEngine):
         self.mesh: DeviceMesh = init_device_mesh(context.device.type, sizes, mesh_dim_names=("pp", "dp", "tp"))
         super().__init__(case, context)
         axes: tuple[Axis, ...] = ("tp", "pp", "dp") if layout.zero_stage else ("tp", "pp")
-        self.share_holders = own_group(layout.all_spanned(axes), context.rank)
+        self.share_holders = group_of(layout.all_spanned(axes), context.rank)
 
     def make_part(self, chunk: Model) -> Part:
         from torch.distributed.fsdp import fully_shard

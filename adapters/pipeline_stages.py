@@ -83,7 +83,7 @@ def _example(case: Case, rows: int, layer: int) -> Tensor:
     return torch.empty(rows, *shape, dtype=wide, device="meta", requires_grad=True)
 
 
-def tell_shapes(case: Case, stages: Sequence[PipelineStage]) -> None:
+def set_shapes(case: Case, stages: Sequence[PipelineStage]) -> None:
     """Tell stages of texts what they take and make of a micro-batch, as `examples` tells those of images, and that all
     other stages know it too."""
     from torch.distributed.pipelining._utils import _StageMeta, extract_tensor_metas

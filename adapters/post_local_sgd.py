@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapters.checkpoint import load_own, save_own
+from meshmark.adapters.checkpoint import load_local, save_local
 from meshmark.adapters.ddp import DDP, DDPEngine
 from meshmark.algorithms.local_sgd import LocalSGD
 from meshmark.reference.objective import Schedule, build_schedule
@@ -46,10 +46,10 @@ class PostLocalSGDEngine(DDPEngine):
 
     def save(self, folder: Path) -> None:
         """Every rank holds a replica of its own."""
-        save_own(folder, self.state() | {"reduced_steps": self.hook_state.iter})
+        save_local(folder, self.state() | {"reduced_steps": self.hook_state.iter})
 
     def load(self, folder: Path) -> None:
-        state = load_own(folder)
+        state = load_local(folder)
         self.hook_state.iter = state["reduced_steps"]
         self.load_state(state)
 

@@ -55,12 +55,12 @@ class TensorParallelEngine(DataParallelEngine):
         self.first = case.layout.coordinates(context.rank).tp == 0
 
     def backward(self, batch: Batch) -> Tensor:
-        return self._own(super().backward(batch))
+        return self._once_per_group(super().backward(batch))
 
     def evaluate(self, batch: Batch) -> Tensor:
-        return self._own(super().evaluate(batch))
+        return self._once_per_group(super().evaluate(batch))
 
-    def _own(self, share: Tensor) -> Tensor:
+    def _once_per_group(self, share: Tensor) -> Tensor:
         return share if self.first else torch.zeros_like(share)
 
     def loss_share(self, outputs: Tensor, batch: Batch) -> Tensor:

@@ -113,9 +113,9 @@ class GenerateEngine(Engine):
             bytes_by_rank=(sum(t.untyped_storage().nbytes() for pair in layers for t in pair),),
         )
         if any(request.wants_prompt for request in batch):
-            self._tell_prompts(batch, copy, (ids, mask), emit)
+            self._report_prompts(batch, copy, (ids, mask), emit)
 
-    def _tell_prompts(
+    def _report_prompts(
         self,
         batch: Sequence[Request],
         copy: int,

@@ -117,7 +117,7 @@ def decided(differences: list[float], rng: np.random.Generator, *, equal: bool) 
     return ends
 
 
-def told(b: str, found: list[float], rng: np.random.Generator) -> tuple[str, dict[ChangeOutcome, float]]:
+def summarize(b: str, found: list[float], rng: np.random.Generator) -> tuple[str, dict[ChangeOutcome, float]]:
     """What is printed of one comparison, and the shares of runs that ended so."""
     ends = decided(found, rng, equal=b == HONEST)
     shares = {outcome: sum(end is outcome for end, _ in ends) / RUNS for outcome in ChangeOutcome}
@@ -160,7 +160,7 @@ def main() -> int:
                 missing = True
                 print(f"{HONEST} against {b}: {len(found)} of {wanted} pairs; the same command goes on", flush=True)
             if len(found) >= LEAST_PAIRS:
-                text, shares = told(b, found, rng)
+                text, shares = summarize(b, found, rng)
                 failed = failed or broken(b, shares)
                 print(text, flush=True)
     return 5 if missing else int(failed)

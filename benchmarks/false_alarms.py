@@ -28,7 +28,7 @@ from benchmarks.honest import STEPS, Group, bits, measure_batched, measure_singl
 from benchmarks.problems import PROBLEMS, SMALL, varied
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.environment import machine
-from meshmark.judge.false_alarms import COUNTED, Counted, FalseAlarms, design_effect, merged
+from meshmark.judge.false_alarms import COUNTED, AlarmCounts, FalseAlarms, design_effect, merged
 from meshmark.judge.tolerance_model import FALSE_ALARMS, compare
 from meshmark.launch.cluster import Cluster, ClusterSpec
 from meshmark.launch.launchers import ForkserverLauncher
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{line.seconds:.1f} s, {group.worst}",
             flush=True,
         )
-    found = counted(lines)
+    found = count_alarms(lines)
     parsed.output.write_text(json.dumps(encode(found), indent=1) + "\n")
     print(f"{parsed.output}: {found}")
     return 1 if found.alarms > FALSE_ALARMS * found.runs else 0
@@ -111,7 +111,7 @@ def read(path: Path) -> list[Line]:
     return found
 
 
-def counted(lines: Sequence[Line]) -> FalseAlarms:
+def count_alarms(lines: Sequence[Line]) -> FalseAlarms:
     """Each group once."""
     once = {(line.how, line.number): line for line in lines}.values()
     groups = [line.group for line in once]
@@ -120,9 +120,9 @@ def counted(lines: Sequence[Line]) -> FalseAlarms:
         machines=sorted({line.machine for line in once}),
         torch=sorted({line.torch for line in once}),
         design_effect=round(design_effect([g.excesses for g in groups]), 3),
-        counted=merged(
+        count_alarms=merged(
             [
-                Counted(
+                AlarmCounts(
                     what=g.what, problems=1, tolerance_models=g.tolerance_models, runs=len(g.excesses), alarms=g.alarms
                 )
                 for g in groups

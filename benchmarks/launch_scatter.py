@@ -12,7 +12,7 @@ from pathlib import Path
 
 from meshmark.records.record_file import read_records
 from meshmark.regression.runs import by_case
-from meshmark.regression.samples import BUILD, LAUNCH, RECORDED, STEP, Sample, own_scatter, samples
+from meshmark.regression.samples import BUILD, LAUNCH, RECORDED, STEP, Sample, repeats_scatter, samples
 
 
 def main(folders: list[Path]) -> None:
@@ -24,7 +24,7 @@ def main(folders: list[Path]) -> None:
             groups[metric].append(each)
     metrics = {}
     for metric, each in groups.items():
-        found = own_scatter(each, "")
+        found = repeats_scatter(each, "")
         if found is None:
             raise SystemExit(f"no case was launched twice in {', '.join(map(str, folders))}")
         metrics[metric] = {"deviation": round(math.sqrt(found.variance), 4), "degrees": found.degrees}

@@ -201,7 +201,7 @@ def _correct(power: Power) -> Iterable[str]:
         "varies more from problem to problem than it would of independent runs. Counted on "
         f"{', '.join(counted.machines) or 'no machine'}, torch {', '.join(counted.torch) or 'none'}."
     )
-    yield markdown(_counted_rows(counted))
+    yield markdown(_alarm_rows(counted))
     yield f"And here, of {honest.num_runs} runs of `single` and {len(power.real)} launches of real adapters:"
     yield markdown(list(honest.rows()))
     yield (
@@ -218,7 +218,7 @@ def _correct(power: Power) -> Iterable[str]:
     yield markdown([_adapter_row(power.cells, adapter) for adapter in dict.fromkeys(c.adapter for c in power.cells)])
 
 
-def _counted_rows(counted: FalseAlarms) -> list[dict[str, object]]:
+def _alarm_rows(counted: FalseAlarms) -> list[dict[str, object]]:
     return [
         {
             "correct runs": c.what,
@@ -312,7 +312,7 @@ def write_mutants(trials: Sequence[Trial], path: Path) -> None:
             mutant = trial.mutant
             what = (mutant.adapter, str(mutant.precision), mutant.defect.__name__)
             shown = (*what, mutant.catcher, trial.caught, trial.named)
-            writer.writerow([*shown, ", ".join(trial.failed), trial.told])
+            writer.writerow([*shown, ", ".join(trial.failed), trial.explanation])
 
 
 def _correct_run(record: Record) -> bool:

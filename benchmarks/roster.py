@@ -94,7 +94,9 @@ def try_mutants(names: Sequence[str], folder: Path) -> None:
         court = Court(ForkserverLauncher(cluster), {name: target(name) for name in names}, folder, held)
         for mutant in (m for m in ROSTER_MUTANTS if m.name in names):
             trial = court.attempt(mutant)
-            print(f"{'caught' if trial.caught else 'SURVIVED':<8} {mutant.name:<50} {trial.told[:200]}", flush=True)
+            print(
+                f"{'caught' if trial.caught else 'SURVIVED':<8} {mutant.name:<50} {trial.explanation[:200]}", flush=True
+            )
         court.close()
 
 

@@ -43,7 +43,7 @@ Notes = dict[str, list[str]]
 
 
 @dataclass(kw_only=True)
-class Found:
+class Footnotes:
     """What is said below the tables, gathered while they are filled."""
 
     wrong: Notes = field(default_factory=Notes)
@@ -53,7 +53,7 @@ class Found:
 
 def page(records: Sequence[Record], adapters: Adapters, trials: Sequence[Trial], made_on: str) -> str:
     """Markdown. Without records of an adapter its cells say that it was not run. `made_on`: the machine."""
-    found, plain = Found(), [record for record in records if not record.conformance.scenario]
+    found, plain = Footnotes(), [record for record in records if not record.conformance.scenario]
     observed = [record for record in plain if record.task is Task.OBSERVE]
     tables = [_matrix(title, observed, adapters, found) for title in _PARTS]
     overview = [_overview(name, adapters[name], plain, records, found) for name in adapters]
@@ -125,7 +125,7 @@ _TUNED = "Tuned"
 _PARTS = ("Over data-parallel ranks", "Over axes of the model", "In other precisions", _TUNED, _WORKLOADS)
 
 
-def _matrix(title: str, observed: Sequence[Record], adapters: Adapters, found: Found) -> str:
+def _matrix(title: str, observed: Sequence[Record], adapters: Adapters, found: Footnotes) -> str:
     """Adapters that run none of a part's capabilities are left out of its table."""
     examples: dict[str, Case] = {}
     for record in observed:
@@ -142,7 +142,7 @@ def _matrix(title: str, observed: Sequence[Record], adapters: Adapters, found: F
     return f"## {title}\n\n{table(rows)}" if rows else ""
 
 
-def _cell(own: Sequence[Record], name: str, adapter: type[Adapter], example: Case, found: Found) -> str:
+def _cell(own: Sequence[Record], name: str, adapter: type[Adapter], example: Case, found: Footnotes) -> str:
     ran = [record for record in own if _ran(record)]
     if not ran:
         reasons = _refusal(own, adapter, example)
@@ -176,7 +176,7 @@ def _refusal(own: Sequence[Record], adapter: type[Adapter], example: Case) -> li
     layout, its own record says it."""
     try:
         if _part(example) == _WORKLOADS:
-            return _told_by(own)
+            return _skip_reasons(own)
         lacking = adapter.capabilities.refusal(example, "cpu", "gloo")
         text = lacking or (own[0].outcome.message if own else adapter.refusal(example, "cpu", "gloo"))
     except LayoutError as error:
@@ -184,7 +184,7 @@ def _refusal(own: Sequence[Record], adapter: type[Adapter], example: Case) -> li
     return _reasons_of(text)
 
 
-def _told_by(skipped: Sequence[Record]) -> list[str]:
+def _skip_reasons(skipped: Sequence[Record]) -> list[str]:
     return _reasons_of(skipped[0].outcome.message) if skipped else []
 
 
@@ -207,7 +207,7 @@ def _reasons(several: str) -> list[str]:
 
 
 def _overview(
-    name: str, adapter: type[Adapter], plain: Sequence[Record], records: Sequence[Record], found: Found
+    name: str, adapter: type[Adapter], plain: Sequence[Record], records: Sequence[Record], found: Footnotes
 ) -> dict[str, object]:
     """What became of an adapter in all: its cases, its clauses, and how fast it was."""
     own = [record for record in plain if record.case.adapter == name and _ran(record)]
@@ -215,7 +215,7 @@ def _overview(
     right = sum(not wrong(record) for record in cases)
     findings = [finding for c in columns(records) if c.base.adapter == name for finding in c.findings.items()]
     for clause, finding in findings:
-        _tell(name, clause, finding, found)
+        _note(name, clause, finding, found)
     timed = [record for record in own if record.task is Task.TIME and record.outcome.status is Status.OK]
     fastest = max(timed, key=lambda record: throughput(record).per_second, default=None)
     return {
@@ -227,7 +227,7 @@ def _overview(
     }
 
 
-def _tell(name: str, clause: str, finding: Finding, found: Found) -> None:
+def _note(name: str, clause: str, finding: Finding, found: Footnotes) -> None:
     if finding.result in _RESULTS["gap"]:
         _note(found.gaps, f"{clause}: {finding.evidence}", name)
     elif finding.result in (*_RESULTS["**no**"], *_RESULTS["stale gap"]):
@@ -260,7 +260,7 @@ def _those(named: Sequence[str], everyone: Sequence[str]) -> str:
 
 
 def _trial(trial: Trial) -> dict[str, object]:
-    told: Iterable[str] = trial.told.splitlines()[:1]
+    told: Iterable[str] = trial.explanation.splitlines()[:1]
     text = inline("".join(told)[:160])
     return {
         "adapter": trial.mutant.adapter,

@@ -70,7 +70,7 @@ def fitted(sizes: Sequence[float], seconds: Sequence[float]) -> Growth:
     return Growth(exponent=float(slope), half_width=half_width, scale=math.exp(float(intercept)))
 
 
-def told(name: str, unit: str, sizes: Sequence[int], seconds: Sequence[float]) -> bool:
+def report_growth(name: str, unit: str, sizes: Sequence[int], seconds: Sequence[float]) -> bool:
     for size, took in zip(sizes, seconds, strict=True):
         print(f"{name} of {size:,} {unit}: {took:.3g} s")
     growth = fitted(sizes, seconds)
@@ -95,7 +95,7 @@ def launches() -> bool:
             if seconds[-1] > MOST_SECONDS:
                 break
         launcher.close()
-    return told("launch", "ranks", sizes, seconds)
+    return report_growth("launch", "ranks", sizes, seconds)
 
 
 def _request(ranks: int) -> Request:
@@ -119,7 +119,7 @@ def _available_bytes() -> int:
 
 
 def meetings() -> bool:
-    return told("meeting", "nodes", NODES, [_together(_meet, nodes) for nodes in NODES])
+    return report_growth("meeting", "nodes", NODES, [_together(_meet, nodes) for nodes in NODES])
 
 
 def _meet(node: int, nodes: int, port: int) -> float:
@@ -138,7 +138,7 @@ def _meet(node: int, nodes: int, port: int) -> float:
 def gatherings() -> bool:
     """Of two ranks: a trace is gathered on one host, whatever the number of ranks that share it."""
     seconds = [_together(lambda rank, ranks, port, n=n: _gather(rank, port, n), 2) for n in ELEMENTS]
-    return told("gather", "parameters", ELEMENTS, seconds)
+    return report_growth("gather", "parameters", ELEMENTS, seconds)
 
 
 def _gather(rank: int, port: int, elements: int) -> float:

@@ -109,7 +109,7 @@ def _ended(begun: Future[Part] | Part, parts: Parts) -> Part:
     parts.add(part)
     if trial := part.trial:
         state, remark = "caught" if trial.caught else "SURVIVED", "" if trial.named else "MISNAMED "
-        print(f"{state:<8} {part.name:<50} {part.seconds:4.1f} s {remark}{trial.told[:300]}", flush=True)
+        print(f"{state:<8} {part.name:<50} {part.seconds:4.1f} s {remark}{trial.explanation[:300]}", flush=True)
     for cell in part.cells or ():
         print(f"{cell.finding.result:<11} {cell.adapter} {cell.clause} {cell.finding.evidence[:200]}", flush=True)
     return part

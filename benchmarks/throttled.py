@@ -59,12 +59,12 @@ _PATIENCE_SECONDS = 120.0
 @dataclass(frozen=True, kw_only=True)
 class Rank:
     process: multiprocessing.context.ForkProcess
-    told: Connection
+    connection: Connection
 
     def hear(self) -> float:
-        if not self.told.poll(_PATIENCE_SECONDS):
+        if not self.connection.poll(_PATIENCE_SECONDS):
             raise TimeoutError(f"a rank has said nothing for {_PATIENCE_SECONDS:.0f} s")
-        seconds: float = self.told.recv()
+        seconds: float = self.connection.recv()
         return seconds
 
 

@@ -51,8 +51,8 @@ class Trial:
         return not self.mutant.faults or (diagnosis is not None and diagnosis.fault in self.mutant.faults)
 
     @property
-    def told(self) -> str:
-        """The diagnosis, where one was asked for; or what fails says."""
+    def explanation(self) -> str:
+        """The diagnosis if one was asked for, otherwise the text of what fails."""
         if self.record.equivalence.diagnosis and self.mutant.faults:
             return self.record.equivalence.diagnosis.text
         if self.finding:

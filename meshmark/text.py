@@ -17,7 +17,7 @@ def clip_tail(text: str, characters: int = LIMIT) -> str:
     return text if left_out <= 0 else f"({left_out:,} characters before) ... {text[left_out:]}"
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return `Type: message`, clipped."""
     return clip(f"{type(error).__name__}: {text_of(error)}")
 

@@ -18,7 +18,18 @@ from pathlib import Path
 from meshmark.report.table import bytes_text
 from studies import coatnet_planned
 from studies.coatnet_figure import draw
-from studies.coatnet_measured import OPTIONS, TIMED, WIDTHS, WORLDS, Found, fastest, fitting, frugal, measured, running
+from studies.coatnet_measured import (
+    OPTIONS,
+    TIMED,
+    WIDTHS,
+    WORLDS,
+    Measured,
+    fastest,
+    fitting,
+    frugal,
+    measured,
+    running,
+)
 from studies.coatnet_planned import ALIKE, GPU, NUM_GPUS, ROWS, STATES_SHARE, Plan, best, last_quarter, plans, stretch
 
 PAGE, RESULTS = Path("reports/coatnet.md"), Path("results/coatnet")
@@ -26,7 +37,7 @@ BUDGET_MIB = 192.0
 """Of one rank, so that the widest that is measured does not fit as it is."""
 
 
-def page(found: Sequence[Found], budget: float, seconds: float) -> str:
+def page(found: Sequence[Measured], budget: float, seconds: float) -> str:
     worlds = sorted({each.case.world_size for each in found})
     planned = [plans(width) for width in coatnet_planned.WIDTHS]
     deepest = planned[-1][0].model
@@ -102,11 +113,11 @@ def _size(count: int) -> str:
     return f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
 
 
-def _parameters(each: Found) -> int:
+def _parameters(each: Measured) -> int:
     return each.case.workload.model.num_parameters
 
 
-def _end(found: Sequence[Found], budget: float) -> str:
+def _end(found: Sequence[Measured], budget: float) -> str:
     """Where data parallelism ends, on two ranks."""
     plain = [each for each in found if each.name == "data parallel" and each.case.world_size == TIMED]
     plain = sorted((each for each in plain if not each.failure), key=_parameters)
@@ -124,7 +135,7 @@ def _end(found: Sequence[Found], budget: float) -> str:
     return f"**Data parallelism** keeps 16 bytes a parameter on every rank, however many there are: {', '.join(said)}."
 
 
-def _compromise(found: Sequence[Found], world: int, budget: float) -> str:
+def _compromise(found: Sequence[Measured], world: int, budget: float) -> str:
     """Of the widest net that was measured on so many ranks."""
     own = [each for each in found if each.case.world_size == world]
     widest = max(each.width for each in own)
@@ -149,7 +160,7 @@ def _compromise(found: Sequence[Found], world: int, budget: float) -> str:
     return f"{told}. Which is fastest, this machine cannot say."
 
 
-def _names(found: Sequence[Found]) -> str:
+def _names(found: Sequence[Measured]) -> str:
     return " and ".join(each.name for each in found)
 
 
@@ -163,7 +174,7 @@ def _planned_answer(own: Sequence[Plan]) -> str:
     return f"{start}; **{chosen[0].name}** with {bytes_text(chosen[0].state_bytes)} a GPU{others}."
 
 
-def _measured_table(found: Sequence[Found], world: int, budget: float) -> str:
+def _measured_table(found: Sequence[Measured], world: int, budget: float) -> str:
     timed = world == TIMED
     head = [
         "parameters",
@@ -193,7 +204,7 @@ def _measured_table(found: Sequence[Found], world: int, budget: float) -> str:
     return "\n".join(lines)
 
 
-def _rate(each: Found) -> str:
+def _rate(each: Measured) -> str:
     if (rate := each.rate) is None:
         return ""
     return f"{rate.per_second:,.0f} ({rate.lowest:,.0f} to {rate.highest:,.0f})"
@@ -211,7 +222,7 @@ def _planned_table(found: Sequence[Plan]) -> str:
     return "\n".join(lines)
 
 
-def wrong(found: Sequence[Found]) -> list[str]:
+def wrong(found: Sequence[Measured]) -> list[str]:
     """What makes the page less than whole."""
     said = [f"{each.case.id}: {each.failure}" for each in found if each.failure]
     return said + [

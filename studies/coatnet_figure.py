@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from studies.coatnet_measured import TIMED, Found
+from studies.coatnet_measured import TIMED, Measured
 from studies.coatnet_planned import GPU, NUM_GPUS, STATES_SHARE, WIDTHS, plans
 
 
-def draw(found: Sequence[Found], budget: float, path: Path) -> None:
+def draw(found: Sequence[Measured], budget: float, path: Path) -> None:
     """Measured: the fullest rank by size on two ranks, and of the widest net by ranks. Planned: by size."""
     import matplotlib
 
@@ -53,5 +53,5 @@ def draw(found: Sequence[Found], budget: float, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _names(found: Iterable[Found]) -> list[str]:
+def _names(found: Iterable[Measured]) -> list[str]:
     return list(dict.fromkeys(each.name for each in found))

@@ -56,7 +56,7 @@ def cases(width: int, world: int) -> dict[str, Case]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class Measured:
     """Of one layout of one size."""
 
     name: str
@@ -109,11 +109,11 @@ class Found:
         return throughput(self.timed) if self.timed and self.timed.timing.rank_step_seconds else None
 
 
-def fitting(found: Sequence[Found], budget: float) -> list[Found]:
+def fitting(found: Sequence[Measured], budget: float) -> list[Measured]:
     return [each for each in found if not each.failure and each.device_bytes <= budget]
 
 
-def fastest(found: Sequence[Found]) -> list[Found]:
+def fastest(found: Sequence[Measured]) -> list[Measured]:
     """And those that cannot be told from it, for their intervals meet; the simplest first, as `found` has them."""
     rated = [(each, rate) for each in found if (rate := each.rate)]
     if not rated:
@@ -122,7 +122,7 @@ def fastest(found: Sequence[Found]) -> list[Found]:
     return [each for each, rate in rated if rate.ties(first)]
 
 
-def frugal(found: Sequence[Found]) -> Found | None:
+def frugal(found: Sequence[Measured]) -> Measured | None:
     """Which sends least."""
     return min(found, key=lambda each: each.sent_bytes, default=None)
 
@@ -144,7 +144,7 @@ def _say(what: str, case: Case, record: Record | None) -> None:
         print(f"{what} {case.id}: {record.outcome.status} {record.outcome.message}".rstrip(), flush=True)
 
 
-def measured(runner: Runner, widths: Sequence[int], worlds: Sequence[int]) -> list[Found]:
+def measured(runner: Runner, widths: Sequence[int], worlds: Sequence[int]) -> list[Measured]:
     """Every width on two ranks, the widest on all."""
     quiet, found = Quiet(PATIENCE_SECONDS), []
     for width in widths:
@@ -155,7 +155,7 @@ def measured(runner: Runner, widths: Sequence[int], worlds: Sequence[int]) -> li
                 if world == TIMED:
                     quiet.wait()
                     timed = runner.time(case)
-                found.append(Found(name=name, observed=observed, timed=timed))
+                found.append(Measured(name=name, observed=observed, timed=timed))
     return found
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reach.measured import OptionReach, load
-from benchmarks.reach.options import SOURCES, Standing, standing
+from benchmarks.reach.options import SOURCES, OptionStatus, status
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.conformance.finding import ClauseResult
@@ -190,7 +190,7 @@ def _options(name: str) -> str:
     rows: list[dict[str, object]] = [
         {"of": source.name.removeprefix(f"{framework} "), **by}
         for source in SOURCES
-        if source.framework == framework and (by := _by_standing(source.name, found.options[source.name]))
+        if source.framework == framework and (by := _by_status(source.name, found.options[source.name]))
     ]
     if not rows:
         return "Its options were not counted."
@@ -202,10 +202,10 @@ def _options(name: str) -> str:
     return f"{about}\n\n{table(rows, keys=1)}"
 
 
-def _by_standing(source: str, options: dict[str, OptionReach]) -> dict[str, str]:
+def _by_status(source: str, options: dict[str, OptionReach]) -> dict[str, str]:
     """Return the names of a source's options by standing, or nothing if none changes training."""
-    known = {name: standing(source, name, each.default, each.values)[0] for name, each in options.items()}
-    asked = (Standing.JUDGED, Standing.REFUSED, Standing.NOT_ASKED)
+    known = {name: status(source, name, each.default, each.values)[0] for name, each in options.items()}
+    asked = (OptionStatus.JUDGED, OptionStatus.REFUSED, OptionStatus.NOT_ASKED)
     by = {str(each): ", ".join(name for name, own in known.items() if own is each) for each in asked}
     return by if any(by.values()) else {}
 

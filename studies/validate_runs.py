@@ -122,7 +122,7 @@ def alternatives(found: Blind) -> list[Alternatives]:
     return out
 
 
-def says_all(row: Row) -> bool:
+def is_complete(row: Row) -> bool:
     """Return whether a row's source states its layout, micro-batch and recomputation."""
     return not row.get("note_unstated")
 
@@ -146,7 +146,7 @@ def run_lines() -> list[str]:
         lines += [_head(title), "|---" * (9 + title.count("|") + 1) + "|"]
         lines += [f"| {name} | {_cells(part)} |" for name, part in found.by(key)]
         lines += [f"| all{' |' * title.count('|')} | {_cells(found)} |", ""]
-    lines += [*_rivals(found), "", *_choices(found), "", *_experts(), ""]
+    lines += [*_beside_rivals(found), "", *_choices(found), "", *_experts(), ""]
     return [*lines, "Every run, with what is assumed of it: [validation-runs.md](validation-runs.md)."]
 
 
@@ -245,7 +245,7 @@ def _experts() -> list[str]:
     return lines
 
 
-def _rivals(found: Blind) -> list[str]:
+def _beside_rivals(found: Blind) -> list[str]:
     off = 100 * np.abs(found.errors)
     return [
         "### What others claim",

@@ -132,8 +132,8 @@ def test_an_engine_right_in_all_steps_passes(longer: Runner) -> None:
 @pytest.mark.parametrize("name", OF_CLAUSES)
 def test_a_mutant_is_caught_by_the_clause_that_should(court: Court, name: str) -> None:
     trial = court.attempt(BY_NAME[name])
-    assert trial.caught, trial.told
-    assert trial.named, trial.told
+    assert trial.caught, trial.explanation
+    assert trial.named, trial.explanation
 
 
 @pytest.mark.slow

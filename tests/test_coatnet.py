@@ -12,14 +12,14 @@ from meshmark.records.record import Outcome, Status
 from meshmark.records.request import Task
 from studies.coatnet import page, wrong
 from studies.coatnet_figure import draw
-from studies.coatnet_measured import Found, cases, fastest, fitting, frugal
+from studies.coatnet_measured import Measured, cases, fastest, fitting, frugal
 from studies.coatnet_planned import GPU, WIDTHS, bandwidth, best, plans, stretch
 from tests.factories import make_memory, make_memory_evidence, make_record, make_timing, make_traffic_evidence
 
 MIB = 2**20
 
 
-def measured(name: str, *, mib: int, sent: int = 1000, seconds: float = 0.5, world: int = 2) -> Found:
+def measured(name: str, *, mib: int, sent: int = 1000, seconds: float = 0.5, world: int = 2) -> Measured:
     """Steps that scatter by 1 %."""
     case = cases(32, world)[name]
     readings = [make_memory(parameters=4, activations=mib * MIB)] * world
@@ -32,7 +32,7 @@ def measured(name: str, *, mib: int, sent: int = 1000, seconds: float = 0.5, wor
     steps = [seconds * (1 + 0.01 * (-1) ** i) for i in range(16)]
     timing = make_timing(num_launches=3, rank_step_seconds=[steps] * world)
     timed = make_record(case=case, task=Task.TIME, timing=timing) if world == 2 else None
-    return Found(name=name, observed=observed, timed=timed)
+    return Measured(name=name, observed=observed, timed=timed)
 
 
 def _sends(num_bytes: int) -> Collective:

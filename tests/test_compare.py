@@ -20,7 +20,7 @@ from meshmark.regression.change import Change, ChangeOutcome, Kind
 from meshmark.regression.cli import compare_folders
 from meshmark.regression.compare import compare
 from meshmark.regression.gate import DEFAULT_GATE, parse_gate
-from meshmark.regression.samples import STEP, Sample, own_scatter
+from meshmark.regression.samples import STEP, Sample, repeats_scatter
 from meshmark.regression.times import ALPHA, holm, time_changes
 from tests.factories import (
     make_case,
@@ -226,9 +226,9 @@ def test_holm_goes_on_while_tests_fall() -> None:
 
 def test_scatter_is_never_less_than_steps_show() -> None:
     lucky = [Sample(seconds=0.1, variance=0.01), Sample(seconds=0.1, variance=0.01)]
-    found = own_scatter([lucky], "{}")
+    found = repeats_scatter([lucky], "{}")
     assert found and found.variance == 0.01
-    assert own_scatter([lucky[:1]], "{}") is None
+    assert repeats_scatter([lucky[:1]], "{}") is None
 
 
 def test_launch_and_build_seconds_are_tested_too() -> None:

@@ -307,8 +307,8 @@ def test_determinism_is_told_and_counts_neither_as_kept_nor_as_broken(tmp_path: 
     assert "**1 of 1 cell holds**" in page, "the schedule's: nothing was resumed"
     assert "1 more tell what is not required" in page
     header, _, row = (line.split() for line in page.partition("## Every cell")[2].strip().splitlines()[:3])
-    assert dict(zip(header, row, strict=True))["determinism"] == "told"
-    with pytest.raises(pytest.skip.Exception, match="told, not required: two runs: differs"):
+    assert dict(zip(header, row, strict=True))["determinism"] == "reported"
+    with pytest.raises(pytest.skip.Exception, match="reported, not required: two runs: differs"):
         expect_clause(Standing({"schedule": first, "save": other}), first.case, CLAUSES["determinism"])
 
 

@@ -214,4 +214,4 @@ def test_how_memory_is_handed_out_is_recorded(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     assert allocator_settings() == "PYTORCH_ALLOC_CONF=expandable_segments:True"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert kernels.told()["allocator"].endswith("expandable_segments:True")
+    assert kernels.effective_settings()["allocator"].endswith("expandable_segments:True")

@@ -158,7 +158,7 @@ def test_arithmetic_is_pinned_whatever_an_import_has_set() -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.enable_flash_sdp(False)
     with pinned(Tuning()):
-        told = kernels.told()
+        told = kernels.effective_settings()
     assert (
         told.items()
         >= {
@@ -174,7 +174,7 @@ def test_arithmetic_is_pinned_whatever_an_import_has_set() -> None:
 
 def test_what_nccl_was_told_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_ALGO", "Ring")
-    assert kernels.told()["NCCL_ALGO"] == "Ring"
+    assert kernels.effective_settings()["NCCL_ALGO"] == "Ring"
 
 
 def test_the_allocator_s_statistics_become_bytes_that_are_of_no_use_and_bytes_outside() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.false_alarms import Line, counted, read
+from benchmarks.false_alarms import Line, count_alarms, read
 from benchmarks.honest import PROBABILITIES, Group, Honest, Tail
 from benchmarks.power_page import Power
-from meshmark.judge.false_alarms import Counted, FalseAlarms, design_effect, shown, upper_limit
+from meshmark.judge.false_alarms import AlarmCounts, FalseAlarms, design_effect, shown, upper_limit
 from meshmark.judge.tolerance_model import FALSE_ALARMS
 from meshmark.passes.kernels import ATTENTION
 from meshmark.passes.noise import FORMAT, noise_key
@@ -36,13 +36,13 @@ def test_no_alarm_bounds_the_rate_by_three_over_the_number_of_runs(num_runs: int
 
 
 def test_the_bound_is_printed_and_not_the_aim() -> None:
-    found = FalseAlarms(version=FORMAT, machines=[], torch=[], counted=[])
+    found = FalseAlarms(version=FORMAT, machines=[], torch=[], count_alarms=[])
     assert (found.bound, str(found)) == (1.0, "not counted yet: run make power-long")
     some = [
-        Counted(what="a", problems=1, tolerance_models=1, runs=400, alarms=0),
-        Counted(what="b", problems=1, tolerance_models=2, runs=600, alarms=1),
+        AlarmCounts(what="a", problems=1, tolerance_models=1, runs=400, alarms=0),
+        AlarmCounts(what="b", problems=1, tolerance_models=2, runs=600, alarms=1),
     ]
-    told = str(FalseAlarms(version=FORMAT, machines=[], torch=[], design_effect=2.5, counted=some))
+    told = str(FalseAlarms(version=FORMAT, machines=[], torch=[], design_effect=2.5, count_alarms=some))
     assert told == "1 alarm in 1,000 correct runs, which show as much as 400 independent ones: below 0.0093 (95%)"
 
 
@@ -70,7 +70,7 @@ def line(seed: int, excesses: list[float], version: int = FORMAT) -> Line:
 
 
 def test_each_group_counts_once_and_an_alarm_is_counted(tmp_path: Path) -> None:
-    found = counted([line(0, [0.5, 0.6]), line(0, [0.5, 0.6]), line(1, [0.5, 1.01])])
+    found = count_alarms([line(0, [0.5, 0.6]), line(0, [0.5, 0.6]), line(1, [0.5, 1.01])])
     assert [(c.problems, c.tolerance_models, c.runs, c.alarms) for c in found.counted] == [(2, 2, 4, 1)]
     assert (tmp_path / "groups.jsonl").write_text('{"version": 6, "mach')
     assert read(tmp_path / "groups.jsonl") == []

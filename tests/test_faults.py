@@ -24,7 +24,7 @@ from meshmark.reference.data import read_corpus
 from meshmark.reference.image_folder import load_images
 from meshmark.regression.baseline import accept
 from meshmark.run.outcomes import outcome_of_error
-from meshmark.text import LIMIT, told
+from meshmark.text import LIMIT, describe_error
 from tests.factories import make_good
 from tests.test_compare import write
 
@@ -40,7 +40,7 @@ class Mute(Exception):
 
 def test_an_error_without_a_text_is_its_rank_s_outcome() -> None:
     assert _kind(Mute()) is Status.RAISED
-    assert told(Mute()) == "Mute: (its text cannot be had: SystemExit)"
+    assert describe_error(Mute()) == "Mute: (its text cannot be had: SystemExit)"
 
 
 @pytest.mark.slow
@@ -49,7 +49,7 @@ def test_an_error_with_a_text_of_any_length_is_told_at_once() -> None:
     error = RuntimeError("NCCL " * 40_000_000)
     started = time.process_time()
     assert _kind(error) is Status.RAISED
-    assert len(told(error)) < LIMIT + 100
+    assert len(describe_error(error)) < LIMIT + 100
     assert time.process_time() - started < 60
 
 

@@ -138,7 +138,7 @@ def test_a_script_that_cannot_run_is_kept_as_such(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(Reproducer, "path", property(lambda each: tmp_path / "broken.py"))
     monkeypatch.setattr(gap_versions, "keep_trials", lambda trials: None)
     done = gap_versions.try_one(broken, sys.executable, None)
-    assert done and done.outcome is Outcome.CANNOT_RUN and "no_such_name" in done.said
+    assert done and done.outcome is Outcome.CANNOT_RUN and "no_such_name" in done.last_line
 
 
 def test_the_command_prints_what_an_adapter_fails_by(capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,7 +59,7 @@ def told_and_logged(path: Path, rank: int) -> tuple[list[int], list[int]]:
     source.stop()
     hvd.allreduce(torch.zeros(1), name="last")
     hvd.allreduce(torch.zeros(1), name="after it")  # a new name flushes the file
-    told = sorted(transfer.num_bytes for transfer in source.asked())
+    told = sorted(transfer.num_bytes for transfer in source.requested())
     return told, _logged(path) if rank == 0 else []
 
 

@@ -19,7 +19,7 @@ import torch
 import meshmark
 from meshmark.launch.folders import private_base
 from meshmark.launch.launchers import ForkserverLauncher
-from meshmark.launch.watchdog import standing
+from meshmark.launch.watchdog import stack_state
 from meshmark.records.rank_report import StackState
 from meshmark.records.record import Record, Status
 from meshmark.run.runner import Runner, RunOptions
@@ -151,7 +151,7 @@ TORCH, LIBRARY = torch.nn.functional.__file__, json.__file__
 def test_whose_code_a_rank_stands_in_is_told_by_its_stack(frames: list[Path | str], stands: StackState) -> None:
     lines = [f'  File "{file}", line 1 in some_function' for file in frames]
     stack = "\n".join(["Thread 0x1 (most recent call first):", '  File "/other.py", line 2 in run', ""])
-    assert standing("\n".join([stack, "Current thread 0x2 (most recent call first):", *lines])) is stands
+    assert stack_state("\n".join([stack, "Current thread 0x2 (most recent call first):", *lines])) is stands
 
 
 def test_what_comes_on_until_the_limit_is_slow_and_not_hung(runner: Runner) -> None:

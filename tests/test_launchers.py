@@ -53,6 +53,7 @@ ACCIDENTS = {
         "LeavesDaemon",
         "StopsServer",
         "KillsServer",
+        "KillsServerAtTheEnd",
         "Freezes",
         "WritesToFullDisk",
         "FillsDisk",
@@ -349,6 +350,12 @@ def test_a_server_that_is_killed_is_no_fault_of_the_ranks(launcher: ForkserverLa
     assert "what starts ranks was killed" in launched.failures[0].message
     left = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == KillsServer.STARTED]
     assert not left
+
+
+def test_a_server_that_is_killed_once_ranks_have_reported_is_no_fault_of_theirs(launcher: ForkserverLauncher) -> None:
+    launched = launcher.launch(make_request("killsserverattheend"), 2)
+    assert {failure.kind for failure in launched.failures} == {Status.UNFINISHED}, launched.failures
+    assert "what starts ranks was killed" in launched.failures[0].message
 
 
 def test_a_rank_that_finds_a_disk_full_is_no_fault_of_its_framework(launcher: ForkserverLauncher) -> None:

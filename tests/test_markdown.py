@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshmark.report.markdown import LINE_CHARACTERS, WIDTH, Markup, block, code, details, inline, table, table_of
-from meshmark.text import LIMIT, clip, clip_tail, told
+from meshmark.text import LIMIT, clip, clip_tail, describe_error
 from tests.hostile_texts import HOSTILE, kinds, parse, texts
 
 MEANINGS = {
@@ -104,8 +104,11 @@ def test_an_exception_that_has_no_text_is_named() -> None:
         def __str__(self) -> str:
             raise ValueError("no")
 
-    assert told(Mute()) == "Mute: (its text cannot be had: ValueError)"
-    assert told(KeyError("k")) == "KeyError: 'k'" and len(told(RuntimeError("x" * 2 * 10**8))) < LIMIT + 50
+    assert describe_error(Mute()) == "Mute: (its text cannot be had: ValueError)"
+    assert (
+        describe_error(KeyError("k")) == "KeyError: 'k'"
+        and len(describe_error(RuntimeError("x" * 2 * 10**8))) < LIMIT + 50
+    )
 
 
 def lines_of(page: str) -> list[str]:

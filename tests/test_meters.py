@@ -47,8 +47,8 @@ def test_a_watch_sees_an_allocation_s_exact_bytes_and_its_life() -> None:
     (found,) = (a for a in timeline(watch.changes()).lives if a.num_bytes == 4 * 12_345)
     first, second = watch.windows
     assert found.address == address
-    assert first.holds(found.start_ns)
-    assert found.stop_ns is not None and second.holds(found.stop_ns)
+    assert first.contains(found.start_ns)
+    assert found.stop_ns is not None and second.contains(found.stop_ns)
     assert found.alive(first.stop_ns) and not found.alive(second.stop_ns) and not found.alive(first.start_ns)
 
 
@@ -68,7 +68,7 @@ def test_lives_span_the_change_of_focus() -> None:
         with watch.window("later", 0):
             del tensor
     (found,) = (a for a in timeline(watch.changes()).lives if a.num_bytes == 12_347)
-    assert found.stop_ns is not None and watch.windows[0].holds(found.stop_ns)
+    assert found.stop_ns is not None and watch.windows[0].contains(found.stop_ns)
 
 
 def test_an_address_used_twice_is_two_lives() -> None:
@@ -175,8 +175,8 @@ def test_what_a_kernel_takes_and_gives_back_itself_is_no_tensor() -> None:
     assert [(life.num_bytes, life.stop_ns) for life in line.lives] == [(10, None), (20, 201)]
     assert line.peak(0, 300) == (30, 101)
     assert (line.total(102), line.total(104), line.total(201)) == (30, 30, 10)
-    assert line.counted_peak(0, 300) == 600
-    assert line.counted_peak(150, 300) == 30
+    assert line.peak_with_workspaces(0, 300) == 600
+    assert line.peak_with_workspaces(150, 300) == 30
 
 
 def test_a_product_s_workspace_is_told_apart_and_its_result_is_not() -> None:
@@ -333,7 +333,7 @@ class Canned(Watch):
     def changes(self) -> list[Change]:
         return self.told
 
-    def asked(self) -> list[AskedOperation]:
+    def requested(self) -> list[AskedOperation]:
         return self.calls
 
 
@@ -474,13 +474,13 @@ def test_collectives_are_seen_with_their_operands(group: None) -> None:
             dist.broadcast(out, 0)
         torch_traffic.stop()
         dist.all_reduce(tensor)
-    asked = watch.asked()
+    asked = watch.requested()
     assert [a.name for a in asked] == ["c10d::barrier", "c10d::allreduce_", "c10d::broadcast_", "c10d::allreduce_"]
     assert [a.operands[0] for a in asked[1:3]] == [
         (Operand(num_bytes=4000, address=tensor.data_ptr()),),
         (Operand(num_bytes=16_000, address=out.data_ptr()),),
     ]
-    assert [(t.kind, t.num_bytes) for t in torch_traffic.asked()] == [("all_reduce", 4000), ("broadcast", 16_000)]
+    assert [(t.kind, t.num_bytes) for t in torch_traffic.requested()] == [("all_reduce", 4000), ("broadcast", 16_000)]
     assert [(t.kind, t.num_bytes) for t in torch_traffic.issued()] == [("all_reduce", 4000), ("broadcast", 16_000)]
     assert read_traffic([torch_traffic]) == TrafficReading(asked=[], issued=[]), "a group of one moves nothing"
 
@@ -531,7 +531,7 @@ def test_calls_add_up_by_kind_and_ranks_and_groups_of_one_are_left_out() -> None
 
 def test_windows_are_half_open() -> None:
     window = Window(name="w", step=0, start_ns=10, stop_ns=20)
-    assert [window.holds(t) for t in (9, 10, 19, 20)] == [False, True, True, False]
+    assert [window.contains(t) for t in (9, 10, 19, 20)] == [False, True, True, False]
 
 
 # What a forward pass leaves.

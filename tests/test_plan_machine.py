@@ -92,7 +92,7 @@ def test_a_machine_is_changed_by_options_or_a_file(tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize("name", sorted(FRAMEWORKS))
 def test_a_framework_is_searched_in_what_it_has(name: str) -> None:
     one = FRAMEWORKS[name]
-    assert name != "ddp" or "fsdp" not in one.told(RECIPES[one.recipe]), "which shards nothing"
+    assert name != "ddp" or "fsdp" not in one.describe(RECIPES[one.recipe]), "which shards nothing"
     space = SearchSpace(num_gpus=16, global_batch=64, axes=one.axes, zero_stages=one.zero_stages)
     grid = search(
         model_spec("gpt3-1.3b"), space, gpu("h100"), RECIPES[one.recipe], rates("h100-nanotron")

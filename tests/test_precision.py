@@ -233,4 +233,4 @@ def test_another_format_of_the_reduction_is_caught_by_its_bytes(runner: Runner, 
 @pytest.mark.parametrize("name", OF_CLAUSES)
 def test_another_format_of_the_reduction_fails_its_clause(court: Court, name: str) -> None:
     trial = court.attempt(BY_NAME[name])
-    assert trial.caught, trial.told
+    assert trial.caught, trial.explanation

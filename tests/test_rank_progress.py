@@ -12,7 +12,7 @@ from meshmark import rank_progress
 from meshmark.judge.diagnosis import diagnose
 from meshmark.judge.truth import assess
 from meshmark.launch.launch import _settle
-from meshmark.launch.watchdog import standing
+from meshmark.launch.watchdog import stack_state
 from meshmark.rank_progress import Mark, Pace, Phase, read_mark
 from meshmark.records.rank_report import RankFailure, StackState
 from tests.test_diagnosis import CASE, STEPS, honest
@@ -127,5 +127,5 @@ def test_where_a_rank_stands_is_its_innermost_frame(innermost: str, stands: Stac
     other = 'Thread 0x01 (most recent call first):\n  File "/venv/torch/distributed/x.py", line 1 in wait\n\n'
     outer = '  File "/venv/torch/distributed/run.py", line 5 in main'
     stack = f"{other}Current thread 0x02 (most recent call first):\n  {innermost.format(line=waits)}\n{outer}\n"
-    assert standing(stack) is stands
-    assert standing("") is StackState.SILENT
+    assert stack_state(stack) is stands
+    assert stack_state("") is StackState.SILENT

@@ -18,7 +18,7 @@ from benchmarks.reach.launcher import CoveringLauncher
 from benchmarks.reach.measured import Measured, load
 from benchmarks.reach.mutate import Mutation, change_of, install, mutations
 from benchmarks.reach.mutating_launcher import MutatingLauncher
-from benchmarks.reach.options import SOURCES, Excluded, Standing, excluded, stale, standing
+from benchmarks.reach.options import SOURCES, Excluded, OptionStatus, excluded, stale, status
 from benchmarks.reach.page import page
 from benchmarks.reach.runs import SUITES_OF_FOUR, SUITES_OF_TWO
 from benchmarks.reach.scope import DISTRIBUTIONS, as_ranges, of_ranges, statements_of
@@ -69,20 +69,22 @@ def test_ranges_hold_lines() -> None:
 
 
 def test_an_option_is_judged_only_by_another_value_than_its_default() -> None:
-    assert standing("any", "new_option", "True", {}) == (Standing.NOT_ASKED, "")
-    assert standing("any", "new_option", "True", {"True": ["ddp"]})[0] is Standing.NOT_ASKED
-    assert standing("any", "new_option", "True", {"True": ["ddp"], "False": ["fsdp2"]}) == (Standing.JUDGED, "False")
-    assert standing("PyTorch fully_shard", "module", "required", {"Block": ["fsdp2"]})[0] is Standing.NOT_TRAINING
+    assert status("any", "new_option", "True", {}) == (OptionStatus.NOT_ASKED, "")
+    assert status("any", "new_option", "True", {"True": ["ddp"]})[0] is OptionStatus.NOT_ASKED
+    assert status("any", "new_option", "True", {"True": ["ddp"], "False": ["fsdp2"]}) == (OptionStatus.JUDGED, "False")
+    assert status("PyTorch fully_shard", "module", "required", {"Block": ["fsdp2"]})[0] is OptionStatus.NOT_TRAINING
 
 
 def test_an_entry_for_an_option_that_is_gone_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = Excluded(source="PyTorch fully_shard", standing=Standing.REFUSED, reason="", options=("gone", "module"))
+    gone = Excluded(source="PyTorch fully_shard", status=OptionStatus.REFUSED, reason="", options=("gone", "module"))
     monkeypatch.setattr("benchmarks.reach.options.excluded", lambda: [gone])
     assert stale({"PyTorch fully_shard": {"module": "required"}}) == ["PyTorch fully_shard: gone"]
 
 
 def test_every_exclusion_has_a_reason_and_is_no_judged_or_unjudged_standing() -> None:
-    assert all(each.reason and each.standing in (Standing.REFUSED, Standing.NOT_TRAINING) for each in excluded())
+    assert all(
+        each.reason and each.standing in (OptionStatus.REFUSED, OptionStatus.NOT_TRAINING) for each in excluded()
+    )
     names = [(each.source, option) for each in excluded() for option in each.options]
     assert len(names) == len(set(names)), "an option is excluded once"
 

@@ -71,7 +71,7 @@ def test_rounds_contract_as_often(kind: CompressorKind) -> None:
     x = replicas(0)[0]["a.weight"]
     for rounds in (1, 2, 3):
         algorithm.algorithm = DoubleSqueeze(compressor=Compressor(kind=kind, rounds=rounds))
-        told = algorithm.told(x, Draw(seed=0, step=0, replica=0, name="a"))
+        told = algorithm.received(x, Draw(seed=0, step=0, replica=0, name="a"))
         left, worst = x, 0.0
         for _ in range(rounds):
             share = 0.1 if kind is CompressorKind.TOP_K else np.abs(left).sum() ** 2 / (left.size * np.sum(left**2))

@@ -16,7 +16,7 @@ import pytest
 from meshmark.cli.commands import main
 from meshmark.records.record import SCHEMA, Status
 from meshmark.records.record_file import Reading, RecordFile, read_records
-from meshmark.records.session import Attempt, Ending, Session, standing
+from meshmark.records.session import Attempt, Ending, Session, latest_attempts
 from meshmark.report.render import write_report
 from tests.factories import make_good
 from tests.test_suites import ROOT, suites
@@ -182,7 +182,7 @@ def test_neither_another_device_nor_a_run_that_broke_off_mends_a_test(tmp_path: 
     elsewhere = session(attempt(ending=Ending.PASSED), name="two", exit_code=0, device="cuda")
     broken_off = session(attempt(ending=Ending.UNFINISHED), name="three", exit_code=2)
     assert NOTHING not in page_of(tmp_path, session(attempt()), elsewhere)
-    ((last, by),) = standing([session(attempt()), broken_off], conforming=False)
+    ((last, by),) = latest_attempts([session(attempt()), broken_off], conforming=False)
     assert (last.ending, by.session) == (Ending.FAILED, "one")
 
 
@@ -191,5 +191,5 @@ def test_the_line_of_the_end_replaces_that_of_the_beginning(tmp_path: Path) -> N
     file.append(session(attempt(ending=Ending.UNFINISHED), exit_code=None))
     file.append(session(attempt(ending=Ending.PASSED), exit_code=0))
     file.close()
-    ((last, _),) = standing(read_records(tmp_path).sessions, conforming=False)
+    ((last, _),) = latest_attempts(read_records(tmp_path).sessions, conforming=False)
     assert last.ending is Ending.PASSED

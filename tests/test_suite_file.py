@@ -144,13 +144,13 @@ def test_a_plan_hands_the_first_layout_that_its_adapter_takes_to_pytest(capsys: 
 def test_a_plan_s_layout_trains_a_workload_of_the_user_s_own() -> None:
     """Its model and its batches are its own, and so no option asks for others."""
     file = Path(__file__).parent.parent / "examples" / "workloads" / "two_towers.py"
-    own = plan_run._own_workload(["--workload", f"{file}:TwoTowers", "-k", "equivalence"])
-    assert own and own.id.startswith("twotowers.") and plan_run._own_workload(["--steps", "3"]) is None
+    own = plan_run._user_workload(["--workload", f"{file}:TwoTowers", "-k", "equivalence"])
+    assert own and own.id.startswith("twotowers.") and plan_run._user_workload(["--steps", "3"]) is None
     words = plan_run.suite_arguments(planned(2, (3,)), "fsdp2", own)
     assert not any(word.startswith(("--model", "--global-batch")) for word in words)
     assert any(word.startswith("--layouts=dp2.zero3") for word in words)
     with pytest.raises(ValueError, match="--run: --workload names 2 workloads"):
-        plan_run._own_workload([f"--workload={file}:TwoTowers,gpt-tiny"])
+        plan_run._user_workload([f"--workload={file}:TwoTowers,gpt-tiny"])
 
 
 def test_a_plan_that_cannot_be_run_here_says_what_to_type_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:

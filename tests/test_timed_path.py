@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from meshmark.algorithms.downpour import Downpour
 from meshmark.judge.deviation import Drift, Quantity
 from meshmark.judge.observed_path import ObservedPath
 from meshmark.launch.launch import LaunchResult
@@ -12,6 +13,7 @@ from meshmark.records.rank_report import RankReport
 from meshmark.records.record import Outcome, Record, Relaunch, Status, TrainingCurves, Verdict
 from meshmark.run.runner import find_path
 from meshmark.run.verdict import judge_throughput
+from meshmark.spec.algorithm import algorithm_classes
 from tests.factories import make_equivalence, make_good, make_timed, make_timing
 
 
@@ -80,6 +82,14 @@ def test_an_engine_that_never_repeats_is_held_to_the_yardstick() -> None:
         found = judged(observed=path(5.25 + distance, repeats=False))
         assert found.passed is passed
         assert f"{distance / 8e-7:.2f} of the tolerance apart at step 1" in found.summary
+
+
+def test_under_a_parameter_server_two_passes_that_agree_prove_nothing() -> None:
+    """Chance decides which replica comes first. Other bits are then judged by the tolerance model all the same."""
+    by_chance, exact = Downpour(), algorithm_classes()["synchronous"]()
+    for repeats, left in ((False, True), (True, True), (None, False)):
+        assert path(5.25, repeats=repeats).is_left_to_tolerance(by_chance) is left
+        assert path(5.25, repeats=repeats).is_left_to_tolerance(exact) is (repeats is False)
 
 
 def test_replicas_that_differ_after_the_last_timed_step_fail() -> None:

@@ -174,7 +174,9 @@ class AccelerateSyncEach(Accelerate):
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
         using = super().recipe(case)
-        return dataclasses.replace(using, backward=dataclasses.replace(using.backward, accumulates_beside=False))
+        return dataclasses.replace(
+            using, backward=dataclasses.replace(using.backward, accumulates_outside_buckets=False)
+        )
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
@@ -226,7 +228,7 @@ class AccelerateFSDP2(Adapter):
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
-        return cls.sharding.misfit(case.layout) or super().supports(case, device, backend)
+        return cls.sharding.invalid_reason(case.layout) or super().supports(case, device, backend)
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from meshmark.adapter.data_parallel import DataParallelEngine
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.holdings import Holdings
-from meshmark.adapters.checkpoint import load_own, save_own
+from meshmark.adapters.checkpoint import load_local, save_local
 from meshmark.adapters.compressed.codecs import Votes
 from meshmark.adapters.compressed.exchange import Exchange, Gathered, exchange_of
 from meshmark.algorithms.compressed import Compressing
@@ -60,10 +60,10 @@ class CompressedEngine(DataParallelEngine):
 
     def save(self, folder: Path) -> None:
         """Save this rank's state. What is yet to be sent differs between ranks."""
-        save_own(folder, self.state())
+        save_local(folder, self.state())
 
     def load(self, folder: Path) -> None:
-        self.load_state(load_own(folder))
+        self.load_state(load_local(folder))
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"steps": self.steps_done, "kept": self.kept}
@@ -82,7 +82,7 @@ class ErrorFeedbackEngine(CompressedEngine):
         if self.kept:
             torch._foreach_add_(wanted, list(self.kept.pop("left").values()))
         told = self.exchange.meet(own, self.steps_done)
-        torch._foreach_sub_(wanted, list(told.own().values()))
+        torch._foreach_sub_(wanted, list(told.local().values()))
         self.kept = {"left": own}
         return told.mean()
 
@@ -96,7 +96,7 @@ class EF21Engine(CompressedEngine):
         changed = list(own.values())
         torch._foreach_sub_(changed, list(self.kept["own"].values()))
         told = self.exchange.meet(own, self.steps_done)
-        torch._foreach_add_(list(self.kept["own"].values()), list(told.own().values()))
+        torch._foreach_add_(list(self.kept["own"].values()), list(told.local().values()))
         torch._foreach_add_(list(self.kept["mean"].values()), list(told.mean().values()))
         return {name: x.clone() for name, x in self.kept["mean"].items()}
 

@@ -16,10 +16,10 @@ from meshmark.algorithms.compressed.compressors import Draw
 Named = Mapping[str, Tensor]
 
 
-class Told(Protocol):
+class Received(Protocol):
     """Contents of a step's messages."""
 
-    def own(self) -> dict[str, Tensor]:
+    def local(self) -> dict[str, Tensor]:
         """Return what all replicas receive of this replica's tensors."""
 
     def mean(self) -> dict[str, Tensor]:
@@ -27,7 +27,7 @@ class Told(Protocol):
 
 
 class Exchange(Protocol):
-    def meet(self, tensors: Named, step: int) -> Told:
+    def meet(self, tensors: Named, step: int) -> Received:
         """A collective call."""
 
 
@@ -39,7 +39,7 @@ class Messages:
         self.shapes = {name: x.shape for name, x in like.items()}
         self.dtype = next(iter(like.values())).dtype
 
-    def own(self) -> dict[str, Tensor]:
+    def local(self) -> dict[str, Tensor]:
         return dict(self.read(self.contents[dist.get_rank()]))
 
     def mean(self) -> dict[str, Tensor]:
@@ -90,7 +90,7 @@ class Elements:
     def __init__(self, places: Named, values: Sequence[Tensor], means: Sequence[Tensor], like: Named) -> None:
         self.places, self.values, self.means, self.like = places, values, means, like
 
-    def own(self) -> dict[str, Tensor]:
+    def local(self) -> dict[str, Tensor]:
         return self.spread(self.values)
 
     def mean(self) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshmark.adapter.data_parallel import DataParallelEngine
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.holdings import Holdings
-from meshmark.adapters.checkpoint import load_own, save_own
+from meshmark.adapters.checkpoint import load_local, save_local
 from meshmark.adapters.decentralised.exchange import Exchange
 from meshmark.algorithms import decentralised
 from meshmark.reference.data import Batch
@@ -61,13 +61,13 @@ class DSGDEngine(DataParallelEngine):
 
     def save(self, folder: Path) -> None:
         """Every rank holds a replica of its own."""
-        save_own(folder, self.state())
+        save_local(folder, self.state())
 
     def load(self, folder: Path) -> None:
         """Load the state through the host, where the optimizer's counts of steps stay, as in
         `DataParallelEngine.load`.
         """
-        self.load_state(load_own(folder, torch.device("cpu")))
+        self.load_state(load_local(folder, torch.device("cpu")))
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"steps": self.steps_done, "kept": self.kept}

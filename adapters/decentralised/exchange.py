@@ -20,7 +20,7 @@ class Exchange:
         self.shapes = [tensor.shape for tensor in tensors]
         self.own = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         self.heard = {j: torch.empty_like(self.own) for j in graph.hears(count, step, self.rank)}
-        operations = [dist.P2POp(dist.isend, self.own, peer) for peer in graph.tells(count, step, self.rank)]
+        operations = [dist.P2POp(dist.isend, self.own, peer) for peer in graph.recipients(count, step, self.rank)]
         operations += [dist.P2POp(dist.irecv, there, peer) for peer, there in self.heard.items()]
         self.works = dist.batch_isend_irecv(operations) if operations else []
 

@@ -20,7 +20,7 @@ from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import initial_model
 from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapters.deepspeed.config import as_theory_says, ds_config, prepare
+from meshmark.adapters.deepspeed.config import closed_form_options, ds_config, prepare
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.adapters.deepspeed.traffic_exceptions import (
     compared_orders,
@@ -201,7 +201,7 @@ class DeepSpeed(Adapter):
 
     def zero_options(self, case: Case, context: RankContext) -> dict[str, Any]:
         """Its choices of `zero_optimization`."""
-        return as_theory_says(case)
+        return closed_form_options(case)
 
     def optimizer(self, case: Case, model: nn.Module) -> torch.optim.Optimizer:
         """Return the optimizer that DeepSpeed wraps."""

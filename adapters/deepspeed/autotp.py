@@ -48,12 +48,12 @@ class AutoTPEngine(DeepSpeedEngine):
     """Every tensor-parallel rank computes the same loss of its replica's rows; the first one returns it."""
 
     def backward(self, batch: Batch) -> Tensor:
-        return self._own(super().backward(batch))
+        return self._once_per_group(super().backward(batch))
 
     def evaluate(self, batch: Batch) -> Tensor:
-        return self._own(super().evaluate(batch))
+        return self._once_per_group(super().evaluate(batch))
 
-    def _own(self, share: Tensor) -> Tensor:
+    def _once_per_group(self, share: Tensor) -> Tensor:
         return share if self.case.layout.coordinates(self.context.rank).tp == 0 else torch.zeros_like(share)
 
     def parameters(self) -> Mapping[str, Tensor]:

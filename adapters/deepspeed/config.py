@@ -16,7 +16,7 @@ from meshmark.spec.precision import Dtype
 from meshmark.theory.model_theory import bucket_elements
 
 
-def as_theory_says(case: Case) -> dict[str, Any]:
+def closed_form_options(case: Case) -> dict[str, Any]:
     """The choices of `zero_optimization` that make it ZeRO's closed form, and its buckets fit small models."""
     return {
         # Stage 3 allocates the bucket whole, 2 GB by default.
@@ -40,7 +40,7 @@ def ds_config(case: Case, zero: Mapping[str, Any] | None = None) -> dict[str, An
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": layout.num_micro_batches,
         "gradient_clipping": 0.0 if clip_norm is None else clip_norm,  # left out, it would be 1.0
-        "zero_optimization": {"stage": layout.zero_stage, **(as_theory_says(case) if zero is None else zero)},
+        "zero_optimization": {"stage": layout.zero_stage, **(closed_form_options(case) if zero is None else zero)},
         "zero_allow_untested_optimizer": True,  # SGD is none of the "tested"
         "zero_force_ds_cpu_optimizer": False,  # its own CPU optimizers are Adam and Lion alone
         "bf16": {"enabled": case.precision.compute is Dtype.BF16},

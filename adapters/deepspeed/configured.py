@@ -32,10 +32,10 @@ class DeepSpeedConfigured(DeepSpeed):
         if spec.kind not in _SECTIONS:
             kinds = " and ".join(_SECTIONS)
             return f"{case.adapter} does not support {spec.kind} (its `optimizer` section is written for {kinds})"
-        return super().supports(case, device, backend) or cls.misfit(spec)
+        return super().supports(case, device, backend) or cls.unsupported_reason(spec)
 
     @classmethod
-    def misfit(cls, spec: OptimizerSpec) -> str | None:
+    def unsupported_reason(cls, spec: OptimizerSpec) -> str | None:
         """Return why the scheduler cannot follow the schedule of `spec`, or None."""
         if spec.warmup_steps == 1:
             return "no warm-up of a single step can be configured: WarmupLR takes two at least"
@@ -94,7 +94,7 @@ class DeepSpeedRangeTest(DeepSpeedConfigured):
     scheduler: ClassVar[str] = "LRRangeTest"
 
     @classmethod
-    def misfit(cls, spec: OptimizerSpec) -> str | None:
+    def unsupported_reason(cls, spec: OptimizerSpec) -> str | None:
         return None
 
     @classmethod

@@ -70,12 +70,12 @@ class PipelineModuleEngine(DeepSpeedEngine):
 
     def backward(self, batch: Batch) -> Tensor:
         self.module.train_batch(self._feed(batch))
-        return self._told()
+        return self._summed_loss()
 
     def evaluate(self, batch: Batch) -> Tensor:
         self.module.eval_batch(self._feed(batch))
         self.module.train()
-        return self._told()
+        return self._summed_loss()
 
     def _feed(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
         layout = self.case.layout
@@ -83,7 +83,7 @@ class PipelineModuleEngine(DeepSpeedEngine):
         self.losses, self.total_weight = [], shard.total_weight
         return ((micro.inputs, micro.targets) for micro in shard.micro_batches(layout.num_micro_batches))
 
-    def _told(self) -> Tensor:
+    def _summed_loss(self) -> Tensor:
         return torch.stack(self.losses).sum() if self.losses else torch.zeros(())
 
     def update(self) -> Tensor | None:

@@ -19,7 +19,7 @@ from meshmark.adapter.data_parallel import DataParallelEngine
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapter.traffic_source import TrafficSource
-from meshmark.adapters.checkpoint import load_own, save_own
+from meshmark.adapters.checkpoint import load_local, save_local
 from meshmark.adapters.downpour import server
 from meshmark.adapters.downpour.sent import PickledCalls
 from meshmark.algorithms.downpour import Downpour
@@ -112,10 +112,10 @@ class DownpourEngine(DataParallelEngine):
     def save(self, folder: Path) -> None:
         """When all replicas have come here, nothing is on its way."""
         dist.barrier()
-        save_own(folder, self.state())
+        save_local(folder, self.state())
 
     def load(self, folder: Path) -> None:
-        self.load_state(load_own(folder))
+        self.load_state(load_local(folder))
         dist.barrier()
 
     def state(self) -> dict[str, Any]:

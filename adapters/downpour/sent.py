@@ -45,7 +45,7 @@ class PickledCalls:
         for name in ("serialize", "deserialize"):
             del vars(internal._internal_rpc_pickler)[name]
 
-    def asked(self) -> list[Transfer]:
+    def requested(self) -> list[Transfer]:
         return self.found
 
     def issued(self) -> list[Transfer]:

@@ -119,17 +119,17 @@ class Horovod(Adapter):
 class HorovodFP16Engine(HorovodEngine):
     """Tells what each replica's gradients were before they were made smaller."""
 
-    own: dict[str, Tensor]
+    local: dict[str, Tensor]
 
     def finish_gradients(self) -> None:
-        self.own = {name: gradient.clone() for name, gradient in super().gradients().items()}
+        self.local = {name: gradient.clone() for name, gradient in super().gradients().items()}
         super().finish_gradients()
 
     def gradients(self) -> Mapping[str, Tensor]:
-        return self.own
+        return self.local
 
     def update(self) -> Tensor | None:
-        self.own = {}
+        self.local = {}
         return super().update()
 
 

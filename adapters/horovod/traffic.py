@@ -37,7 +37,7 @@ class HorovodTraffic:
     def stop(self) -> None:
         self._ops.mpi_lib = self._library
 
-    def asked(self) -> list[Transfer]:
+    def requested(self) -> list[Transfer]:
         return self._transfers
 
     def issued(self) -> list[Transfer]:

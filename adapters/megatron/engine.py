@@ -50,12 +50,12 @@ class MegatronEngine(DataParallelEngine):
             yield
 
     def backward(self, batch: Batch) -> Tensor:
-        return self._own(super().backward(batch))
+        return self._once_per_group(super().backward(batch))
 
     def evaluate(self, batch: Batch) -> Tensor:
-        return self._own(super().evaluate(batch))
+        return self._once_per_group(super().evaluate(batch))
 
-    def _own(self, share: Tensor) -> Tensor:
+    def _once_per_group(self, share: Tensor) -> Tensor:
         return share if self.tp_rank == 0 else torch.zeros_like(share)
 
     def loss_share(self, logits_BTV: Tensor, batch: Batch) -> Tensor:

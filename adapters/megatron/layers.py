@@ -36,7 +36,7 @@ def parallelize(model: Transformer, config: Any, group: ProcessGroup) -> None:  
         # Megatron's fused ones, by entering the parallel region before them and by `disable_grad_reduce` inside.
         module.register_forward_pre_hook(enter)
         if isinstance(module, Attention) and module.dropout:
-            _draw_own(module)
+            _draw_locally(module)
         for name in columns:
             setattr(module, name, _column(getattr(module, name), config, group, disable_grad_reduce=True))
         setattr(module, row, _row(getattr(module, row), config, group))
@@ -51,17 +51,17 @@ def parallelize(model: Transformer, config: Any, group: ProcessGroup) -> None:  
         model.head.output.weight = tokens.weight
 
 
-def _draw_own(attention: Attention) -> None:
+def _draw_locally(attention: Attention) -> None:
     """Dropout of attention weights from this rank's own random state, for it holds other heads than the others do."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     forward = attention.forward
 
-    def draw_own(x_BTC: Tensor) -> Tensor:
+    def draw_locally(x_BTC: Tensor) -> Tensor:
         with get_cuda_rng_tracker().fork():
             return forward(x_BTC)
 
-    attention.forward = draw_own  # type: ignore[method-assign]
+    attention.forward = draw_locally  # type: ignore[method-assign]
 
 
 def recompute(block: nn.Module, x_BTC: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ class CudaNamesOnCPU(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _standing_in(module: ModuleType, **functions: Callable[..., object]) -> Iterator[None]:
+def _replaced(module: ModuleType, **functions: Callable[..., object]) -> Iterator[None]:
     """`functions` in place of the module's own for a while, in this rank's process."""
     kept = {name: getattr(module, name) for name in functions}
     vars(module).update(functions)
@@ -45,8 +45,8 @@ def cuda_is(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         yield
         return
-    cuda = _standing_in(torch.cuda, synchronize=lambda *_: None, current_device=lambda: "cpu")
-    backward = _standing_in(torch.autograd, _engine_run_backward=_within(torch.autograd._engine_run_backward))  # type: ignore[attr-defined]
+    cuda = _replaced(torch.cuda, synchronize=lambda *_: None, current_device=lambda: "cpu")
+    backward = _replaced(torch.autograd, _engine_run_backward=_within(torch.autograd._engine_run_backward))  # type: ignore[attr-defined]
     with CudaNamesOnCPU(), cuda, backward:
         yield
 
@@ -80,14 +80,14 @@ def norms_marked() -> contextlib.AbstractContextManager[object]:
     """The last norm, which no specification names, is one of these too."""
     from megatron.core.transformer import transformer_block
 
-    return _standing_in(transformer_block, LayerNormImpl=MarkedNorm)
+    return _replaced(transformer_block, LayerNormImpl=MarkedNorm)
 
 
 def checkpointing_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Checkpoints wait for CUDA and put a flag on its current device; without CUDA, neither."""
     if device.type == "cuda":
         return contextlib.nullcontext()
-    return _standing_in(torch.cuda, synchronize=lambda *_: None, current_device=lambda: "cpu")
+    return _replaced(torch.cuda, synchronize=lambda *_: None, current_device=lambda: "cpu")
 
 
 def seed(device: torch.device, number: int) -> None:
@@ -100,5 +100,5 @@ def seed(device: torch.device, number: int) -> None:
         return
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    with _standing_in(torch.cuda, manual_seed=torch.manual_seed, get_rng_state=torch.get_rng_state):
+    with _replaced(torch.cuda, manual_seed=torch.manual_seed, get_rng_state=torch.get_rng_state):
         random.model_parallel_cuda_manual_seed(number)

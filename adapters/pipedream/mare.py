@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.holdings import Holdings
-from meshmark.adapters.checkpoint import load_own, save_own
+from meshmark.adapters.checkpoint import load_local, save_local
 from meshmark.adapters.pipedream.engines import PipeDreamEngine, Weights
 from meshmark.algorithms.pipedream import PipeMare
 from meshmark.spec.case import Case
@@ -88,10 +88,10 @@ class PipeMareEngine(PipeDreamEngine):
         return dataclasses.replace(held, optimizer_states=[*held.optimizer_states, *self.velocity.values()])
 
     def save(self, folder: Path) -> None:
-        save_own(folder, {"velocity": self.velocity, "steps_done": self.steps_done})
+        save_local(folder, {"velocity": self.velocity, "steps_done": self.steps_done})
         super().save(folder)
 
     def load(self, folder: Path) -> None:
         super().load(folder)
-        own = load_own(folder, self.context.device)
+        own = load_local(folder, self.context.device)
         self.velocity, self.steps_done = own["velocity"], own["steps_done"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.holdings import Holdings
-from meshmark.adapters.checkpoint import load_own, save_own
+from meshmark.adapters.checkpoint import load_local, save_local
 from meshmark.adapters.pipeline import PipelineEngine
 from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
@@ -45,9 +45,9 @@ class TwoBufferedEngine(PipelineEngine):
         return dataclasses.replace(held, optimizer_states=[*held.optimizer_states, *self.shadow])
 
     def save(self, folder: Path) -> None:
-        save_own(folder, {"shadow": self.shadow})
+        save_local(folder, {"shadow": self.shadow})
         super().save(folder)
 
     def load(self, folder: Path) -> None:
         super().load(folder)
-        torch._foreach_copy_(self.shadow, load_own(folder, self.context.device)["shadow"])
+        torch._foreach_copy_(self.shadow, load_local(folder, self.context.device)["shadow"])

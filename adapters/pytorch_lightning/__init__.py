@@ -35,7 +35,7 @@ _CPU = frozenset({"cpu"})
 """Devices on which the adapters have been tested."""
 
 
-def tells_of_signals(case: Case) -> TrafficException:
+def signal_broadcast(case: Case) -> TrafficException:
     """Rank 0 says before every micro-batch whether it was sent SIGTERM (`training_epoch_loop`)."""
     ranks, count = tuple(range(case.layout.dp)), case.layout.num_micro_batches
     told = Flow(
@@ -103,7 +103,7 @@ class LightningTrainer(DDP):
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
-        told = (tells_of_signals(case),) if case.layout.dp > 1 else ()
+        told = (signal_broadcast(case),) if case.layout.dp > 1 else ()
         return (*super().traffic_exceptions(case, rank), *told)
 
     def build(self, case: Case, context: RankContext) -> Engine:
@@ -177,7 +177,7 @@ class LightningTrainerFSDP(FSDP1):
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
-        told = (tells_of_signals(case),) if case.layout.dp > 1 else ()
+        told = (signal_broadcast(case),) if case.layout.dp > 1 else ()
         return (*reduced_once(case, super().traffic_exceptions(case, rank)), *told)
 
     @classmethod
@@ -221,7 +221,7 @@ class LightningTrainerFSDP2(FSDP2):
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
-        told = (tells_of_signals(case),) if case.layout.dp > 1 else ()
+        told = (signal_broadcast(case),) if case.layout.dp > 1 else ()
         return (*super().traffic_exceptions(case, rank), *told)
 
     @classmethod

@@ -53,9 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _tried(folder: Path, asked: Iterable[Named]) -> list[Row]:
     with Ground(folder) as ground:
-        rows = [_told(trial.run(ground)) for trial in asked]
+        rows = [_keep_and_print(trial.run(ground)) for trial in asked]
     if left := ground.left():
-        rows.append(_told(Row(engine="SLURM", shape="", fault="its end", wrong=left)))
+        rows.append(_keep_and_print(Row(engine="SLURM", shape="", fault="its end", wrong=left)))
     return rows
 
 
@@ -65,7 +65,7 @@ def _now() -> tuple[str, str]:
     return here.commit, here.date
 
 
-def _told(row: Row) -> Row:
+def _keep_and_print(row: Row) -> Row:
     commit, date = _now()
     keep(dataclasses.replace(row, commit=commit, date=date), _KEPT)
     seconds = "" if row.seconds is None else f", {row.seconds:.1f} s"

@@ -116,7 +116,7 @@ def drain(slurm: Slurm) -> Row:
     )
 
 
-def node_lost(slurm: Slurm) -> Row:
+def kill_node(slurm: Slurm) -> Row:
     """Node 2 and all on it gone without a word: seconds until the record on node 1 says so."""
     trial = Trial(slurm.folder, "node-lost", slurm.mark)
     job = Job(slurm, trial)

@@ -21,7 +21,7 @@ _NOWHERE = "02:00:00:00:00:01"
 """A hardware address that nobody has: what is sent there is gone without a word."""
 
 
-def lost(folder: Path, networks: Sequence[int]) -> dict[str, Callable[[], Row]]:
+def node_losses(folder: Path, networks: Sequence[int]) -> dict[str, Callable[[], Row]]:
     """By name."""
     strikes: dict[str, tuple[Callable[[Nodes], object], tuple[int, ...]]] = {
         "node 1's processes killed": (lambda nodes: nodes.send(1, signal.SIGKILL), (0,)),
@@ -82,7 +82,7 @@ def _struck(
             told = f"{last.status}: {last.message}"
             wrong += [] if last.status is Status.NODE_LOST else [f"expected node lost, got {told}"]
     kept = "nothing" if first is Status.OK else "the case before"
-    return Row(engine="by hand", shape=SHAPE, fault=fault, seconds=seconds, told=told, lost=kept, wrong=wrong)
+    return Row(engine="by hand", shape=SHAPE, fault=fault, seconds=seconds, told=told, node_losses=kept, wrong=wrong)
 
 
 def unlike(folder: Path, networks: Sequence[int]) -> dict[str, Callable[[], Row]]:

@@ -37,7 +37,7 @@ ON_LOOPBACK: list[Callable[[Slurm], Row]] = [
     jobs.scancel,
     jobs.requeue,
     jobs.drain,
-    jobs.node_lost,
+    jobs.kill_node,
     jobs.time_limit,
     mistakes.contradicted,
     mistakes.uneven,
@@ -53,7 +53,7 @@ IN_NETWORKS: list[Callable[[Slurm], Row]] = [shapes.one_task_a_rank]
 ByHand = Callable[[Path, Sequence[int]], Mapping[str, Callable[[], Row]]]
 BY_HAND: list[ByHand] = [
     harmless.harmless,
-    losses.lost,
+    losses.node_losses,
     going_on.goes_on,
     elastic.elastic,
     fault_tolerance.by_torchft,

@@ -38,7 +38,7 @@ class Attempt:
     end: End
     by: str
     """Adapter and suite or clause that killed it."""
-    told: str
+    message: str
     """What that says, in one line."""
     tried: list[str]
     """Passes that were run, in order."""

@@ -103,7 +103,7 @@ def attempt(launcher: MutatingLauncher, framework: str, mutation: Mutation, foun
                 failed = [v for v in record.verdicts if v.suite in each.passed and not v.passed]
                 end = _ended(record) or (End.VERDICT if failed else None)
                 by = f"{each.case.adapter}: {', '.join(v.suite for v in failed)}" if failed else each.case.adapter
-                told = _told(record) or (failed[0].summary if failed else "")
+                told = _describe(record) or (failed[0].summary if failed else "")
             else:
                 end, by, told = _try_clauses(scenarios, each, results, clauses_done, tried)
             if launcher.complaint:
@@ -179,7 +179,7 @@ def _ended(record: Record) -> End | None:
     return End.CRASH if status not in (Status.OK, Status.SKIPPED) and not status.outside else None
 
 
-def _told(record: Record) -> str:
+def _describe(record: Record) -> str:
     return "" if record.outcome.status is Status.OK else f"{record.outcome.status}: {record.outcome.message}"
 
 
@@ -206,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not parsed.only:
                 with TRIED.open("a") as file:
                     file.write(json.dumps(encode(each)) + "\n")
-            told = f"{each.before[:60]} -> {each.after[:60]}  {each.by} {each.told[:100]}"
+            told = f"{each.before[:60]} -> {each.after[:60]}  {each.by} {each.message[:100]}"
             print(f"{each.end:<9} {each.seconds:5.1f} s  {mutation.name}  {told}", flush=True)
         launcher.close()
     print(f"{count} mutants tried")

@@ -375,7 +375,7 @@ def _subclasses(cls: type) -> list[type]:
 # --- The table.
 
 
-class Standing(StrEnum):
+class OptionStatus(StrEnum):
     """What is known of an option."""
 
     JUDGED = "judged"
@@ -389,7 +389,7 @@ class Excluded:
     """Options of one source that need not be judged, and why."""
 
     source: str
-    standing: Standing
+    standing: OptionStatus
     reason: str
     options: tuple[str, ...]
 
@@ -399,7 +399,7 @@ def excluded() -> list[Excluded]:
     return [
         Excluded(
             source=entry["source"],
-            standing=Standing(entry["standing"]),
+            status=OptionStatus(entry["standing"]),
             reason=entry["reason"],
             options=tuple(entry["options"]),
         )
@@ -407,14 +407,14 @@ def excluded() -> list[Excluded]:
     ]
 
 
-def standing(source: str, option: str, default: str, values: Mapping[str, object]) -> tuple[Standing, str]:
+def status(source: str, option: str, default: str, values: Mapping[str, object]) -> tuple[OptionStatus, str]:
     """Return the standing of an option, and its reason or the values that judged passes gave it."""
     for entry in excluded():
         if entry.source == source and option in entry.options:
             return entry.standing, entry.reason
     if others := [value for value in values if value != default]:
-        return Standing.JUDGED, ", ".join(others[:3])
-    return Standing.NOT_ASKED, "at its default alone" if values else ""
+        return OptionStatus.JUDGED, ", ".join(others[:3])
+    return OptionStatus.NOT_ASKED, "at its default alone" if values else ""
 
 
 def stale(options: Mapping[str, Mapping[str, str]]) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from benchmarks.reach.attempts import Attempt, End, Reading, ReadingKind
 from benchmarks.reach.measured import FileReach, Measured
-from benchmarks.reach.options import SOURCES, Standing, standing
+from benchmarks.reach.options import SOURCES, OptionStatus, status
 from benchmarks.reach.scope import MODULES, framework_of, of_ranges
 from meshmark.report.markdown import Markup, code, inline, table
 
@@ -55,13 +55,13 @@ def page(found: Measured, attempts: Sequence[Attempt] = (), readings: Mapping[st
     standings = _standings(found)
     whole = share_of(found.files.values())
     asked = Counter(each for _, _, each, _ in standings)
-    judgeable = asked[Standing.JUDGED] + asked[Standing.NOT_ASKED]
+    judgeable = asked[OptionStatus.JUDGED] + asked[OptionStatus.NOT_ASKED]
     reached = sum(one.share >= LINES_GOAL for one in shares.values())
     parts = [
         "# Reach: what judged passes execute of the frameworks",
         f"**Judged passes execute {whole.share:.0%} of the statements that can run on a CPU, and {reached} of "
-        f"{len(shares)} modules reach the goal of {LINES_GOAL:.0%}. They vary {asked[Standing.JUDGED]} of "
-        f"{judgeable} options that change training, {_share(asked[Standing.JUDGED], judgeable)}, for a goal of "
+        f"{len(shares)} modules reach the goal of {LINES_GOAL:.0%}. They vary {asked[OptionStatus.JUDGED]} of "
+        f"{judgeable} options that change training, {_share(asked[OptionStatus.JUDGED], judgeable)}, for a goal of "
         f"{OPTIONS_GOAL:.0%}.** Each framework is measured in its installed version: "
         f"{', '.join(f'{name} {version}' for name, version in found.versions.items())}.",
         f"Made by `make reach` on {inline(found.made_on)} at {found.commit}: {found.num_suites} cases of the suites "
@@ -81,7 +81,7 @@ def page(found: Measured, attempts: Sequence[Attempt] = (), readings: Mapping[st
         "its code is held to the verdict, not that every value is. *Refused* and *not training* have their reasons in "
         "[options.toml](../benchmarks/reach/options.toml). *Share*: of judged and not asked.",
         "### Not asked",
-        _not_asked(standings),
+        _not_tried(standings),
         "## Mutants of the frameworks",
         _mutants(attempts, readings or {}),
     ]
@@ -112,39 +112,39 @@ def _file_row(name: str, file: FileReach) -> dict[str, object]:
     return {"file": Markup(f"`{name}`"), "not executed": f"{file.not_executed:,}", "executed": f"{share.share:.0%}"}
 
 
-def _standings(found: Measured) -> list[tuple[str, str, Standing, str]]:
+def _standings(found: Measured) -> list[tuple[str, str, OptionStatus, str]]:
     """Return every option with its source and standing, as this version of the table has it."""
     return [
-        (source.name, name, *standing(source.name, name, option.default, option.values))
+        (source.name, name, *status(source.name, name, option.default, option.values))
         for source in SOURCES
         for name, option in found.options[source.name].items()
     ]
 
 
-def _option_rows(standings: Sequence[tuple[str, str, Standing, str]]) -> Iterable[dict[str, object]]:
+def _option_rows(standings: Sequence[tuple[str, str, OptionStatus, str]]) -> Iterable[dict[str, object]]:
     framework = {source.name: source.framework for source in SOURCES}
-    by_framework: dict[str, Counter[Standing]] = defaultdict(Counter)
+    by_framework: dict[str, Counter[OptionStatus]] = defaultdict(Counter)
     for source, _, each, _ in standings:
         by_framework[framework[source]][each] += 1
     everything = sum(by_framework.values(), Counter())
     for name, count in [*by_framework.items(), ("all", everything)]:
-        judged, open_ = count[Standing.JUDGED], count[Standing.NOT_ASKED]
+        judged, open_ = count[OptionStatus.JUDGED], count[OptionStatus.NOT_ASKED]
         yield {
             "framework": name,
             "options": sum(count.values()),
             "judged": judged,
-            "refused": count[Standing.REFUSED],
-            "not training": count[Standing.NOT_TRAINING],
+            "refused": count[OptionStatus.REFUSED],
+            "not training": count[OptionStatus.NOT_TRAINING],
             "not asked": open_,
             "share": _share(judged, judged + open_),
         }
 
 
-def _not_asked(standings: Sequence[tuple[str, str, Standing, str]]) -> str:
+def _not_tried(standings: Sequence[tuple[str, str, OptionStatus, str]]) -> str:
     """List by source. An option that is seen at its default alone is as little asked about as one that is not seen."""
     lines = []
     for source in SOURCES:
-        names = [name for own, name, each, _ in standings if own == source.name and each is Standing.NOT_ASKED]
+        names = [name for own, name, each, _ in standings if own == source.name and each is OptionStatus.NOT_ASKED]
         if names:
             lines.append(f"- {source.name}: {', '.join(f'`{name}`' for name in names)}")
     return "\n".join(lines)

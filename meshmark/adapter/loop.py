@@ -240,7 +240,7 @@ def _autocast_nesting() -> int:
     return int(torch.autocast_decrement_nesting())
 
 
-class _Beside:
+class _Interruptible:
     """Work that runs beside this thread's own, and stops where it says so.
 
     The two share one thread, and so its modes of autograd and autocast. Each switch puts back those of the side that
@@ -296,7 +296,7 @@ class LoopEngine(DataParallelEngine):
     def __init__(self, case: Case, context: RankContext, loop: Loop) -> None:
         self.case, self.context, self.loop = case, context, loop
         self._checkpoint: Path | None = None
-        self._beside: _Beside | None = None
+        self._beside: _Interruptible | None = None
         self._step = 0
 
     @property
@@ -314,7 +314,7 @@ class LoopEngine(DataParallelEngine):
     def _start(self) -> None:
         if self._beside is None:
             devices = tuple(sorted({"cpu", self.context.device.type}))
-            self._beside = _Beside(lambda: self.loop.run(self._checkpoint), devices)
+            self._beside = _Interruptible(lambda: self.loop.run(self._checkpoint), devices)
             self.loop._stop = self._beside.stop
             self._go_on(Moment.READY)
 

@@ -29,7 +29,7 @@ class TrafficSource(Protocol):
     def stop(self) -> None:
         """Stop counting."""
 
-    def asked(self) -> Sequence[Transfer]:
+    def requested(self) -> Sequence[Transfer]:
         """Return the transfers that the framework called for in all intervals. Call it after they are over."""
 
     def issued(self) -> Sequence[Transfer]:

@@ -120,10 +120,10 @@ def explain(
         )
     weights = {label: float(solution[i]) for i, label in enumerate(labels)}
     of_previous = float(solution[-1]) if previous is not None else 0.0
-    return _told(weights, of_previous, expected, where)
+    return _explain(weights, of_previous, expected, where)
 
 
-def _told(
+def _explain(
     weights: Mapping[tuple[int, int], float],
     of_previous: float,
     expected: Expected,

@@ -77,7 +77,7 @@ class Judge:
         for number in range(run.num_steps):
             moment = run.moment(number)
             if not number:
-                self._optimizer_holds(moment)
+                self._report_strange_tensors(moment)
                 self._replicas(moment.before, moment, "before the first step")
             same.append(shared_rows([s.calls for s in moment.ranks]))
             if previous is not None:
@@ -301,7 +301,7 @@ class Judge:
         )
         self.clips.append(f"{shown} (first step)")
 
-    def _optimizer_holds(self, moment: Moment) -> None:
+    def _report_strange_tensors(self, moment: Moment) -> None:
         """Report tensors of the optimizer that no model has, and parameters of the model that are in no optimizer."""
         groups = moment.ranks[0].groups
         strangers = sum(g.strangers for g in groups)

@@ -109,7 +109,7 @@ def _weights_of(call: Call) -> tuple[np.ndarray, np.ndarray]:
     for term in call.terms:
         if term.gradient is None:
             continue
-        counted = term.counted.numpy().ravel()
+        counted = term.scored.numpy().ravel()
         gradient = term.gradient.double().numpy().ravel()
         if term.reduction == "mean":
             full = np.where(counted, gradient[0] / max(1, counted.sum()), 0.0)

@@ -99,16 +99,16 @@ def run(parsed: argparse.Namespace, script: Path, place: Path, rank: int, world:
         verdict.findings.append(
             Finding(level=Level.FAILED, fault="the script raised", text=f"on rank {rank}: {detail}")
         )
-        return _tell(parsed, place, verdict)
+        return _deliver(parsed, place, verdict)
     if rank:
         _wait(lambda: all(folder.has_facts(r) for r in range(world)), WAIT_SECONDS)
         return Outcome.RIGHT  # rank 0 has the verdict
     _wait(lambda: all(folder.has_facts(r) for r in range(world)), WAIT_SECONDS)
     verdict = _verdict(parsed, script, folder, recorder, world)
-    return _tell(parsed, place, verdict)
+    return _deliver(parsed, place, verdict)
 
 
-def _tell(parsed: argparse.Namespace, place: Path, verdict: Verdict) -> Outcome:
+def _deliver(parsed: argparse.Namespace, place: Path, verdict: Verdict) -> Outcome:
     """Print the verdict, or leave it to `meshmark check` if that started the ranks."""
     if parsed.output:
         Path(parsed.output).write_text(verdict.page)

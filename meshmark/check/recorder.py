@@ -358,7 +358,7 @@ class Recorder:
         legacy = kwargs.get("reduce"), kwargs.get("size_average")
         if reduction not in ("mean", "sum", "none") or legacy != (None, None):
             return
-        term = Term(name=name, reduction=reduction, counted=counted.cpu(), weighted=weight is not None)
+        term = Term(name=name, reduction=reduction, scored=counted.cpu(), weighted=weight is not None)
         result.register_hook(functools.partial(self._saw_term_gradient, term))  # type: ignore[no-untyped-call]
         if self.step is not None and self.step.calls:
             self.step.calls[-1].terms.append(term)

@@ -21,7 +21,7 @@ class Term:
 
     name: str
     reduction: str
-    counted: Tensor
+    scored: Tensor
     """Which targets count, as booleans in the shape of the targets."""
     weighted: bool = False
     """Whether classes or targets have weights of their own."""

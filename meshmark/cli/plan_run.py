@@ -49,10 +49,10 @@ def run_plan(arguments: argparse.Namespace) -> int:
     if found is None:
         raise InputError("--run trains a plan's choice; --max-model and --gpu-template make none")
     options = shlex.split(arguments.hand_on)
-    return run_pytest([*suite_arguments(found, _adapter_of(arguments), _own_workload(options)), *options])
+    return run_pytest([*suite_arguments(found, _adapter_of(arguments), _user_workload(options)), *options])
 
 
-def _own_workload(options: Sequence[str]) -> Workload | None:
+def _user_workload(options: Sequence[str]) -> Workload | None:
     """Return the user's own workload that OPTIONS name, which is trained instead of the planned model.
 
     Raises `InputError` if they name several.

@@ -82,7 +82,7 @@ class Submission:
         sessions = self.reading(task).sessions
         return sessions[-1].exit_code if sessions else None
 
-    def told(self, task: int) -> str:
+    def output_tail(self, task: int) -> str:
         """Return the end of the task's output."""
         output = self.task_folder(task) / "output"
         return output.read_text(errors="replace")[-800:] if output.is_file() else "it printed nothing"
@@ -162,10 +162,10 @@ def _follow(asked: Submission, tasks: Sequence[int], job: str) -> None:
         for task in tasks:
             for record in asked.reading(task).records[seen[task] :]:
                 seen[task] += 1
-                _tell(task, record)
+                _print_outcome(task, record)
 
 
-def _tell(task: int, record: Record) -> None:
+def _print_outcome(task: int, record: Record) -> None:
     if record.outcome.status is not Status.SKIPPED:
         what, seconds = record.conformance.scenario or record.task, record.launch.seconds
         print(f"[task {task}] {what} {record.case.id} {record.outcome.status} in {seconds:.1f} s", flush=True)
@@ -173,7 +173,7 @@ def _tell(task: int, record: Record) -> None:
 
 def _gather(asked: Submission, left: Sequence[int]) -> int:
     for task in left:
-        print(f"task {task} did not come to its end:\n{asked.told(task)}", file=sys.stderr)
+        print(f"task {task} did not come to its end:\n{asked.output_tail(task)}", file=sys.stderr)
     folders = [asked.task_folder(task) for task in range(1, asked.tasks + 1)]
     merged = merge([folder for folder in folders if (folder / "records.jsonl").is_file()], asked.folder)
     for complaint in merged.complaints:

@@ -16,13 +16,13 @@ from meshmark.cli.run_options import RUN_OPTIONS
 from meshmark.errors import InputError, ResultsError, UnknownNameError, refuse_device
 from meshmark.records.record import SCHEMA
 from meshmark.records.record_file import Reading, RecordFile, read_records
-from meshmark.records.session import Attempt, Ending, Session, standing
+from meshmark.records.session import Attempt, Ending, Session, latest_attempts
 from meshmark.regression.attempts import attempts_of
 from meshmark.regression.baseline_gate import suite_of
 from meshmark.regression.change import Change, Kind
-from meshmark.regression.cli import FAILED, compare_folders, tell
+from meshmark.regression.cli import FAILED, compare_folders, print_comparison
 from meshmark.regression.gate import DEFAULT_GATE, parse_gate
-from meshmark.report.github import tell_github
+from meshmark.report.github import report_to_github
 
 # --- The gate of a suite file.
 
@@ -38,7 +38,7 @@ def hold(gate: Sequence[str]) -> int:
     print(command, flush=True)
     asked = parse_gate(limits)
     found = compare_folders(Path(baseline), Path(results), asked)
-    failing = tell(found, asked)
+    failing = print_comparison(found, asked)
     read = read_records(Path(results), latest=True)
     missing_failures = _missing_failures(failing, read)
     elsewhere = {change.case for change in failing} - {
@@ -58,7 +58,9 @@ def hold(gate: Sequence[str]) -> int:
     )
     with contextlib.closing(RecordFile(Path(results))) as file:
         file.append(session)
-    tell_github(attempts, print, annotated=attempts_of(found, _unannotated(missing_failures, read), baseline, command))
+    report_to_github(
+        attempts, print, annotated=attempts_of(found, _unannotated(missing_failures, read), baseline, command)
+    )
     return FAILED if failing else 0
 
 
@@ -80,7 +82,7 @@ def _unannotated(missing_failures: Sequence[Change], read: Reading) -> list[Chan
 
 def _failed(read: Reading) -> list[Attempt]:
     """Return failed tests, without the findings of a gate."""
-    found = standing(read.sessions, conforming=False)
+    found = latest_attempts(read.sessions, conforming=False)
     return [a for a, by in found if a.ending is Ending.FAILED and not by.session.startswith("gate ")]
 
 

@@ -234,7 +234,7 @@ CLAUSES: dict[str, Clause] = {
         ),
         Clause(
             name="determinism",
-            statement="Whether two runs are equal bit for bit: told, not required.",
+            statement="Whether two runs are equal bit for bit. It is reported, not required.",
             scenarios=("schedule", "save"),
             judge=judges.deterministic,
         ),

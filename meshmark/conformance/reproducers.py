@@ -95,7 +95,7 @@ class Trial:
     versions: Mapping[str, str]
     """Installed versions of the packages that the reproducer names."""
     outcome: Outcome
-    said: str
+    last_line: str
     """The line that it ended with. Empty for success."""
 
 

@@ -24,7 +24,7 @@ from meshmark.judge.gradient_faults import (
     explain_gradients,
     low_precisions,
 )
-from meshmark.judge.owners import nobody_reduced, own_parts
+from meshmark.judge.owners import nobody_reduced, shards_of_owners
 from meshmark.judge.tolerance_model import TWINS, ToleranceModel, zeros
 from meshmark.judge.trace import Trace
 from meshmark.judge.twin import Twin
@@ -188,7 +188,7 @@ def _explained(failed: FailedStep, deviations: Deviations) -> Diagnosis:
     alone = dataclasses.replace(failed, tolerances={worst: failed.tolerances[worst]})
     if len(failed.names) > 1 and not failed.loss_is_wrong and (found := explain_gradients(alone)):
         fault, detail = found
-        if fault is Fault.DROPPED and (owned := own_parts(failed)):
+        if fault is Fault.DROPPED and (owned := shards_of_owners(failed)):
             return _diagnosis(owned, failed.step, failed.names)
         return _diagnosis((fault, f"{detail} (the worst; the others are wrong otherwise)"), failed.step, failed.names)
     if failed.loss_is_wrong:

@@ -25,7 +25,7 @@ CLOSE = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counted:
+class AlarmCounts:
     """Counts of correct runs of one problem."""
 
     what: str
@@ -48,7 +48,7 @@ class FalseAlarms:
     machines: list[str]
     torch: list[str]
     design_effect: float = 1.0
-    counted: list[Counted] = field(default_factory=list)
+    counted: list[AlarmCounts] = field(default_factory=list)
 
     @property
     def runs(self) -> int:
@@ -108,12 +108,12 @@ def upper_limit(num_events: float, num_trials: float, confidence: float = CONFID
     return float(betaincinv(num_events + 1, num_trials - num_events, confidence)) if num_events < num_trials else 1.0
 
 
-def merged(parts: Sequence[Counted]) -> list[Counted]:
+def merged(parts: Sequence[AlarmCounts]) -> list[AlarmCounts]:
     """Add up counts with the same description."""
-    found: dict[str, Counted] = {}
+    found: dict[str, AlarmCounts] = {}
     for part in parts:
-        so_far = found.get(part.what, Counted(what=part.what, problems=0, tolerance_models=0, runs=0, alarms=0))
-        found[part.what] = Counted(
+        so_far = found.get(part.what, AlarmCounts(what=part.what, problems=0, tolerance_models=0, runs=0, alarms=0))
+        found[part.what] = AlarmCounts(
             what=part.what,
             problems=so_far.problems + part.problems,
             tolerance_models=so_far.tolerance_models + part.tolerance_models,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from meshmark.spec.algorithm import Algorithm
+
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedPath:
@@ -28,6 +30,14 @@ class ObservedPath:
     def num_judged(self) -> int:
         """Number of judged steps."""
         return len(self.digests) - 1
+
+    def is_left_to_tolerance(self, algorithm: Algorithm) -> bool:
+        """Return whether an untouched pass that computed other bits is judged by the tolerance model of losses.
+
+        True if two passes of the engine differed, and under a parameter server: there chance decides which replica
+        comes first, so that two passes that agree prove nothing.
+        """
+        return self.repeats is False or (self.repeats is not None and algorithm.steps_until_chance is not None)
 
     def differences(self, losses: list[float], digests: dict[int, str]) -> list[str]:
         """Return where an untouched pass computed other bits. `digests` is by steps done."""

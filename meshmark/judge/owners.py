@@ -14,7 +14,7 @@ from meshmark.reference.data import make_batch
 from meshmark.spec.case import Case
 
 
-def own_parts(failed: FailedStep) -> Explanation | None:
+def shards_of_owners(failed: FailedStep) -> Explanation | None:
     """Explain tensors made of different sequences: each shard is the part of the rank that owns it."""
     batch, own, parts = failed.batch, failed.trace.gradients[failed.step], set()
     rows = [failed.truth(failed.step, part) for part in failed.parts(batch)]

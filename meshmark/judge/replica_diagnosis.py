@@ -63,7 +63,7 @@ def diagnose_replicas(
         return _diagnosis(failed, explained, gradients)
     updates = failed.names(QuantityKind.PARAMETERS)
     algorithm = case.workload.algorithm
-    if updates and not algorithm.steps_on_own_gradients:  # then the norm is of what all step on
+    if updates and not algorithm.steps_on_local_gradients:  # then the norm is of what all step on
         return _diagnosis(failed, _explain_update(failed, updates) or _UNEXPLAINED, updates)
     if norms := [replica for replica, excesses in failed.wrong.items() if QuantityKind.NORM.of() in excesses]:
         reduced = _norm_of_mean(failed, norms[0])

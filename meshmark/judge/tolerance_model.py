@@ -303,9 +303,9 @@ class ToleranceModel:
         element.
         """
         reference = deviations[replace(quantity, kind=QuantityKind.REFERENCE)][step]
-        if _beside_multiple(reference) <= ONE_DIRECTION * reference.distance:
+        if _residual_of_multiple(reference) <= ONE_DIRECTION * reference.distance:
             return False
-        return _beside_multiple(deviations[quantity][step]) <= self.tolerance(quantity, step)
+        return _residual_of_multiple(deviations[quantity][step]) <= self.tolerance(quantity, step)
 
     def _explains(self, way: QuantityKind, own: Comparisons, off: set[tuple[Quantity, int]]) -> bool:
         """Return whether a run computes in `way`.
@@ -400,7 +400,7 @@ class ToleranceModel:
             yield ratio / factors[quantity], quantity, step
 
 
-def _beside_multiple(found: Deviation) -> float:
+def _residual_of_multiple(found: Deviation) -> float:
     """Return the part of a distance that is not a multiple of the quantity compared with."""
     along = (found.factor - 1) * found.scale
     return math.sqrt(max(found.distance**2 - along**2, 0.0))

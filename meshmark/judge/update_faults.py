@@ -43,7 +43,7 @@ def explain_updates(failed: FailedStep) -> Explanation | None:
     exact = replay(failed, ExactOptimizer(failed.case.workload.optimizer))
     return (
         _zero_for_none(failed, exact)
-        or _rival(failed, exact)
+        or _closest_hypothesis(failed, exact)
         or _stretched(failed, exact)
         or _decayed(failed, exact)
         or rounding(_relative(failed, exact), "updates")
@@ -78,7 +78,7 @@ def _zero_for_none(failed: FailedStep, exact: Tensors) -> Explanation | None:
     return None
 
 
-def _rival(failed: FailedStep, exact: Tensors) -> Explanation | None:
+def _closest_hypothesis(failed: FailedStep, exact: Tensors) -> Explanation | None:
     """Return the closest hypothesis, if it is close enough."""
     after = failed.trace.parameters[failed.step + 1]
     found = []

@@ -56,8 +56,8 @@ def update_hypotheses(spec: OptimizerSpec, failed_step: int) -> Iterator[UpdateH
         for times in (2, 4):
             detail = f"with a schedule that runs {times} times too fast"
             yield variant(Fault.UPDATE, detail, replace(spec, warmup_steps=max(1, spec.warmup_steps // times)))
-    yield from _rivals_in_memory(spec, failed_step)
-    yield from _rivals_of_kind(spec)
+    yield from _hypotheses_of_memory(spec, failed_step)
+    yield from _hypotheses_of_kind(spec)
     yield UpdateHypothesis(
         fault=Fault.STALE_GRADIENT,
         detail="made of the gradients of the step before",
@@ -78,7 +78,7 @@ def _variant(spec: OptimizerSpec, detail: str) -> UpdateHypothesis:
     return UpdateHypothesis(fault=Fault.UPDATE, detail=detail, optimizer=ExactOptimizer(spec))
 
 
-def _rivals_of_kind(spec: OptimizerSpec) -> Iterator[UpdateHypothesis]:
+def _hypotheses_of_kind(spec: OptimizerSpec) -> Iterator[UpdateHypothesis]:
     """Yield errors specific to one kind of optimizer."""
     if spec.kind is OptimizerKind.ADAMW:
         yield UpdateHypothesis(
@@ -112,7 +112,7 @@ def _rivals_of_kind(spec: OptimizerSpec) -> Iterator[UpdateHypothesis]:
         )
 
 
-def _rivals_in_memory(spec: OptimizerSpec, step: int) -> Iterator[UpdateHypothesis]:
+def _hypotheses_of_memory(spec: OptimizerSpec, step: int) -> Iterator[UpdateHypothesis]:
     """Yield optimizers that forget states, at every step or only at `step`."""
     moments = _MOMENTS[spec.kind]
     if moments == ("momentum_buffer",) and not spec.momentum:

@@ -158,11 +158,11 @@ def private_base(temporary: Path) -> Path:
     about = base.lstat()
     if stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and not about.st_mode & 0o077:
         return base
-    return _own_base(temporary)
+    return _make_base(temporary)
 
 
 @functools.cache
-def _own_base(temporary: Path) -> Path:
+def _make_base(temporary: Path) -> Path:
     base = Path(tempfile.mkdtemp(prefix=f"{folder_prefix()}caches-", dir=temporary))
     atexit.register(shutil.rmtree, base, ignore_errors=True)
     return base

@@ -59,7 +59,7 @@ class ForkServer:
         self, channel: Connection, pid: int, process: subprocess.Popen[bytes] | None, python: str = sys.executable
     ) -> None:
         """`process`: where it is this process's own child. `python`: the interpreter that it runs."""
-        self.pid, self.lost, self._python = pid, False, python
+        self.pid, self.is_gone, self._python = pid, False, python
         self._channel, self._exit_codes = channel, dict[int, int]()
         with socket.socket(fileno=os.dup(channel.fileno())) as end:  # a stopped server reads nothing
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _ANSWER_SECONDS, 0))
@@ -131,11 +131,11 @@ class ForkServer:
     def exit_code(self, pid: int) -> int | None:
         """Return the exit code of a process that `call` started, or None while it lives as far as is known."""
         self.listen(0)
-        return self._exit_codes.get(pid, LOST_EXIT_CODE if self.lost else None)
+        return self._exit_codes.get(pid, LOST_EXIT_CODE if self.is_gone else None)
 
     def listen(self, seconds: float) -> None:
         """Take notice of children that have ended; at most so long until the first."""
-        while not self.lost and self._channel.poll(seconds):
+        while not self.is_gone and self._channel.poll(seconds):
             self._hear()
             seconds = 0
 
@@ -154,7 +154,7 @@ class ForkServer:
         while self._speaks(_ANSWER_SECONDS):
             if isinstance(answer := self._hear(), kind):
                 return answer
-            if self.lost:
+            if self.is_gone:
                 raise MeshmarkError(_GONE)
         self.kill()
         raise MeshmarkError(_SILENT)
@@ -177,7 +177,7 @@ class ForkServer:
         try:
             told = self._channel.recv()
         except (EOFError, OSError):
-            self.lost = True
+            self.is_gone = True
             return None
         if isinstance(told, Ended):
             self._exit_codes[told.pid] = told.exit_code
@@ -192,7 +192,7 @@ class ForkServer:
 
     def close(self) -> None:
         """End it, and all that it has forked."""
-        self.lost = True
+        self.is_gone = True
         self._finalizer()
 
 

@@ -76,7 +76,7 @@ class ForkserverLauncher:
         name = adapter.virtual_environment
         python = str(interpreter_of(name)) if name else sys.executable
         key = caches_freed(request.task), python, tuple(modules), tuple(sorted(environment.items()))
-        if key not in self._servers or _is_lost(self._servers[key]):
+        if key not in self._servers or _is_gone(self._servers[key]):
             self._servers[key] = self._root(request.task, python).branch(environment, modules)
             limit = max(_IMPORT_SECONDS, request.time_limit_seconds)
             self._servers[key].await_ready(", ".join(modules) or "nothing", seconds=limit)
@@ -84,7 +84,7 @@ class ForkserverLauncher:
 
     def _root(self, task: Task, python: str) -> ForkServer:
         key = caches_freed(task), python
-        if key in self._trunks and _is_lost(self._trunks[key]):
+        if key in self._trunks and _is_gone(self._trunks[key]):
             self.close()
         if key not in self._trunks:
             self._trunks[key] = ForkServer.start(process_environment(self.cluster.spec, task), _ALWAYS, python)
@@ -92,9 +92,9 @@ class ForkserverLauncher:
         return self._trunks[key]
 
 
-def _is_lost(server: ForkServer) -> bool:
+def _is_gone(server: ForkServer) -> bool:
     """Also one that is stopped: it is ended."""
-    return server.lost or not server.serves()
+    return server.is_gone or not server.serves()
 
 
 class ForkedRanks:
@@ -128,8 +128,8 @@ class ForkedRanks:
         return False
 
     @property
-    def lost(self) -> bool:
-        return self._server.lost
+    def is_gone(self) -> bool:
+        return self._server.is_gone
 
     def end(self) -> list[int]:
         for info in self._ranks:
@@ -140,7 +140,7 @@ class ForkedRanks:
             self._server.listen(0.1)
         if left:
             self._server.close()  # whoever comes next gets a server without such children
-        elif not self._server.lost:
+        elif not self._server.is_gone:
             end_children(self._server.pid)  # what the ranks had started in sessions of its own
         _end_started_by(self._ranks)
         return left
@@ -150,7 +150,7 @@ class ForkedRanks:
         if self.exit_code(info) is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        elif not self.lost and process_state(pid) not in ("", "Z"):
+        elif not self.is_gone and process_state(pid) not in ("", "Z"):
             return  # it ended so long ago that its number is somebody else's by now
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
@@ -198,7 +198,7 @@ class TorchrunLauncher:
 
     def _start(self, request: Request, ranks: Sequence[RankInfo]) -> TorchrunRanks:
         environment = process_environment(self.cluster.spec, request.task)
-        if self._server is None or self._server.lost or not self._server.serves():
+        if self._server is None or self._server.is_gone or not self._server.serves():
             self._server = ForkServer.start(environment, [])
             self._server.await_ready("nothing", seconds=_START_SECONDS)
         environment |= load_adapter(request.adapter).environment(request.device)
@@ -286,10 +286,10 @@ class TorchrunRanks:
         return not mark.is_file() or mark.stat().st_size > 0 or info.rank in self._failed()[1]
 
     @property
-    def lost(self) -> bool:
+    def is_gone(self) -> bool:
         """Whether the agent was killed, or failed before any rank began."""
         code = self._agent_exit_code() or 0
-        return self._server.lost or code < 0 or (code > 0 and not any(self.pid(info) for info in self._ranks))
+        return self._server.is_gone or code < 0 or (code > 0 and not any(self.pid(info) for info in self._ranks))
 
     def _any_failure(self) -> bool:
         return any(info.file("failure").is_file() for info in self._ranks)
@@ -309,7 +309,7 @@ class TorchrunRanks:
         deadline = time.monotonic() + KILL_SECONDS
         while self._agent_exit_code() is None and time.monotonic() < deadline:
             self._server.listen(0.1)
-        if not self._server.lost:
+        if not self._server.is_gone:
             end_children(self._server.pid)
         _end_started_by(self._ranks)
         for info in self._ranks:  # what kept a rank from beginning stands in the agent's log

@@ -35,7 +35,7 @@ def meet(cluster: Cluster, request: Request, trouble: Exception | None = None) -
     """
     compared = not trouble and request.task is not Task.LINKS  # which is measured between unlike nodes too
     facts = {**_facts(request), **_gpus(request, cluster.spec)} if compared else {}
-    mine = {"facts": facts, "trouble": _told(trouble)}
+    mine = {"facts": facts, "trouble": _encode_error(trouble)}
     nodes = [json.loads(text) for text in cluster.exchange("launch", json.dumps(mine), seconds=READY_SECONDS)]
     if trouble:
         raise trouble
@@ -52,7 +52,7 @@ def from_node_0(cluster: Cluster, what: str, make: Callable[[], str], *, seconds
             made = make()
         except Exception as error:
             trouble = error
-    mine = json.dumps({"made": made, "trouble": _told(trouble)})
+    mine = json.dumps({"made": made, "trouble": _encode_error(trouble)})
     first = json.loads(cluster.exchange(what, mine, seconds=seconds + READY_SECONDS)[0])
     if trouble:
         raise trouble
@@ -60,7 +60,7 @@ def from_node_0(cluster: Cluster, what: str, make: Callable[[], str], *, seconds
     return str(first["made"])
 
 
-def _told(trouble: Exception | None) -> list[str] | None:
+def _encode_error(trouble: Exception | None) -> list[str] | None:
     if trouble is None:
         return None
     text = str(trouble) if isinstance(trouble, MeshmarkError) else f"{type(trouble).__name__}: {trouble}"

@@ -30,7 +30,7 @@ from meshmark.environment import DEFAULT_THREADS, versions
 from meshmark.errors import ClockError, ClusterError
 from meshmark.launch.folders import means_no_space
 from meshmark.launch.processes import die_with_parent, is_process_limit_reached
-from meshmark.launch.ranks import RankInfo, answer_when_asked
+from meshmark.launch.ranks import RankInfo, install_stack_dump
 from meshmark.launch.store import RunStore, run_secret
 from meshmark.measure.fake_world import Copies, fake_world
 from meshmark.passes import kernels
@@ -46,7 +46,7 @@ from meshmark.records.rank_report import RankFailure, RankReport
 from meshmark.records.record import Status
 from meshmark.records.request import Request, Task
 from meshmark.serial import decode, encode
-from meshmark.text import clip, text_of, told
+from meshmark.text import clip, describe_error, text_of
 
 # --- Performing a request: join the other ranks, build the engine, run the pass.
 
@@ -80,11 +80,11 @@ def perform(request: Request, info: RankInfo) -> RankReport | RankFailure:
             return _perform_alone(request, info, started)
         context = _join(request, info, store, timeout)
         if request.backend == "nccl":  # gloo's recorder cannot be read while a collective waits
-            answer_when_asked(info)
+            install_stack_dump(info)
         rank_progress.begin(rank_progress.Phase.BUILD)
         with pinned(request.case.tuning):
             report = _TASKS[request.task](request, load_adapter(request.adapter)(), context, started)
-            report = dataclasses.replace(report, kernels=kernels.told() | report.kernels)
+            report = dataclasses.replace(report, kernels=kernels.effective_settings() | report.kernels)
             if name := load_adapter(request.adapter).virtual_environment:
                 report = dataclasses.replace(report, versions={"virtual environment": name, **versions()})
         torch.distributed.destroy_process_group()
@@ -94,7 +94,7 @@ def perform(request: Request, info: RankInfo) -> RankReport | RankFailure:
             kind=_kind(
                 error, [info.folder, *([Path(request.checkpoint)] if request.checkpoint else []), _SHARED_MEMORY]
             ),
-            message=told(error) + (_NO_PROCESS_ADVICE if _lacks_process(error) else ""),
+            message=describe_error(error) + (_NO_PROCESS_ADVICE if _lacks_process(error) else ""),
             time=time.time(),
             traceback=clip(traceback.format_exc()),
         )
@@ -113,7 +113,7 @@ def _perform_alone(request: Request, info: RankInfo, started: float) -> RankRepo
         )
         rank_progress.begin(rank_progress.Phase.BUILD)
         report = observe_alone(request, load_adapter(request.adapter)(), context, started)
-        return dataclasses.replace(report, kernels=kernels.told() | report.kernels)
+        return dataclasses.replace(report, kernels=kernels.effective_settings() | report.kernels)
 
 
 def _store(info: RankInfo, timeout: datetime.timedelta) -> Store:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshmark.measure.flight_recorder import dump, under_way
-from meshmark.text import told
+from meshmark.text import describe_error
 
 # --- Where a rank stands in a launch.
 
@@ -37,7 +37,7 @@ class RankInfo:
 # --- What a rank that hangs was communicating. The launcher asks for it before it ends the rank.
 
 
-def answer_when_asked(info: RankInfo) -> None:
+def install_stack_dump(info: RankInfo) -> None:
     """From here on; the flight recorder must be on."""
     pipe = info.file("ask")
     os.mkfifo(pipe, 0o600)
@@ -50,7 +50,7 @@ def _answer(pipe: Path, file: Path) -> None:
     try:
         text = "\n".join(under_way(dump()["entries"])) or "nothing was communicated"
     except Exception as error:
-        text = f"the flight recorder cannot be read: {told(error)}"
+        text = f"the flight recorder cannot be read: {describe_error(error)}"
     file.write_text(text + "\n")
 
 

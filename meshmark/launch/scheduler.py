@@ -53,7 +53,7 @@ def _of_torchrun(environ: Mapping[str, str]) -> ClusterSpec | None:
     return ClusterSpec(
         nnodes=nnodes,
         node_rank=_whole(environ, "RANK", 0),
-        rdzv=f"{_told(environ, 'MASTER_ADDR')}:{port}",
+        rdzv=f"{_required_variable(environ, 'MASTER_ADDR')}:{port}",
         tasks_per_node=_even("torchrun", nnodes, nnodes // each or 1, each),
         local_task=_whole(environ, "LOCAL_RANK", 0),
         host_number=_whole(environ, "GROUP_RANK", 0),
@@ -69,7 +69,7 @@ def _of_slurm(environ: Mapping[str, str]) -> ClusterSpec | None:
         return None
     step = environ.get("SLURM_STEP_ID", "0")
     number = _whole(environ, "SLURM_JOB_ID", 0) + _STEP_APART * (int(step) if step.isdecimal() and len(step) < 9 else 0)
-    host = "127.0.0.1" if hosts == 1 else _first_host(_told(environ, "SLURM_STEP_NODELIST"))
+    host = "127.0.0.1" if hosts == 1 else _first_host(_required_variable(environ, "SLURM_STEP_NODELIST"))
     return ClusterSpec(
         nnodes=tasks,
         node_rank=_whole(environ, "SLURM_PROCID", 0),
@@ -114,14 +114,14 @@ def _expect_srun(environ: Mapping[str, str]) -> None:
         )
 
 
-def _told(environ: Mapping[str, str], name: str) -> str:
+def _required_variable(environ: Mapping[str, str], name: str) -> str:
     if not environ.get(name):
         raise InputError(f"{name} is not set, while others of its scheduler's variables are: give --nnodes and --rdzv")
     return environ[name]
 
 
 def _whole(environ: Mapping[str, str], name: str, least: int) -> int:
-    text = _told(environ, name)
+    text = _required_variable(environ, name)
     if not text.isdecimal() or len(text) > 18 or int(text) < least:
         raise InputError(
             f"{name}={text[:40]!r} in the environment: expected a whole number of at least {least}; unset what "

@@ -17,6 +17,7 @@ from typing import Protocol
 import meshmark
 from meshmark.launch.cluster import Cluster
 from meshmark.launch.folders import is_full
+from meshmark.launch.fork_server import LOST_EXIT_CODE
 from meshmark.launch.processes import STATES, process_state
 from meshmark.launch.rank import STACK_SIGNAL
 from meshmark.launch.ranks import RankInfo, ask
@@ -58,7 +59,7 @@ class RankProcesses(Protocol):
         """Return whether the rank's end says nothing about it, because another rank's failure was the cause."""
 
     @property
-    def lost(self) -> bool:
+    def is_gone(self) -> bool:
         """Whether the processes that started the ranks are gone, and with them every rank that had not ended."""
 
     def end(self) -> list[int]:
@@ -177,7 +178,8 @@ class Watchdog:
         if (info.rank in self.killed and exit_code not in _CRASHES) or not self._failed(info):
             return None
         kind, message = _death(exit_code)
-        if self.processes.lost and not info.file("report").is_file():
+        # Without its server, a rank that has reported may have ended well or badly: nobody knows.
+        if self.processes.is_gone and (exit_code == LOST_EXIT_CODE or not info.file("report").is_file()):
             kind = Status.UNFINISHED
             message = "what starts ranks was killed, was stopped, or failed before they began"
         elif is_full(info.folder):
@@ -204,13 +206,15 @@ class Watchdog:
         limit, mark = self.request.time_limit_seconds, self.marks[info.rank]
         pace, message = mark.pace(now=self.stopped, limit=limit), f"no end within {limit:g} s"
         stack = _read(info.file("stack"))
-        stands = standing(stack)
+        stands = stack_state(stack)
         if self.request.device != "cpu" and stands is StackState.OWN:
             stands = StackState.OUTSIDE  # a line of ours may wait there for the framework's kernels
         kind: str = Pace.HUNG if pace is Pace.WAITS and not stack else pace  # without a stack, it does not even wait
         if stands is StackState.OWN and pace is not Pace.SLOW:
             kind = Status.UNFINISHED
-            message += f": {mark.text(now=self.stopped)}; it stands in Meshmark's own code, {own_place(stack)}: "
+            message += (
+                f": {mark.text(now=self.stopped)}; it stands in Meshmark's own code, {place_in_meshmark(stack)}: "
+            )
             message += "no fault of the adapter or its framework; please report it"
         elif pace is Pace.SLOW:
             message += f", but still coming on: {mark.text(now=self.stopped)}; --time-limit gives it longer"
@@ -249,7 +253,7 @@ _SHARED = ("reference", "algorithms", "spec", "theory")
 _LIBRARY = re.compile(r"/(torch|numpy|scipy)/|/lib/python[0-9.]+/(?!site-packages|dist-packages)|^<")
 
 
-def standing(stack: str) -> StackState:
+def stack_state(stack: str) -> StackState:
     """Return the state of a rank from its `stack`, as written by faulthandler.
 
     It depends on the innermost frame of the thread that was asked.
@@ -262,10 +266,10 @@ def standing(stack: str) -> StackState:
     file, line, _ = frames[0]
     if _WAITS.search(file) or ".wait(" in linecache.getline(file, int(line)):
         return StackState.INSIDE
-    return StackState.OWN if own_place(stack) else StackState.OUTSIDE
+    return StackState.OWN if place_in_meshmark(stack) else StackState.OUTSIDE
 
 
-def own_place(stack: str) -> str:
+def place_in_meshmark(stack: str) -> str:
     """Where in Meshmark's own code the thread that was asked stands; empty where an engine was at work.
 
     Frames of libraries that Meshmark's code calls are passed over, from the innermost one outward. The first other one

@@ -124,7 +124,7 @@ class Timeline:
         most, negative = max(found)
         return most, -negative
 
-    def counted_peak(self, start_ns: int, stop_ns: int) -> int:
+    def peak_with_workspaces(self, start_ns: int, stop_ns: int) -> int:
         """Return the most bytes that the allocator counted in [start, stop), including workspaces."""
         working = [w for w in self.workspaces if start_ns <= w.time_ns < stop_ns]
         return max([self.peak(start_ns, stop_ns)[0], *(self.total(w.time_ns) + w.num_bytes for w in working)])

@@ -63,14 +63,14 @@ def under_way(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     """Describe the last call that had ended when the dump was made, and those that had not, oldest first."""
     open_ones = [entry for entry in entries if not _ended(entry)]
     done = [entry for entry in entries if _ended(entry)]
-    return [_told(entry) for entry in [*done[-1:], *open_ones[:_MOST_TOLD]]]
+    return [_describe(entry) for entry in [*done[-1:], *open_ones[:_MOST_TOLD]]]
 
 
 def _ended(entry: Mapping[str, Any]) -> bool:
     return entry.get("state") == "completed"
 
 
-def _told(entry: Mapping[str, Any]) -> str:
+def _describe(entry: Mapping[str, Any]) -> str:
     number = entry.get("p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id")
     tensors = ", ".join(
         f"{dtype} {list(sizes)}" for sizes, dtype in zip(entry["input_sizes"], entry["input_dtypes"], strict=True)

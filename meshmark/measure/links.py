@@ -77,13 +77,13 @@ def _odd_ones(links: Sequence[Link]) -> list[Odd]:
     well = {
         (link.source, link.target): link.rate for link in links if link.source not in sends and link.target not in takes
     }
-    found = [_told(f"node {node} sends slowly, to any other", one) for node, one in sends.items()]
-    found += [_told(f"node {node} receives slowly, from any other", one) for node, one in takes.items()]
-    found += [_told(f"from node {a} to node {b}", one) for (a, b), one in _slow(well, scatter).items()]
+    found = [_slow_link(f"node {node} sends slowly, to any other", one) for node, one in sends.items()]
+    found += [_slow_link(f"node {node} receives slowly, from any other", one) for node, one in takes.items()]
+    found += [_slow_link(f"from node {a} to node {b}", one) for (a, b), one in _slow(well, scatter).items()]
     return found
 
 
-def _told(who: str, rates: tuple[float, float]) -> Odd:
+def _slow_link(who: str, rates: tuple[float, float]) -> Odd:
     return Odd(who=who, rate=rates[0], usual=rates[1])
 
 

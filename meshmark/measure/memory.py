@@ -53,7 +53,7 @@ OnWire = dict[int, list[int]]
 def read_memory(watch: Watch, step: int, before_update: Named, after_update: Named) -> MemoryReading:
     """Return the memory of `step`, from the windows of `watch` and the names before and after the update."""
     backward, update = (w for w in watch.windows if w.step == step)
-    on_wire, asked = OnWire(), watch.asked()
+    on_wire, asked = OnWire(), watch.requested()
     for operation in asked:
         for address in operation.addresses:
             on_wire.setdefault(address, []).append(operation.time_ns)
@@ -61,7 +61,7 @@ def read_memory(watch: Watch, step: int, before_update: Named, after_update: Nam
     found = timeline(watch.changes(), known=frozenset(after_update.addresses), held=held)
     steady_ns = watch.steady_ns[step]
     peak_bytes, peak_ns = max((found.peak(w.start_ns, w.stop_ns) for w in (backward, update)), key=lambda peak: peak[0])
-    starts = [start for start in watch.backward_starts() if backward.holds(start)]
+    starts = [start for start in watch.backward_starts() if backward.contains(start)]
 
     def during(time_ns: int) -> Bytes:
         return _classify(found, time_ns, before_update, on_wire, backward.start_ns, named_ns=backward.stop_ns)
@@ -78,7 +78,7 @@ def read_memory(watch: Watch, step: int, before_update: Named, after_update: Nam
         ),
         peak=during(peak_ns),
         held=during(min(starts)) if starts else None,
-        workspace_bytes=max(found.counted_peak(w.start_ns, w.stop_ns) for w in (backward, update)) - peak_bytes,
+        workspace_bytes=max(found.peak_with_workspaces(w.start_ns, w.stop_ns) for w in (backward, update)) - peak_bytes,
         late_bytes=sum(life.num_bytes for life in found.lives if _is_late(life, peak_ns, asked)),
         previous_steady_bytes=None if previous_ns is None else found.total(previous_ns),
         rounding_bytes=sum(

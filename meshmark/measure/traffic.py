@@ -49,13 +49,13 @@ class TorchTraffic:
     def stop(self) -> None:
         self._stretches.append((self._start_ns, time.time_ns()))
 
-    def asked(self) -> list[Transfer]:
+    def requested(self) -> list[Transfer]:
         """Return the transfers that were asked for.
 
         Raises `TrafficError` when asked and issued collectives cannot be paired in order, or a call or its group is
         unknown. Partial results are not returned.
         """
-        asked, issued = self._seen()
+        asked, issued = self._operations()
         if gone := [i.kind for i in issued if not i.ranks]:
             raise TrafficError(f"{', '.join(gone)} went over a process group that is gone when the step is over")
         return _paired([a for a in asked if a.name not in POINT_TO_POINT], issued) + _point_to_point(asked)
@@ -72,8 +72,8 @@ class TorchTraffic:
         sent = [Transfer(kind=m.kind, ranks=m.ranks, num_bytes=m.num_bytes) for m in messages]
         return [_issued(i) for i in self._watch.issued() if self._counts(i.time_ns)] + sent
 
-    def _seen(self) -> tuple[list[AskedOperation], list[IssuedOperation]]:
-        asked = [a for a in self._watch.asked() if self._counts(a.time_ns)]
+    def _operations(self) -> tuple[list[AskedOperation], list[IssuedOperation]]:
+        asked = [a for a in self._watch.requested() if self._counts(a.time_ns)]
         return asked, [i for i in self._watch.issued() if self._counts(i.time_ns)]
 
     def _counts(self, time_ns: int) -> bool:
@@ -83,7 +83,7 @@ class TorchTraffic:
 def read_traffic(sources: Sequence[TrafficSource]) -> TrafficReading:
     """Return the traffic of all `sources`."""
     return TrafficReading(
-        asked=sum_transfers(t for source in sources for t in source.asked()),
+        asked=sum_transfers(t for source in sources for t in source.requested()),
         issued=sum_transfers(t for source in sources for t in source.issued()),
     )
 

@@ -65,7 +65,7 @@ class Window:
     start_ns: int
     stop_ns: int
 
-    def holds(self, time_ns: int) -> bool:
+    def contains(self, time_ns: int) -> bool:
         return self.start_ns <= time_ns < self.stop_ns
 
 
@@ -264,7 +264,7 @@ class Watch:
             walking[level] = is_node
         return starts
 
-    def asked(self) -> list[AskedOperation]:
+    def requested(self) -> list[AskedOperation]:
         """Return every collective and point-to-point call from `focus` to `rest`, in order.
 
         Point-to-point calls that cannot be paired with their ends, in order, have no ranks.

@@ -59,7 +59,7 @@ def pinned(tuning: Tuning) -> Iterator[None]:
         yield
 
 
-def told() -> dict[str, str]:
+def effective_settings() -> dict[str, str]:
     """Return the settings in effect, read back because an adapter's imports come after `pinned`."""
     order = torch._C._get_sdp_priority_order()
     enabled = {

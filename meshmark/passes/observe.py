@@ -114,7 +114,7 @@ def observe_alone(request: Request, adapter: Adapter, context: RankContext, star
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Seen:
+class _RunResults:
     """The results of a run after its engine is closed."""
 
     trace: Trace
@@ -129,7 +129,7 @@ class _Seen:
     unmeasured: dict[str, str]
 
 
-def _train(request: Request, adapter: Adapter, context: RankContext, notebook: Notebook | None) -> _Seen:
+def _train(request: Request, adapter: Adapter, context: RankContext, notebook: Notebook | None) -> _RunResults:
     make_batch(request.case.workload, 0)  # reads the data set, which is ours and stays: it is not to count
     watch = Watch(context.device) if request.metered else None
     with watch or contextlib.nullcontext():
@@ -159,7 +159,7 @@ def _train(request: Request, adapter: Adapter, context: RankContext, notebook: N
     tuned = expect_tuned(engine, request.case, context.device, request.steps)
     dtypes = _dtypes(observer.holdings()) | _formats(observer.trace, request.case.workload)
     engine.close()
-    return _Seen(
+    return _RunResults(
         trace=observer.trace,
         built=built,
         memory=memory,

@@ -27,7 +27,7 @@ from meshmark.records.request import Request
 from meshmark.reference.data import Batch, make_batch
 from meshmark.spec.precision import LossScaling
 from meshmark.spec.workload import Workload
-from meshmark.text import told
+from meshmark.text import describe_error
 
 MOST_LEFT_OUT = 24
 """Largest number of attempts at one step. Each halves the loss scale; GradScaler starts at 2^16, which is then far
@@ -87,7 +87,7 @@ class Observer:
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            self.unheld = self.unheld or f"Engine.holdings raised {told(error)}"
+            self.unheld = self.unheld or f"Engine.holdings raised {describe_error(error)}"
             return Holdings()
 
     def train(

@@ -48,7 +48,7 @@ def expect_tuned(engine: Engine, case: Case, device: torch.device, step: int) ->
     """
     if not case.tuning:
         return {}
-    own = _seen(engine, case, device, step)
+    own = _guards_seen(engine, case, device, step)
     every: list[dict[str, int]] = all_gather_json(own)
     if idle := list(unused(case, every, step)):
         raise AdapterError(
@@ -92,7 +92,7 @@ def unused(case: Case, every: Sequence[Seen], step: int) -> Iterator[str]:
         yield "no rank computed the loss in chunks"
 
 
-def _seen(engine: Engine, case: Case, device: torch.device, step: int) -> dict[str, int]:
+def _guards_seen(engine: Engine, case: Case, device: torch.device, step: int) -> dict[str, int]:
     batch = make_batch(case.workload, step)
     with profile(activities=[ProfilerActivity.CPU]) as profiled, _optimizers() as stepped:
         engine.step(batch)

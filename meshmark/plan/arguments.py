@@ -58,7 +58,7 @@ class Given:
     machine: Gpu
     recipe: TrainingRecipe | None
     """The recipe, or None if the command line does not name one."""
-    own_rates: Rates | None
+    given_rates: Rates | None
     """Rates from --rates or of a calibrated machine. None uses those of the recipe's stack on the machine."""
     nearest: str | None
     """The GPU whose rates the machine uses, if its file names one."""
@@ -75,7 +75,7 @@ class Given:
 
     @property
     def rates(self) -> Rates:
-        found = self.own_rates or rates_for(self.machine, stack_of(self.using.name), nearest=self.nearest)
+        found = self.given_rates or rates_for(self.machine, stack_of(self.using.name), nearest=self.nearest)
         return self.overlap.rates(found)
 
 
@@ -103,7 +103,7 @@ def given_by(arguments: argparse.Namespace, family: Family = Family.LLAMA) -> Gi
     return Given(
         machine=there,
         recipe=using,
-        own_rates=taken,
+        given_rates=taken,
         nearest=nearest,
         precision=arguments.precision,
         overlap=overlap_of(arguments.overlap),

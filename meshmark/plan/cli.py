@@ -168,11 +168,11 @@ def _numbers(name: str, text: str) -> list[int]:
 def _trained_by(arguments: argparse.Namespace, given: Given) -> str:
     """Return a sentence about the framework or recipe whose bytes per parameter were used."""
     if named := framework_given(arguments):
-        return f"Planned for {named.name}: {named.told(given.using)}."
+        return f"Planned for {named.name}: {named.describe(given.using)}."
     if arguments.recipe is not None:
         return f"Planned by recipe {arguments.recipe}, with any axis; --framework plans for one that has a name."
     usual = default_framework(given.machine)
-    return f"Planned for {usual.name}, as no --framework is given: {usual.told(given.using)}."
+    return f"Planned for {usual.name}, as no --framework is given: {usual.describe(given.using)}."
 
 
 def _contexts(text: str | None) -> list[int] | None:

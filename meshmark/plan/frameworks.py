@@ -42,7 +42,7 @@ class Framework:
         older = there is not None and not is_modern(there) and family is Family.GPT
         return RECIPES[self.older if self.older and older else self.recipe]
 
-    def told(self, using: TrainingRecipe) -> str:
+    def describe(self, using: TrainingRecipe) -> str:
         """Describe in one line: bytes per parameter before sharding, and what is searched."""
         stages = ", ".join(map(str, self.zero_stages))
         return f"recipe {using.name}, {using.states.total:g} bytes a parameter; {', '.join(self.axes)}; ZeRO {stages}"

@@ -120,13 +120,13 @@ def _replicas(row: Row, position: int, layout: Layout) -> int:
 def _experts(row: Row, position: int, layout: Layout, spec: ModelSpec) -> tuple[int, int]:
     """Return the expert-parallel degree and the tensor-parallel degree of each expert."""
     ep, etp = (integer(row, column, position, usual=1) for column in ("ep", "etp"))
-    told = expert_misfit(spec, ep, etp, layout.dp * layout.cp * layout.tp)
+    told = invalid_experts(spec, ep, etp, layout.dp * layout.cp * layout.tp)
     if told:
         raise InputError(f"row {position + 2}: {told}")
     return ep, etp
 
 
-def expert_misfit(spec: ModelSpec, ep: int, etp: int, ranks: int) -> str:
+def invalid_experts(spec: ModelSpec, ep: int, etp: int, ranks: int) -> str:
     """Return why a model's experts cannot be divided this way over `ranks` ranks of a stage. Empty if they can."""
     count = spec.num_experts if isinstance(spec, PlannedModel) else 0
     if ep * etp == 1:

@@ -11,7 +11,7 @@ from meshmark.plan.arguments import GPU_HELP, add_setting, framework_given, give
 from meshmark.plan.calibration_file import calibrated_at
 from meshmark.plan.frameworks import default_framework
 from meshmark.plan.layout_table import remarks
-from meshmark.plan.predict_file import Setting, predict_file, told_rates
+from meshmark.plan.predict_file import Setting, predict_file, rate_origins
 from meshmark.plan.rows import read_rows
 from meshmark.text import pluralize
 
@@ -41,7 +41,7 @@ def run_predict(arguments: argparse.Namespace) -> int:
     setting = Setting(
         recipe=using,
         framework=named,
-        rates=given.own_rates,
+        rates=given.given_rates,
         machine=machine,
         nearest=nearest,
         precision=given.precision,
@@ -55,6 +55,6 @@ def run_predict(arguments: argparse.Namespace) -> int:
     if unsaid and not (named or given.recipe):
         told = f"{unsaid} of them by {default_framework(machine).name}'s recipe"
         print(f"{told}, as nothing says another: --framework, or a column framework")
-    for line in told_rates(table, setting):
+    for line in rate_origins(table, setting):
         print(line)
     return 0

@@ -87,7 +87,7 @@ def _settings(table: Sequence[Row], setting: Setting) -> Iterator[tuple[LayoutRo
         )
 
 
-def told_rates(table: Sequence[Row], setting: Setting = _ROWS_SAY) -> list[str]:
+def rate_origins(table: Sequence[Row], setting: Setting = _ROWS_SAY) -> list[str]:
     """Return the origins of the rates behind a table's predictions, one line each."""
     return list(dict.fromkeys(provenance(machine, given) for _, machine, _, given in _settings(table, setting)))
 

@@ -106,7 +106,7 @@ def expect_clause(scenarios: ScenarioRunner, case: Case, clause: Clause) -> None
     if found.result is ClauseResult.UNSUPPORTED:
         pytest.skip(found.evidence)
     if found.result is ClauseResult.TOLD:  # no test can pass that could not have failed
-        pytest.skip(f"told, not required: {found.evidence}")
+        pytest.skip(f"reported, not required: {found.evidence}")
     if found.result is ClauseResult.KNOWN_GAP:
         pytest.xfail(f"{text} {found.link}".rstrip())
     if found.result is ClauseResult.STALE_GAP:

@@ -245,7 +245,7 @@ def observed(runner: Runner, case: Case, request: pytest.FixtureRequest) -> Reco
     """
     with _ending_the_run():
         record = runner.observe(case)
-    _tell(record, request.node)
+    _add_properties(record, request.node)
     return record
 
 
@@ -254,7 +254,7 @@ def timed(runner: Runner, case: Case, request: pytest.FixtureRequest) -> Record:
     """Provide the record of the case's untouched pass, which must have ended."""
     with _ending_the_run():
         record = runner.time(case)
-    _tell(record, request.node)
+    _add_properties(record, request.node)
     expect_ran(record)
     return record
 
@@ -273,7 +273,7 @@ def profiled(runner: Runner, case: Case) -> Record:
         return profile(runner, case)
 
 
-def _tell(record: Record, test: pytest.Item) -> None:
+def _add_properties(record: Record, test: pytest.Item) -> None:
     """Add the record's values to the test's properties.
 
     pytest's own `record_property` would warn for every test with JUnit's default format.

@@ -19,7 +19,7 @@ from meshmark.report.markdown import visible
 from meshmark.report.results import CaseResult, results
 from meshmark.report.table import bytes_text
 from meshmark.run.throughput import throughput
-from meshmark.run.verdict import smallest_seen
+from meshmark.run.verdict import smallest_detectable
 from meshmark.text import clip, pluralize
 
 MOST_CASES = 20
@@ -87,7 +87,7 @@ def _left_out(observed: Sequence[Record]) -> list[str]:
     ]
     if len(counted) > MOST_LEFT_OUT:
         lines.append(f"not judged: and {len(counted) - MOST_LEFT_OUT} more, which `meshmark report` lists")
-    if seen := smallest_seen(observed):
+    if seen := smallest_detectable(observed):
         lines.append(f"smallest seen: {seen}")
     return ["", *lines] if lines else []
 

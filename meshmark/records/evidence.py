@@ -26,7 +26,7 @@ from meshmark.judge.deviation import Deviations
 from meshmark.judge.tolerance_model import Comparisons
 from meshmark.records.migration import migrate
 from meshmark.serial import decode
-from meshmark.text import told
+from meshmark.text import describe_error
 
 FIELDS: dict[str, Any] = {"deviations": Deviations, "noise": Comparisons, "factors": Mapping[str, float]}
 """Fields of `EquivalenceEvidence` that may be stored in a separate file, and their types."""
@@ -82,13 +82,13 @@ class EvidenceFolder:
 
     def _put(self, content: bytes) -> str:
         name = f"evidence/{hashlib.sha256(content).hexdigest()}.json.gz"
-        if name not in self._kept and not _holds(self._folder / name, content):
+        if name not in self._kept and not _is_stored(self._folder / name, content):
             _write(self._folder / name, gzip.compress(content, mtime=0))
         self._kept.add(name)
         return name
 
 
-def _holds(path: Path, content: bytes) -> bool:
+def _is_stored(path: Path, content: bytes) -> bool:
     """Return whether an earlier run left a complete file with `content` at `path`."""
     try:
         return _content(path) == content
@@ -146,7 +146,7 @@ def _of_file(path: Path, field: str) -> Mapping[Any, Any]:
     try:
         value = json.loads(_content(path))
     except (ValueError, RecursionError) as error:
-        raise EvidenceError(f"{path.name}: {told(error)}") from error
+        raise EvidenceError(f"{path.name}: {describe_error(error)}") from error
     return _decoded(field, value, path)
 
 
@@ -157,7 +157,7 @@ def _of_line(path: Path, offset: int, field: str) -> Mapping[Any, Any]:
             file.seek(offset)
             value = migrate(json.loads(file.readline()))["equivalence"][field]
     except Exception as error:
-        raise EvidenceError(f"{path.name} at byte {offset}: {told(error)}") from error
+        raise EvidenceError(f"{path.name} at byte {offset}: {describe_error(error)}") from error
     return _decoded(field, value, path)
 
 
@@ -169,7 +169,7 @@ def _content(path: Path) -> bytes:
         with gzip.open(path) as file:
             content = file.read(LARGEST + 1)
     except (OSError, EOFError, zlib.error) as error:
-        raise EvidenceError(f"{path.parent.name}/{path.name}: {told(error)}") from error
+        raise EvidenceError(f"{path.parent.name}/{path.name}: {describe_error(error)}") from error
     if len(content) > LARGEST or hashlib.sha256(content).hexdigest() != path.name.partition(".")[0]:
         raise EvidenceError(f"{path.parent.name}/{path.name} is damaged: it does not hold what its name says")
     return content
@@ -179,5 +179,5 @@ def _decoded(field: str, value: object, path: Path) -> Mapping[Any, Any]:
     try:
         found: Mapping[Any, Any] = decode(FIELDS[field], value)
     except Exception as error:
-        raise EvidenceError(f"{path.name}: {field}: {told(error)}") from error
+        raise EvidenceError(f"{path.name}: {field}: {describe_error(error)}") from error
     return found

@@ -89,14 +89,14 @@ def _to_schema_3(value: dict[str, Any]) -> dict[str, Any]:
         if isinstance(held := value.get(part), dict):
             found[part] = {renamed.get(name, name): each for name, each in held.items()}
     if isinstance(case := value.get("case"), dict):
-        found["case"] = _with_own_options(case)
+        found["case"] = _with_algorithm_options(case)
     conformance = value.get("conformance")
     if isinstance(conformance, dict) and isinstance(base := conformance.get("base"), dict):
-        found["conformance"] = conformance | {"base": _with_own_options(base)}
+        found["conformance"] = conformance | {"base": _with_algorithm_options(base)}
     return found
 
 
-def _with_own_options(case: dict[str, Any]) -> dict[str, Any]:
+def _with_algorithm_options(case: dict[str, Any]) -> dict[str, Any]:
     workload = case.get("workload")
     if not isinstance(workload, dict):
         return case

@@ -34,7 +34,7 @@ from meshmark.records.record import (
 from meshmark.records.session import Session
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
-from meshmark.text import clip, told
+from meshmark.text import clip, describe_error
 
 _COMPLAINT_CHARACTERS = 500
 _SHARED: dict[str, type] = {
@@ -194,7 +194,7 @@ def read_records(folder: Path, *, latest: bool = False) -> Reading:
                     sessions[parsed.session if latest else number] = parsed
                 offset += len(line)
     except (OSError, EOFError, zlib.error) as error:
-        why = getattr(error, "strerror", None) or told(error)
+        why = getattr(error, "strerror", None) or describe_error(error)
         raise ResultsError(f"no records at {str(path)!r}: {why}; run `pytest suites --results DIR` first") from error
     if not records and not sessions:
         raise ResultsError(
@@ -249,7 +249,7 @@ def _pass_of(record: Record) -> tuple[object, ...]:
 
 def _reason(error: Exception) -> str:
     sentence = isinstance(error, ValueError | TypeError)
-    return clip(str(error) if sentence else told(error), _COMPLAINT_CHARACTERS)
+    return clip(str(error) if sentence else describe_error(error), _COMPLAINT_CHARACTERS)
 
 
 def _parse(line: bytes, place: tuple[Path, int] | None = None, shared: _Shared | None = None) -> Record | Session:

@@ -61,7 +61,7 @@ def by_defect(attempts: Iterable[Attempt]) -> list[list[Attempt]]:
     return list(found.values())
 
 
-def standing(sessions: Iterable[Session], *, conforming: bool) -> list[tuple[Attempt, Session]]:
+def latest_attempts(sessions: Iterable[Session], *, conforming: bool) -> list[tuple[Attempt, Session]]:
     """Return the latest attempt of each test, with its session.
 
     An unfinished attempt counts only if no session finished the test.

@@ -122,7 +122,7 @@ def describe(target: str) -> Workload:
     if not parameters:
         raise InputError(f"workload {target!r}: its model has no parameters")
     frozen = _frozen(target, module)
-    layers, shared_layers = _counted_layers(target, own, module, batch)
+    layers, shared_layers = _count_layers(target, own, module, batch)
     use = dry_run.use_of(own, module, batch)
     digest = _digest(target, own)
     label = f"{re.sub('[^A-Za-z0-9-]+', '_', type(own).__name__).lower()}.{digest}"
@@ -251,7 +251,7 @@ def _split(target: str, own: OwnWorkload, module: nn.Module) -> TensorSplit | No
 
 
 @torch.no_grad()
-def _counted_layers(
+def _count_layers(
     target: str,
     own: OwnWorkload,
     module: nn.Module,

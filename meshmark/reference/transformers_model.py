@@ -198,7 +198,7 @@ def _length(config: Any, length: int) -> int:  # noqa: ANN401
     return min([length, *(p for p in positions if isinstance(p, int))])
 
 
-def _counted(labels_BT: Tensor, drawn: torch.Generator) -> Tensor:
+def _scored_labels(labels_BT: Tensor, drawn: torch.Generator) -> Tensor:
     """Labels of which a tail of every row does not count, in each another."""
     B, T = labels_BT.shape
     length_B = torch.randint(max(T // _SHORTEST_PART, 1), T + 1, (B, 1), generator=drawn)
@@ -208,7 +208,7 @@ def _counted(labels_BT: Tensor, drawn: torch.Generator) -> Tensor:
 def _causal(config: Any, rows: int, length: int, drawn: torch.Generator) -> dict[str, Tensor]:  # noqa: ANN401
     text = config.get_text_config()
     window_BT = _tokens(text, (rows, _length(text, length) + 1), drawn)
-    return {"input_ids": window_BT[:, :-1].contiguous(), "labels": _counted(window_BT[:, 1:], drawn)}
+    return {"input_ids": window_BT[:, :-1].contiguous(), "labels": _scored_labels(window_BT[:, 1:], drawn)}
 
 
 def _masked(config: Any, rows: int, length: int, drawn: torch.Generator) -> dict[str, Tensor]:  # noqa: ANN401
@@ -239,7 +239,7 @@ def _sequences(config: Any, rows: int, length: int, drawn: torch.Generator) -> d
 def _token_classes(config: Any, rows: int, length: int, drawn: torch.Generator) -> dict[str, Tensor]:  # noqa: ANN401
     tokens_BT = _tokens(config, (rows, _length(config, length)), drawn)
     labels_BT = torch.randint(config.num_labels, tokens_BT.shape, generator=drawn)
-    return {"input_ids": tokens_BT, "labels": _counted(labels_BT, drawn)}
+    return {"input_ids": tokens_BT, "labels": _scored_labels(labels_BT, drawn)}
 
 
 def _images(config: Any, rows: int, length: int, drawn: torch.Generator) -> dict[str, Tensor]:  # noqa: ANN401

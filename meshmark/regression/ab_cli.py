@@ -13,11 +13,11 @@ from meshmark.interrupts import signals_end_like_ctrl_c
 from meshmark.regression.alternate import MARGIN, alternate
 from meshmark.regression.attempts import attempts_of
 from meshmark.regression.bisect import Search, bisect, steps_between
-from meshmark.regression.cli import FAILED, add_gate, tell
+from meshmark.regression.cli import FAILED, add_gate, print_comparison
 from meshmark.regression.gate import DEFAULT_GATE, UNSURE, parse_gate
 from meshmark.regression.samples import LEAST_DEGREES
 from meshmark.regression.side import open_side, run_suites
-from meshmark.report.github import tell_github
+from meshmark.report.github import report_to_github
 
 _LEAST_TIMED = 1 + LEAST_DEGREES // 2
 """Least number of sessions per side that shows how launches of one case scatter."""
@@ -65,11 +65,11 @@ def _ab(parsed: argparse.Namespace) -> int:
         with open_side(parsed.a, Path(folder), "A") as a, open_side(parsed.b, Path(folder), "B") as b:
             ours, theirs = (functools.partial(run_suites, side, options) for side in (a, b))
             found = alternate(ours, theirs, kept.absolute(), most_pairs=parsed.pairs, margin=margin)
-    failing = tell(found, gate)
+    failing = print_comparison(found, gate)
     if gate:
         words = ["--a", parsed.a, "--b", parsed.b, "--pairs", str(parsed.pairs), "--fail-on", parsed.fail_on]
         command = shlex.join(["meshmark", "ab", *words, "--", *options])
-        tell_github(attempts_of(found, failing, parsed.a, command), print)
+        report_to_github(attempts_of(found, failing, parsed.a, command), print)
     return FAILED if failing else 0
 
 
@@ -89,7 +89,7 @@ def _bisect(parsed: argparse.Namespace) -> int:
         options = _behind_dashes(parsed.options)
         search = Search(options=options, gate=gate, scratch=Path(folder), launches=parsed.launches)
         found = bisect(parsed.good, steps, search)
-    print(f"first bad: {found.told}")
+    print(f"first bad: {found.subject}")
     for change in found.changes:
         print(f"  {change}")
     if found.skipped:

@@ -15,7 +15,7 @@ from meshmark.errors import InputError, ResultsError
 from meshmark.records.record import EquivalenceEvidence, Outcome, Record, Relaunch, Status, TimingEvidence
 from meshmark.records.record_file import Reading, RecordFile, read_records
 from meshmark.records.request import Task
-from meshmark.records.session import Ending, Session, standing
+from meshmark.records.session import Ending, Session, latest_attempts
 from meshmark.regression.conditions import conditions
 from meshmark.regression.runs import left_out, of_last_code
 from meshmark.run.throughput import throughput
@@ -102,7 +102,9 @@ def _noisy(records: Iterable[Record]) -> list[str]:
 
 def _unfinished(sessions: Iterable[Session]) -> list[str]:
     """Return tests that a run has not finished. A gate would not notice that their cases are missing."""
-    left = [attempt for attempt, _ in standing(sessions, conforming=False) if attempt.ending is Ending.UNFINISHED]
+    left = [
+        attempt for attempt, _ in latest_attempts(sessions, conforming=False) if attempt.ending is Ending.UNFINISHED
+    ]
     return [f"{attempt.case}: {PurePath(attempt.test.partition('::')[0]).stem} has not ended" for attempt in left]
 
 

@@ -12,7 +12,7 @@ from meshmark.records.record import Record
 from meshmark.records.record_file import read_records
 from meshmark.records.request import Task
 from meshmark.regression.change import Change
-from meshmark.regression.conditions import conditions, conditions_here, hinders, told, without
+from meshmark.regression.conditions import _joined, conditions, conditions_here, hinders, without
 from meshmark.regression.exact import exact_changes
 from meshmark.regression.gate import Gate
 from meshmark.regression.runs import CaseRuns, Key, by_case, few, key_of, of_last_code
@@ -87,7 +87,7 @@ def expect_conditions(keeper: BaselineGate, here: Environment) -> None:
                     values.setdefault(name, set()).add(value)
     ours = {n: value for n, value in conditions_here(here).items() if value and hinders(n, timed=keeper.gate.timed)}
     different = {
-        name: f"{name}: {told(values[name])} there, {value} here"
+        name: f"{name}: {_joined(values[name])} there, {value} here"
         for name, value in ours.items()
         if values.get(name, {""}) - {""} and values[name] != {value}
     }

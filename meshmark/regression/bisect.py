@@ -28,11 +28,11 @@ class Search:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class BisectResult:
     """Result of a bisection."""
 
     first_bad: str
-    told: str
+    subject: str
     """The commit in one line."""
     changes: list[Change]
     """Changes for the worse between the good commit and this one."""
@@ -58,7 +58,7 @@ def steps_between(good: str, bad: str) -> list[str]:
     return found
 
 
-def bisect(good: str, steps: Sequence[str], search: Search, say: Callable[[str], None] = print) -> Found:
+def bisect(good: str, steps: Sequence[str], search: Search, say: Callable[[str], None] = print) -> BisectResult:
     """Search `steps` for the first one that is worse than `good`. Steps that cannot be run are skipped.
 
     Raises `InputError` when the last one is not bad, and `ResultsError` when `good` cannot be run.
@@ -86,7 +86,7 @@ def bisect(good: str, steps: Sequence[str], search: Search, say: Callable[[str],
         else:
             low = middle + 1
     unknown = [step for step in skipped if step in steps[low:high]]
-    return Found(first_bad=steps[high], told=_one_line(steps[high]), changes=changes, skipped=unknown)
+    return BisectResult(first_bad=steps[high], subject=_one_line(steps[high]), changes=changes, skipped=unknown)
 
 
 def _records(text: str, search: Search, label: str) -> list[Record]:

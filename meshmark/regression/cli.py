@@ -19,7 +19,7 @@ from meshmark.regression.compare import Comparison, compare
 from meshmark.regression.gate import DEFAULT_GATE, UNSURE, Gate, parse_gate
 from meshmark.regression.page import lines, page
 from meshmark.regression.runs import left_out, of_last_code, without_shared
-from meshmark.report.github import tell_github, warn_github
+from meshmark.report.github import report_to_github, warn_github
 from meshmark.report.markdown import one_line
 from meshmark.text import pluralize
 
@@ -76,10 +76,10 @@ def _compare(parsed: argparse.Namespace) -> int:
     command = shlex.join(["meshmark", "compare", *titles])
     if parsed.output:
         write(parsed.output, page(found, titles, command))
-    failing = tell(found, gate)
+    failing = print_comparison(found, gate)
     if gate:
         gated = f"{command} --fail-on {parsed.fail_on}{' --across' if parsed.across else ''}"
-        tell_github(attempts_of(found, failing, titles[0], gated), print)
+        report_to_github(attempts_of(found, failing, titles[0], gated), print)
     steps_timed = any(change.kind is Kind.SLOWER for change in found.changes)
     if gate and Kind.SLOWER in gate.limits and not failing and not steps_timed:
         raise ResultsError(
@@ -119,7 +119,7 @@ def write(path: Path, text: str) -> None:
         raise ResultsError(f"{str(path)!r} cannot be written: {error.strerror}") from error
 
 
-def tell(found: Comparison, gate: Gate | None) -> list[Change]:
+def print_comparison(found: Comparison, gate: Gate | None) -> list[Change]:
     """Print the comparison, one line per cause, and return the changes that fail.
 
     Changes that the gate cannot decide become annotations on GitHub.

@@ -53,12 +53,12 @@ def hinders(condition: str, *, timed: bool) -> bool:
 
 def differences(ours: Iterable[Record], theirs: Iterable[Record]) -> dict[str, tuple[str, str]]:
     """Return the conditions that both sides report and that differ, in words."""
-    one, other = _told(ours), _told(theirs)
+    one, other = _values_by_condition(ours), _values_by_condition(theirs)
     shared = {name: (one[name], other[name]) for name in one if name in other}
-    return {name: (told(a), told(b)) for name, (a, b) in shared.items() if a != b}
+    return {name: (_joined(a), _joined(b)) for name, (a, b) in shared.items() if a != b}
 
 
-def _told(records: Iterable[Record]) -> dict[str, set[str]]:
+def _values_by_condition(records: Iterable[Record]) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for record in {(id(r.environment), r.kernels.get(ALLOCATOR)): r for r in records}.values():
         for name, value in conditions(record).items():
@@ -67,7 +67,7 @@ def _told(records: Iterable[Record]) -> dict[str, set[str]]:
     return found
 
 
-def told(values: set[str]) -> str:
+def _joined(values: set[str]) -> str:
     return " and ".join(sorted(values))
 
 

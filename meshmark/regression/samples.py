@@ -92,7 +92,7 @@ class Scatter:
     """Machines, among those compared, whose launches it was estimated from."""
 
 
-def own_scatter(groups: Iterable[Sequence[Sample]], source: str) -> Scatter | None:
+def repeats_scatter(groups: Iterable[Sequence[Sample]], source: str) -> Scatter | None:
     """Return the scatter of launches around the mean of their group, or None if no group repeats."""
     squares, degrees, within, machines = 0.0, 0, list[float](), set[str]()
     for group in groups:

@@ -26,8 +26,8 @@ from meshmark.regression.samples import (
     Sample,
     Scatter,
     minutes,
-    own_scatter,
     recorded_scatter,
+    repeats_scatter,
 )
 from meshmark.text import pluralize
 
@@ -94,11 +94,11 @@ def _within(side: Sequence[Sample]) -> float:
 
 def scatter_of(key: Key, pairs: Mapping[Key, Pair]) -> Scatter:
     """Return the scatter for `key`: its own, that of all cases, or the recorded one."""
-    own = own_scatter(pairs[key], "{} repeats of this case")
+    own = repeats_scatter(pairs[key], "{} repeats of this case")
     if own and own.degrees >= LEAST_DEGREES:
         return own
     shared = [side for (_, metric), pair in pairs.items() if metric == key[1] for side in pair]
-    borrowed = own_scatter(shared, "{} repeats of all cases")
+    borrowed = repeats_scatter(shared, "{} repeats of all cases")
     if borrowed and borrowed.degrees >= LEAST_DEGREES:
         return borrowed
     return recorded_scatter(key[1])

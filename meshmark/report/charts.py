@@ -40,7 +40,7 @@ class Chart:
 
     id: str
     title: str
-    told: str
+    caption: str
     choice: str
     """Label of the choice between several figures."""
     figures: list[dict[str, Any]]
@@ -111,8 +111,8 @@ def _rates(found: Sequence[CaseResult]) -> Chart:
         figures.append(
             _figure(f"{unit} per second", traces, yaxis={"automargin": True, "autorange": "reversed"}, **layout)
         )
-    told = "Points are all steps together, bars their 95 % intervals."
-    return Chart(id="rates", title="Rates", told=told, choice="Show", figures=figures, height=_tall(most))
+    caption = "Points are all steps together, bars their 95 % intervals."
+    return Chart(id="rates", title="Rates", caption=caption, choice="Show", figures=figures, height=_tall(most))
 
 
 def _tradeoff(found: Sequence[CaseResult]) -> Chart:
@@ -139,9 +139,9 @@ def _tradeoff(found: Sequence[CaseResult]) -> Chart:
             "yaxis": {"title": {"text": f"{unit} per second"}, "rangemode": "tozero", "automargin": True},
         }
         figures.append(_figure(f"{ranks} rank{'s' * (ranks > 1)}", traces, **axes))
-    told = "A dot a correct case; better is up and to the left. Speeds are of this machine and this model."
+    caption = "A dot a correct case; better is up and to the left. Speeds are of this machine and this model."
     return Chart(
-        id="tradeoff", title="Speed against memory", told=told, choice="Show", figures=figures[::-1], height=520
+        id="tradeoff", title="Speed against memory", caption=caption, choice="Show", figures=figures[::-1], height=520
     )
 
 
@@ -182,8 +182,10 @@ def _scaling(found: Sequence[CaseResult]) -> Chart:
         "yaxis": {"title": {"text": "per second"}, "rangemode": "tozero", "automargin": True},
     }
     figures = [_figure("Scaling", traces, **axes)] if traces else []
-    told = "Layouts of one kind on several numbers of ranks: the same axes, ZeRO stage and schedule."
-    return Chart(id="scaling", title="Scaling over world sizes", told=told, choice="", figures=figures, height=520)
+    caption = "Layouts of one kind on several numbers of ranks: the same axes, ZeRO stage and schedule."
+    return Chart(
+        id="scaling", title="Scaling over world sizes", caption=caption, choice="", figures=figures, height=520
+    )
 
 
 def _kind_of_layout(case: Case) -> str:
@@ -220,8 +222,10 @@ def _steps(found: Sequence[CaseResult]) -> Chart:
             "yaxis": {"title": {"text": "milliseconds"}, "rangemode": "tozero"},
         }
         figures.append(_figure(result.case.id, ranks, **axes))
-    told = "Of every step, raw, by rank where a case is chosen."
-    return Chart(id="steps", title="Step times", told=told, choice="Show", figures=figures, height=_tall(len(boxes)))
+    caption = "Of every step, raw, by rank where a case is chosen."
+    return Chart(
+        id="steps", title="Step times", caption=caption, choice="Show", figures=figures, height=_tall(len(boxes))
+    )
 
 
 def _memory(found: Sequence[CaseResult]) -> Chart:
@@ -230,9 +234,11 @@ def _memory(found: Sequence[CaseResult]) -> Chart:
     figures = [_stacked("fullest rank of every case", fullest)] if fullest else []
     for result, readings in measured:
         figures.append(_stacked(result.case.id, [(f"rank {rank}", reading) for rank, reading in enumerate(readings)]))
-    told = "Exact bytes alive at the peak, by category; by rank where a case is chosen."
+    caption = "Exact bytes alive at the peak, by category; by rank where a case is chosen."
     height = _tall(len(measured))
-    return Chart(id="memory-plot", title="Memory at the peak", told=told, choice="Show", figures=figures, height=height)
+    return Chart(
+        id="memory-plot", title="Memory at the peak", caption=caption, choice="Show", figures=figures, height=height
+    )
 
 
 def _memory_by_ranks(found: Sequence[CaseResult], fake: Sequence[Record]) -> Chart:
@@ -251,9 +257,9 @@ def _memory_by_ranks(found: Sequence[CaseResult], fake: Sequence[Record]) -> Cha
     several = [(f"{kind.partition(',')[0]}: {name}", one) for kind, some in bars.items() for name, one in some]
     figures = [_stacked("all kinds of layouts", several[:_MOST])] if several else []
     figures += [_stacked(kind, some) for kind, some in bars.items()]
-    told = "Exact bytes alive at the peak of the fullest rank: what more ranks take away, and what they leave."
+    caption = "Exact bytes alive at the peak of the fullest rank: what more ranks take away, and what they leave."
     title, height = "Memory as ranks are added", _tall(min(len(several), _MOST))
-    return Chart(id="memory-ranks", title=title, told=told, choice="Show", figures=figures, height=height)
+    return Chart(id="memory-ranks", title=title, caption=caption, choice="Show", figures=figures, height=height)
 
 
 def _stacked(label: str, bars: Sequence[tuple[str, MemoryReading]]) -> dict[str, Any]:
@@ -284,8 +290,10 @@ def _traffic(found: Sequence[CaseResult]) -> Chart:
         _by_kind(r.case.id, [(f"rank {rank}", reading.asked) for rank, reading in enumerate(readings)])
         for r, readings in sent
     ]
-    told = "What one step sends, by collective, as ring algorithms do; by rank where a case is chosen."
-    return Chart(id="traffic-plot", title="Traffic", told=told, choice="Show", figures=figures, height=_tall(len(most)))
+    caption = "What one step sends, by collective, as ring algorithms do; by rank where a case is chosen."
+    return Chart(
+        id="traffic-plot", title="Traffic", caption=caption, choice="Show", figures=figures, height=_tall(len(most))
+    )
 
 
 def _by_kind(label: str, bars: Sequence[tuple[str, Sequence[Collective]]]) -> dict[str, Any]:
@@ -310,9 +318,11 @@ def _ratios(found: Sequence[CaseResult]) -> Chart:
     for result in ordered[:_MOST]:
         if result.observed and (made := _heat(result.case.id, result.observed)):
             figures.append(made)
-    told = "Distance from the truth as a part of what its noise allows, by tensor and step; from 1 on the case fails."
+    caption = (
+        "Distance from the truth as a part of what its noise allows, by tensor and step; from 1 on the case fails."
+    )
     title = "Equivalence by tensor and step"
-    return Chart(id="ratios", title=title, told=told, choice="Show", figures=figures, height=640)
+    return Chart(id="ratios", title=title, caption=caption, choice="Show", figures=figures, height=640)
 
 
 def _heat(label: str, record: Record) -> dict[str, Any] | None:

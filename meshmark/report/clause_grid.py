@@ -53,7 +53,7 @@ def clauses(records: Sequence[Record]) -> Clauses | None:
         ClauseResult.KNOWN_GAP: ("gap", "gap"),
         ClauseResult.STALE_GAP: ("stale gap", "no"),
         ClauseResult.UNDECIDED: ("too slow", "no"),
-        ClauseResult.TOLD: ("told", "none"),
+        ClauseResult.TOLD: ("reported", "none"),
     }
     found = columns(records)
     names = [name for name in CLAUSES if any(name in column.findings for column in found)]

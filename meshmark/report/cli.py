@@ -11,7 +11,7 @@ from pathlib import Path
 
 from meshmark.errors import InputError, ResultsError
 from meshmark.records.record_file import Reading, read_records
-from meshmark.records.session import standing
+from meshmark.records.session import latest_attempts
 from meshmark.report.markdown import one_line
 from meshmark.report.render import write_report
 from meshmark.text import pluralize
@@ -107,13 +107,13 @@ def _write_html(reading: Reading, output: Path, command: str, baseline: Reading 
 def _write_markdown(reading: Reading, output: Path, command: str, baseline: Reading | None) -> list[str]:
     """Write the report. Clauses go to a separate page if there are cases too."""
     matrix = [record for record in reading.records if not record.conformance.scenario]
-    told = matrix or standing(reading.sessions, conforming=False)
+    told = matrix or latest_attempts(reading.sessions, conforming=False)
     clauses = output.with_name(f"{output.stem}-conformance.md") if told else output
     left_out = list[str]()
     if told:
         left_out = write_report(dataclasses.replace(reading, records=matrix), output, command, baseline)
         print(f"{output}: {pluralize(len(matrix), 'record')}")
-    if len(matrix) < len(reading.records) or standing(reading.sessions, conforming=True):
+    if len(matrix) < len(reading.records) or latest_attempts(reading.sessions, conforming=True):
         from meshmark.report.conformance import write_conformance  # which imports torch, by way of its scenarios
 
         left_out += write_conformance(reading, clauses, command)

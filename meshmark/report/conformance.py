@@ -25,7 +25,7 @@ from meshmark.report.results import newest
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 from meshmark.spec.model_config import Dataset
-from meshmark.text import clip, pluralize, told
+from meshmark.text import clip, describe_error, pluralize
 
 _MARKS = {
     ClauseResult.PASS: "yes",
@@ -34,7 +34,7 @@ _MARKS = {
     ClauseResult.KNOWN_GAP: "gap",
     ClauseResult.STALE_GAP: "yes, **stale gap**",
     ClauseResult.UNDECIDED: "**too slow**",
-    ClauseResult.TOLD: "told",
+    ClauseResult.TOLD: "reported",
 }
 
 
@@ -45,7 +45,7 @@ _PICTURED = {
     ClauseResult.KNOWN_GAP: "gap",
     ClauseResult.STALE_GAP: "no",
     ClauseResult.UNDECIDED: "no",
-    ClauseResult.TOLD: "told",
+    ClauseResult.TOLD: "reported",
 }
 """Colour of a result in the heat map, as `plots.CLAUSE_COLOURS` names it."""
 
@@ -117,7 +117,7 @@ def read_conformance(path: Path) -> Conformance:
             columns=[decode(AdapterColumn, line) for line in lines],
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ResultsError(f"no judged clauses at {str(path)!r}: {told(error)}") from error
+        raise ResultsError(f"no judged clauses at {str(path)!r}: {describe_error(error)}") from error
 
 
 def columns(records: Iterable[Record]) -> list[AdapterColumn]:
@@ -144,7 +144,7 @@ def _column(base: Case, found: Mapping[str, Record]) -> AdapterColumn:
         try:
             finding = _finding(clause, found)
         except Exception as error:  # of one clause, which costs no other
-            complaints.append(f"{base.id}, clause {clause.name} cannot be judged: {clip(told(error), 500)}")
+            complaints.append(f"{base.id}, clause {clause.name} cannot be judged: {clip(describe_error(error), 500)}")
             finding = None
         if finding:
             judged[clause.name] = finding
@@ -211,7 +211,7 @@ def draw_clauses(kept: Conformance, page: Path) -> str:
     """Draw the heat map of adapters by clause beside a page. Returns the name of its file."""
     from meshmark.report.plots import clause_plot  # which imports matplotlib
 
-    names, numbers = _asked(kept.columns), {gap: number for number, gap in enumerate(_gaps(kept.columns), 1)}
+    names, numbers = _clauses_run(kept.columns), {gap: number for number, gap in enumerate(_gaps(kept.columns), 1)}
     rows: dict[str, list[tuple[str, str] | None]] = {}
     for column in _ranked(kept.columns):
         cells = [column.findings.get(name) for name in names]
@@ -234,7 +234,7 @@ def _pictured_mark(finding: Finding, numbers: Mapping[Finding, int]) -> str:
     return str(numbers[finding]) if finding in numbers else marks.get(finding.result, "")
 
 
-def _asked(found: Sequence[AdapterColumn]) -> list[str]:
+def _clauses_run(found: Sequence[AdapterColumn]) -> list[str]:
     """Return the clauses that were run for any adapter."""
     return [name for name in CLAUSES if any(name in column.findings for column in found)]
 
@@ -254,7 +254,7 @@ def _answer(found: Sequence[AdapterColumn], picture: str) -> list[str]:
     if cells[ClauseResult.STALE_GAP]:
         one, many = "known gap no longer shows: take it out of its", "known gaps no longer show: take them out of their"
         headline += f" {pluralize(cells[ClauseResult.STALE_GAP], f'{one} adapter', f'{many} adapters')}."
-    asked = [CLAUSES[name] for name in _asked(found)]
+    asked = [CLAUSES[name] for name in _clauses_run(found)]
     numbers = {gap: number for number, gap in enumerate(_gaps(found), 1)}
     rows: list[dict[str, object]] = [
         {"adapter": c.title, **{clause.name: _mark(c, clause, numbers) for clause in asked}} for c in _ranked(found)
@@ -262,7 +262,7 @@ def _answer(found: Sequence[AdapterColumn], picture: str) -> list[str]:
     return [
         "# Conformance",
         headline,
-        markdown([*map(_counted, _ranked(found))]),
+        markdown([*map(_count_row, _ranked(found))]),
         *(
             [f"![Adapters by clause: yes, a gap by its number below, or no answer]({quote(picture)})"]
             if picture
@@ -271,8 +271,8 @@ def _answer(found: Sequence[AdapterColumn], picture: str) -> list[str]:
         "## Every cell",
         markdown(rows),
         "*yes*: the clause holds, by measurement. **no**: it does not. *gap*: the framework, in a documented "
-        "configuration, really fails it; what and why is below, by its number. *told*: not required, and counted with "
-        "neither; what was found is in the records. –: not supported, or without meaning in this layout.",
+        "configuration, really fails it; what and why is below, by its number. *reported*: not required, and counted "
+        "with neither; what was found is in the records. –: not supported, or without meaning in this layout.",
     ]
 
 
@@ -287,7 +287,7 @@ def _ranked(found: Sequence[AdapterColumn]) -> list[AdapterColumn]:
     return sorted(found, key=lacks)
 
 
-def _counted(column: AdapterColumn) -> dict[str, object]:
+def _count_row(column: AdapterColumn) -> dict[str, object]:
     counts = Counter(finding.result for finding in column.findings.values())
     shown = (ClauseResult.PASS, ClauseResult.KNOWN_GAP, ClauseResult.UNSUPPORTED)
     return {

@@ -15,7 +15,7 @@ _MOST = 10
 _CHARACTERS = 500
 
 
-def tell_github(
+def report_to_github(
     attempts: Sequence[Attempt], write: Callable[[str], object], annotated: Sequence[Attempt] | None = None
 ) -> None:
     """Report to GitHub Actions, and do nothing elsewhere.

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from meshmark.errors import ResultsError
 from meshmark.report.markdown import visible
-from meshmark.text import clip, told
+from meshmark.text import clip, describe_error
 
 _COMPLAINT_CHARACTERS = 500
 T = TypeVar("T")
@@ -33,7 +33,7 @@ def rendered(
     except OSError:
         raise
     except Exception as error:
-        raise ResultsError(f"these records cannot be shown together: {told(error)}") from error
+        raise ResultsError(f"these records cannot be shown together: {describe_error(error)}") from error
 
 
 def _sorted_out(
@@ -45,7 +45,9 @@ def _sorted_out(
         return list(items), []
     except Exception as error:
         if len(items) <= 1:
-            return [], [f"{name(item)} cannot be shown: {clip(told(error), _COMPLAINT_CHARACTERS)}" for item in items]
+            return [], [
+                f"{name(item)} cannot be shown: {clip(describe_error(error), _COMPLAINT_CHARACTERS)}" for item in items
+            ]
     middle = len(items) // 2
     (left, one), (right, other) = (_sorted_out(page, part, name) for part in (items[:middle], items[middle:]))
     return left + right, one + other

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from meshmark.records.record import Record
-from meshmark.records.session import Attempt, Ending, Session, by_defect, standing
+from meshmark.records.session import Attempt, Ending, Session, by_defect, latest_attempts
 from meshmark.report.markdown import block, code, inline
 from meshmark.text import pluralize
 
@@ -16,17 +16,19 @@ def unrecorded(sessions: Iterable[Session], records: Iterable[Record], *, confor
     """Return cases of tests that failed or did not finish, and that have no record."""
     known = {(record.conformance.base or record.case).id for record in records}
     bad = (Ending.FAILED, Ending.UNFINISHED)
-    cases = (attempt.case for attempt, _ in standing(sessions, conforming=conforming) if attempt.ending in bad)
+    cases = (attempt.case for attempt, _ in latest_attempts(sessions, conforming=conforming) if attempt.ending in bad)
     return [case for case in dict.fromkeys(cases) if case not in known]
 
 
 def failing(sessions: Iterable[Session], *, conforming: bool) -> list[Attempt]:
-    return [attempt for attempt, _ in standing(sessions, conforming=conforming) if attempt.ending is Ending.FAILED]
+    return [
+        attempt for attempt, _ in latest_attempts(sessions, conforming=conforming) if attempt.ending is Ending.FAILED
+    ]
 
 
 def missing_failures(sessions: Sequence[Session], records: Sequence[Record], *, conforming: bool) -> str:
     """Return text about every failed test and every unfinished one. Empty if all ended well."""
-    stand = standing(sessions, conforming=conforming)
+    stand = latest_attempts(sessions, conforming=conforming)
     failed = failing(sessions, conforming=conforming)
     parts = [_failures(failed)] if failed else []
     for session in {each.session: each for each in sessions}.values():

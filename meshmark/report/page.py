@@ -46,7 +46,7 @@ class Failed:
     """A failure, with the command that repeats it."""
 
     title: str
-    told: str
+    message: str
     likely: str = ""
     evidence: str = ""
     command: str = ""
@@ -188,7 +188,7 @@ def _failures(latest: Iterable[Record], reading: Reading) -> Iterator[Failed]:
         yield from found
     for attempt in (*left[False], *left[True]):
         yield Failed(
-            title=attempt.test, told=_first_line(attempt.message), evidence=attempt.message, command=attempt.command
+            title=attempt.test, message=_first_line(attempt.message), evidence=attempt.message, command=attempt.command
         )
 
 
@@ -199,7 +199,7 @@ def _of_record(record: Record, command: str) -> Iterator[Failed]:
         where = "" if outcome.rank is None else f", rank {outcome.rank}"
         yield Failed(
             title=f"{case}: {outcome.status}{where}",
-            told=f"{record.task}: {outcome.message}",
+            message=f"{record.task}: {outcome.message}",
             evidence=f"{outcome.traceback or outcome.log_tail}{stacks}",
             command=command,
         )
@@ -207,7 +207,7 @@ def _of_record(record: Record, command: str) -> Iterator[Failed]:
         if not verdict.passed:
             yield Failed(
                 title=f"{case}: {verdict.suite}",
-                told=verdict.summary,
+                message=verdict.summary,
                 likely=str(verdict.evidence.get("diagnosis", "")),
                 evidence="\n".join(f"{name}: {value}" for name, value in verdict.evidence.items()),
                 command=command,

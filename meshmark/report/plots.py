@@ -209,7 +209,7 @@ def throughput_plot(found: Sequence[CaseResult], path: Path) -> bool:
     return True
 
 
-CLAUSE_COLOURS = {"yes": "#9BD4BF", "gap": "#E69F00", "no": "#D55E00", "no answer": "#E5E5E5", "told": "#C9DDF0"}
+CLAUSE_COLOURS = {"yes": "#9BD4BF", "gap": "#E69F00", "no": "#D55E00", "no answer": "#E5E5E5", "reported": "#C9DDF0"}
 """Colours of cells of the heat map, by what they say. Cells also carry a mark, for readers who see no colours."""
 
 

@@ -70,7 +70,7 @@ class CaseResult:
         return ", ".join(dtypes[name] for name in ("parameters", "optimizer_states") if dtypes.get(name))
 
     @property
-    def states_as_asked(self) -> bool | None:
+    def states_as_requested(self) -> bool | None:
         """True if masters and moments are as wide as the precision promises. None when nothing was observed.
 
         A case with narrower states needs less memory and time for another reason than its layout.
@@ -111,7 +111,7 @@ class CaseResult:
         It must train correctly, with equally precise states, and with the same steps when timed.
         """
         wrong = (self.failed and not self.blameless) or not self.timed_as_judged
-        return self.correct is not False and not wrong and self.states_as_asked is not False
+        return self.correct is not False and not wrong and self.states_as_requested is not False
 
     @property
     def correctness(self) -> Cell:
@@ -130,7 +130,7 @@ class CaseResult:
         where = f" (as {kin})" if kin else ""
         if own and self.sampled:
             where = " (sampled)"
-        narrow = f"states in {self.states}" if self.states_as_asked is False else ""
+        narrow = f"states in {self.states}" if self.states_as_requested is False else ""
         timed = f"timed pass {self.failed.outcome.status}" if self.failed else ""
         text = ", ".join([("yes" if self.correct else "no") + where, *filter(None, (narrow, timed))])
         if not self.correct:

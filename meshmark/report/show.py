@@ -11,7 +11,7 @@ from meshmark.report.markdown import one_line, visible
 from meshmark.report.table import bytes_text
 from meshmark.report.tables import interval_text
 from meshmark.run.throughput import throughput
-from meshmark.run.verdict import smallest_seen
+from meshmark.run.verdict import smallest_detectable
 from meshmark.text import pluralize
 
 _LOG_LINES = 30
@@ -58,7 +58,7 @@ def _lines(record: Record) -> Iterator[str]:
         if not verdict.passed:
             facts = verdict.evidence.items()
             yield from (f"  {'':<14} {name}: {one_line(str(value))}" for name, value in facts if name != "diagnosis")
-    if limits := smallest_seen([record]):
+    if limits := smallest_detectable([record]):
         yield f"  smallest seen  {limits}"
     yield from _measured(record)
     for left_out in record.not_judged:

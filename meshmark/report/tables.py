@@ -230,7 +230,7 @@ def _speed(result: CaseResult) -> Cell:
         return EMPTY
     measured = throughput(result.timed)
     cell = Cell(text=f"{measured.per_second:,.0f} {interval_text(measured)}", order=measured.per_second)
-    if result.states_as_asked is False and result.correct is not False:
+    if result.states_as_requested is False and result.correct is not False:
         return cell.strike("other states")
     if not result.comparable:
         return cell.strike("wrong run")

@@ -186,13 +186,13 @@ def which_page(
     replicas = [r for r in correct if r.case.layout.dp == r.case.world_size]
     answers += _least(replicas, sent_bytes, "Send less, by data parallelism alone", "bytes sent a rank")
     answers += [_simplest(code)] if code else []
-    answers += [_kept(need, found) for need in NEEDS if _asked(need, found)]
+    answers += [_kept(need, found) for need in NEEDS if _was_run(need, found)]
     parts = ["# Which framework?", _introduction(in_reports), "\n".join(answers)]
     parts += _planned(plans, cluster)
     parts += ["## Memory and traffic, measured", _MEASURED, table(measured_rows(correct), keys=3)]
     parts += _code(code, found) if code else []
     for need in NEEDS:
-        if _asked(need, found):
+        if _was_run(need, found):
             statements = "\n".join(f"- *{name}*: {CLAUSES[name].statement}" for name in need.clauses)
             parts += [f"## {need.title}", statements, _clause_table(need, found)]
     parts += ["## Known defects of the frameworks", _DEFECTS, table(_defect_rows(in_reports), keys=1)]
@@ -441,7 +441,7 @@ def _results(need: Need, column: AdapterColumn) -> list[ClauseResult]:
     return [column.findings[name].result for name in need.clauses if name in column.findings]
 
 
-def _asked(need: Need, found: Iterable[AdapterColumn]) -> bool:
+def _was_run(need: Need, found: Iterable[AdapterColumn]) -> bool:
     return any(_results(need, column) for column in found)
 
 

@@ -36,7 +36,7 @@ from meshmark.run.traffic_verdict import judge_communication
 from meshmark.run.verdict import judge_equivalence, judge_throughput, not_judged
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
-from meshmark.text import told
+from meshmark.text import describe_error
 from meshmark.theory.flow import Flow, OneTimeTraffic, TrafficException, departed
 from meshmark.theory.states import ExtraMemory, ModelStates, model_states
 from meshmark.theory.traffic import step_traffic
@@ -69,7 +69,7 @@ def declare(adapter: type[Adapter], case: Case, ranks: Sequence[int], device: st
         try:
             return [answer(rank) for rank in ranks]
         except (Exception, SystemExit) as error:  # whatever an adapter does wrong
-            failed.setdefault(suite, f"Adapter.{method} raised {told(error)}")
+            failed.setdefault(suite, f"Adapter.{method} raised {describe_error(error)}")
             return []
 
     planned = adapter.plans_traffic(case)

@@ -99,7 +99,7 @@ class Held:
         return f"{self.category} on rank {self.rank}{after}"
 
     @property
-    def seen_from(self) -> float:
+    def smallest_detectable(self) -> float:
         """Bytes more than were measured that would have failed."""
         if self.interval:
             return self.spare + self.interval.half_width
@@ -233,9 +233,9 @@ def _evidence(worst: Held, found: Sequence[Held], record: Record) -> dict[str, f
             evidence |= {f"{name}_rank": held.rank, f"{name}_bytes": held.measured, f"{name}_planned": held.planned}
             evidence |= {f"{name}_late": held.late} if held.late else {}
     if steady := [held for held in found if held.category == "steady"]:
-        evidence["smallest_buffer_bytes"] = max(held.seen_from for held in steady)
+        evidence["smallest_buffer_bytes"] = max(held.smallest_detectable for held in steady)
     if grown := [held for held in found if held.category == "growth"]:
-        evidence["smallest_leak_bytes"] = max(held.seen_from for held in grown)
+        evidence["smallest_leak_bytes"] = max(held.smallest_detectable for held in grown)
     evidence["steps"] = len(memory.live_bytes[0]) if memory.live_bytes else 1
     return evidence
 

@@ -11,7 +11,7 @@ from meshmark.errors import MeshmarkError, NodeLostError, NodesDisagreeError, No
 from meshmark.launch.folders import is_full, means_no_space
 from meshmark.launch.launch import LaunchResult
 from meshmark.records.record import Outcome, PeerEnd, Status
-from meshmark.text import clip, told
+from meshmark.text import clip, describe_error
 
 _STATUS: dict[type[BaseException], Status] = {
     NoSpaceError: Status.NO_SPACE,
@@ -32,7 +32,7 @@ def outcome_of_error(error: BaseException) -> Outcome:
     if isinstance(error, MeshmarkError):
         return Outcome(status=status, message=clip(str(error) + full))
     stack = clip("".join(traceback.format_exception(error)))
-    return Outcome(status=status, message=told(error) + full, traceback=stack)
+    return Outcome(status=status, message=describe_error(error) + full, traceback=stack)
 
 
 def outcome_of_launch(launched: LaunchResult, world_size: int) -> Outcome:

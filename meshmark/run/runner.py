@@ -307,7 +307,7 @@ class Runner:
 
         It calls no code of the adapter, which may be the cause.
         """
-        remarks = self._told()
+        remarks = self._take_remarks()
         backend = asked.backend if isinstance(asked, Request) else asked.environment.backend
         told = asked if isinstance(asked, Request) else asked.conformance
         return Record(
@@ -324,7 +324,7 @@ class Runner:
             remarks=remarks,
         )
 
-    def _told(self) -> list[str]:
+    def _take_remarks(self) -> list[str]:
         """Remarks of the record that is being made."""
         remarks = list(self._remarks)
         self._remarks.clear()
@@ -433,11 +433,12 @@ class Runner:
         )
         observed = self._records.get((Task.OBSERVE, timed.case, ""))
         path = find_path(observed, launches, lambda: self.launcher.launch(retracing, timed.case.world_size))
-        tolerance_model = self._yardsticks.of(observing) if path and path.repeats is False else None
+        tolerant = path is not None and path.is_left_to_tolerance(timed.case.workload.algorithm)
+        tolerance_model = self._yardsticks.of(observing) if tolerant else None
         return dataclasses.replace(timed, observed=path, tolerance_model=tolerance_model)
 
     def _record(self, request: Request, outcome: Outcome, launches: Sequence[LaunchResult] = ()) -> Record:
-        remarks = self._told()
+        remarks = self._take_remarks()
         nnodes = self.launcher.cluster.spec.num_hosts
         record = assemble(request, self.adapter(request.case), outcome, launches, nnodes=nnodes, remarks=remarks)
         return with_gaps(record, self.options.known_gaps)

@@ -59,16 +59,16 @@ class Unlike:
     rank: int
     step: int
     route: Route
-    found: Collective | None
+    sent: Collective | None
     metered: Collective | None
 
     @property
     def more_bytes(self) -> int:
-        return (self.found.num_bytes if self.found else 0) - (self.metered.num_bytes if self.metered else 0)
+        return (self.sent.num_bytes if self.sent else 0) - (self.metered.num_bytes if self.metered else 0)
 
     @property
     def more_calls(self) -> int:
-        return (self.found.count if self.found else 0) - (self.metered.count if self.metered else 0)
+        return (self.sent.count if self.sent else 0) - (self.metered.count if self.metered else 0)
 
     def is_declared(self, declared: Iterable[OneTimeTraffic]) -> bool:
         """Return whether nothing is missing and no more is sent than `declared`.
@@ -93,7 +93,7 @@ class Unlike:
         kind, ranks = self.route
         sent, usual = (
             f"{each.num_bytes:,} bytes in {_calls(each.count, each.count)}" if each else "none"
-            for each in (self.found, self.metered)
+            for each in (self.sent, self.metered)
         )
         over = ", ".join(map(str, ranks))
         return (
@@ -112,12 +112,12 @@ def unlike_steps(record: Record) -> Iterator[Unlike]:
         declared = evidence.one_time_traffic[i] if evidence.one_time_traffic else []
         once = {each.kind for each in declared if METERED_STEP in each.steps}  # other steps must lack it
         for group in groups:
-            sent = _routes(group.issued)
+            here = _routes(group.issued)
             for step in group.steps:
                 if step == METERED_STEP or not _repeats(record, rank, step):
                     continue
-                for route in sorted(usual.keys() | sent.keys()):
-                    each = Unlike(rank=rank, step=step, route=route, found=sent.get(route), metered=usual.get(route))
+                for route in sorted(usual.keys() | here.keys()):
+                    each = Unlike(rank=rank, step=step, route=route, sent=here.get(route), metered=usual.get(route))
                     if (each.more_bytes or each.more_calls or route[0] in once) and not each.is_declared(declared):
                         yield each
 
@@ -195,9 +195,9 @@ def _unlike_verdict(unlike: Sequence[Unlike], told: dict[str, float | int | str]
         "ranks": " ".join(map(str, worst.route[1])),
         "rank": worst.rank,
         "step": worst.step,
-        "measured_bytes": worst.found.num_bytes if worst.found else 0,
+        "measured_bytes": worst.sent.num_bytes if worst.sent else 0,
         "planned_bytes": worst.metered.num_bytes if worst.metered else 0,
-        "calls": worst.found.count if worst.found else 0,
+        "calls": worst.sent.count if worst.sent else 0,
     }
     return Verdict(suite="communication", passed=False, summary=f"{worst}{more}; {_MEND_STEP}", evidence=evidence)
 

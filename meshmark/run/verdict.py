@@ -204,9 +204,9 @@ def judge_throughput(record: Record) -> Verdict | None:
         each = f", in each of {len(launches)} launches" if len(launches) > 1 else ""
         summary = f"bit for bit what was judged: {compared} losses, parameters after {marks} steps{each}"
         return _verdict(summary, record, passed=True)
-    until_chance = record.case.workload.algorithm.steps_until_chance
-    if path.repeats is not False and until_chance is None:
+    if not path.is_left_to_tolerance(record.case.workload.algorithm):
         return _verdict(f"not what was judged: {differences[0]}; {_MEND}", record)
+    until_chance = record.case.workload.algorithm.steps_until_chance
     tolerance_model = record.equivalence.tolerance_model
     num_steps = min(len(losses), path.num_judged, len(losses) if until_chance is None else until_chance)
     of_loss = [quantity for quantity in tolerance_model.noise if quantity.kind is QuantityKind.LOSS]  # of every replica
@@ -323,7 +323,7 @@ _SEEN = {
 }
 
 
-def smallest_seen(records: Sequence[Record]) -> str:
+def smallest_detectable(records: Sequence[Record]) -> str:
     """Return the smallest excess that every one of these records' verdicts would have failed, in words."""
     found: dict[tuple[str, str], float] = {}
     for record in records:

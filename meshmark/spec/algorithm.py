@@ -54,7 +54,7 @@ class Algorithm:
     """True if gradients are computed at older weights than those they update; `gradient_rule` then returns a rule."""
     updates_by_micro_batch: ClassVar[bool] = False
     """True if every micro-batch makes its own update."""
-    steps_on_own_gradients: ClassVar[bool] = True
+    steps_on_local_gradients: ClassVar[bool] = True
     """True if each replica's optimizer steps on the gradients that the replica reports, and clips by their norm."""
     warms_up: ClassVar[bool] = False
     """True if the first steps may be synchronous training."""

@@ -134,11 +134,11 @@ def read_config(path: Path, given: Mapping[str, object], *, planned: bool) -> Fi
             except InputError as error:
                 changed.append(str(error))
     if changed:
-        _tell(path, changed, planned=planned)
+        _report_changes(path, changed, planned=planned)
     return fields
 
 
-def _tell(path: Path, changed: list[str], *, planned: bool) -> None:
+def _report_changes(path: Path, changed: list[str], *, planned: bool) -> None:
     told = f"{path}: no model here does what it says: {'; '.join(changed)}"
     if planned:
         warnings.warn(f"{told}; planned without", stacklevel=4)

@@ -66,7 +66,7 @@ def parse_layout(text: str) -> Layout:
         found = _fields_of(part)
         if found is None:
             raise LayoutError(f"{where} is no part of one; parts are {', '.join(GLOSSARY)}")
-        if expected := _misfit(part):
+        if expected := _range_error(part):
             raise LayoutError(f"{where}: expected {expected}")
         if twice := fields.keys() & found.keys():
             raise LayoutError(f"{where} says {', '.join(twice)} once more")
@@ -98,7 +98,7 @@ def _fields_of(part: str) -> _Fields | None:
     return counted
 
 
-def _misfit(part: str) -> str:
+def _range_error(part: str) -> str:
     """Return what the number of a part should be if it is out of range, otherwise an empty string."""
     match = _COUNT.fullmatch(part)
     if match is None:

@@ -23,7 +23,7 @@ class Instant:
     """Bytes of what is still saved, and of gradients of activations."""
     made: Column
     """Number of parameters whose gradients this backward pass has made so far, including the operation's own."""
-    own: Column
+    num_parameters: Column
     """Number of the operation's own parameters. Their gradients are held twice if there is a gradient to add to."""
     waiting: Column | float = 0.0
     """Number of parameters whose gradients are made but not yet stored: a tied head's, until the embedding's is
@@ -109,7 +109,7 @@ class Pass:
         the log-softmax and of the logits.
         """
         none = np.zeros(len(self.tokens))
-        return Instant(activations=self.held + tensors * self.logits, made=none, own=none)
+        return Instant(activations=self.held + tensors * self.logits, made=none, num_parameters=none)
 
     def head(self) -> Instant:
         """Return the instant of the output projection.
@@ -119,7 +119,7 @@ class Pass:
         """
         made = self.head_parameters
         more = self.stream - (self.logits + self.low_stream if self.widths.autocast else 0.0)
-        return Instant(activations=self.held + more, made=made, own=made)
+        return Instant(activations=self.held + more, made=made, num_parameters=made)
 
     def in_block(self, done: int) -> list[Instant]:
         """Return the instants of the block after `done` with the most memory.
@@ -135,15 +135,15 @@ class Pass:
         remaining = self.tokens * norm_bytes(model, self.widths, 3) / self.sp
         q_k_v = self.tokens * low * (model.hidden + 2 * model.kv_hidden) / self.tp
         made, start = self._at_block(done)
-        gate = [Instant(activations=start + self.stream + 2 * inside, made=made + matrix, own=0 * matrix)]
+        gate = [Instant(activations=start + self.stream + 2 * inside, made=made + matrix, num_parameters=0 * matrix)]
         return [
-            Instant(activations=start + self.stream + inside, made=made + matrix, own=matrix),
+            Instant(activations=start + self.stream + inside, made=made + matrix, num_parameters=matrix),
             *(gate if model.family is Family.LLAMA else []),
-            Instant(activations=start + 2 * self.stream - inside, made=made + 2 * matrix, own=matrix),
+            Instant(activations=start + 2 * self.stream - inside, made=made + 2 * matrix, num_parameters=matrix),
             Instant(
                 activations=start - self.block + remaining + 3 * self.stream + q_k_v,
                 made=made + self.block_parameters,
-                own=model.hidden**2 / self.tp,
+                num_parameters=model.hidden**2 / self.tp,
             ),
         ]
 
@@ -174,15 +174,15 @@ class Pass:
         gate = stream - self.low_stream - copy if gated else 0.0
         before, products = start - 2 * inner + gate, 2 if gated else 1
         return [
-            Instant(activations=start + self.low_stream + inside + copy, made=made, own=none),
-            Instant(activations=start, made=made + matrix, own=matrix),
-            Instant(activations=start + inner - copy, made=made + matrix, own=none),
-            Instant(activations=before + inside + self.low_stream, made=made + products * matrix, own=none),
-            Instant(activations=before + stream - copy, made=made + products * matrix, own=none),
+            Instant(activations=start + self.low_stream + inside + copy, made=made, num_parameters=none),
+            Instant(activations=start, made=made + matrix, num_parameters=matrix),
+            Instant(activations=start + inner - copy, made=made + matrix, num_parameters=none),
+            Instant(activations=before + inside + self.low_stream, made=made + products * matrix, num_parameters=none),
+            Instant(activations=before + stream - copy, made=made + products * matrix, num_parameters=none),
             Instant(
                 activations=before + stream - (stream if gated else 0.0) - self.low_stream - copy,
                 made=made + (products + 1) * matrix,
-                own=matrix,
+                num_parameters=matrix,
             ),
         ]
 
@@ -199,10 +199,10 @@ class Pass:
         made = made + self.block_parameters
         none = 0 * own
         return [
-            Instant(activations=rest + 2 * self.low_stream + inner + 2 * copy, made=made - own, own=none),
-            Instant(activations=rest + self.low_stream + stream + copy, made=made - own, own=none),
-            Instant(activations=rest + copy, made=made, own=own),
-            Instant(activations=rest + stream, made=made, own=none),
+            Instant(activations=rest + 2 * self.low_stream + inner + 2 * copy, made=made - own, num_parameters=none),
+            Instant(activations=rest + self.low_stream + stream + copy, made=made - own, num_parameters=none),
+            Instant(activations=rest + copy, made=made, num_parameters=own),
+            Instant(activations=rest + stream, made=made, num_parameters=none),
         ]
 
     def embedding(self) -> list[Instant]:
@@ -215,8 +215,8 @@ class Pass:
         blocks = self.head_parameters + self.stage.num_layers * self.block_parameters + positions
         rest, tied = self.before_block(self.stage.num_layers), self.tied_parameters
         return [
-            Instant(activations=rest + self.stream, made=blocks + own, own=own, waiting=tied),
-            Instant(activations=rest, made=blocks + own + tied, own=own, waiting=2 * tied),
+            Instant(activations=rest + self.stream, made=blocks + own, num_parameters=own, waiting=tied),
+            Instant(activations=rest, made=blocks + own + tied, num_parameters=own, waiting=2 * tied),
         ]
 
     def instants(self, loss_tensors: float) -> list[Instant]:

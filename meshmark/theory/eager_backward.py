@@ -25,7 +25,7 @@ class EagerBackward:
     """True if FSDP keeps parameters outside all blocks gathered from the forward to the backward pass."""
     kept_share: float = 0.0
     """Share of a block's gathered weights that stays until its backward. With 1, they are not gathered again."""
-    accumulates_beside: bool = True
+    accumulates_outside_buckets: bool = True
     """True if gradients that DDP has not reduced yet lie next to its buckets.
 
     False if it reduces every micro-batch.

@@ -101,10 +101,10 @@ def _whole_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: C
     With DDP, gradients of earlier micro-batches lie next to the buckets, each until it is copied to its bucket.
     """
     width, buckets = recipe.states.gradient_bytes, recipe.backward.gradient_path is GradientPath.BUCKETS
-    unreduced = np.where(grid.pp == 1, buckets and later and recipe.backward.accumulates_beside, 0)
+    unreduced = np.where(grid.pp == 1, buckets and later and recipe.backward.accumulates_outside_buckets, 0)
     found = list[Column]()
     for instant in one.instants(recipe.backward.loss_tensors):
-        fresh = instant.own + instant.waiting
+        fresh = instant.num_parameters + instant.waiting
         beside = unreduced * (num_parameters - (instant.made - fresh))
         there = num_parameters + fresh + beside if later or buckets else instant.made
         found.append(instant.activations + width * there)
@@ -129,7 +129,7 @@ def _staged_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: 
             instant.activations
             + width
             * (
-                num_parameters + instant.own + instant.waiting + bucket
+                num_parameters + instant.num_parameters + instant.waiting + bucket
                 if later
                 else instant.made + np.where(instant.made > 0, bucket, 0)
             )
@@ -150,7 +150,7 @@ def _modules_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters:
     width, bucket = recipe.states.gradient_bytes, bucket_elements(one.model)
     found = [one.loss(recipe.backward.loss_tensors).activations]
     for instant in [one.head(), *(i for done in one.landmarks for i in one.in_block(done))]:
-        found.append(instant.activations + (width + recipe.wire.gather_bytes) * instant.own)
+        found.append(instant.activations + (width + recipe.wire.gather_bytes) * instant.num_parameters)
     found += [one.in_block(done)[-1].activations + recipe.wire.reduce_bytes * 2 * bucket for done in one.landmarks]
     return _most(found) + width * (num_parameters / grid.dp + bucket)
 

@@ -35,7 +35,7 @@ class Sharding:
         """Share of a block's gathered weights kept from its forward pass to its backward."""
         return 1.0 if not self.reshards_blocks else 1.0 / self.resharded_over if self.resharded_over else 0.0
 
-    def misfit(self, layout: Layout) -> str | None:
+    def invalid_reason(self, layout: Layout) -> str | None:
         """Return why it does not fit `layout`, or None if it fits."""
         for name, number in (("replicas", self.replicas), ("neighbours to reshard over", self.resharded_over or 1)):
             if number > 1 and (layout.dp % number or layout.dp <= number):

@@ -37,7 +37,7 @@ class Parts:
         rank, shards = np.where(grid.dp_rank >= 0, grid.dp_rank, np.minimum(every, grid.dp - 1)), grid.dp * grid.cp
         return cls(rank=rank, size=2 * np.ceil(num_parameters / (2 * shards)))
 
-    def own(self, parameter: Parameter) -> Column:
+    def local_elements(self, parameter: Parameter) -> Column:
         """Return the elements of a parameter in a rank's part."""
         low, high = self.rank * self.size, (self.rank + 1) * self.size
         found: Column = np.maximum(np.minimum(parameter.stop, high) - np.maximum(parameter.start, low), 0)
@@ -54,7 +54,7 @@ class Parts:
 
     def whole(self, every: Iterable[Parameter]) -> Column:
         """Return the elements of all parameters that overlap a rank's part."""
-        found: Column = np.sum([one.size * (self.own(one) > 0) for one in every], axis=0)
+        found: Column = np.sum([one.size * (self.local_elements(one) > 0) for one in every], axis=0)
         return found
 
 
@@ -87,7 +87,7 @@ class Bucket:
         most = self.reduce(self.filled + parameter.size > self.capacity)
         self.filled = self.filled + parameter.size
         self.beside = np.where(parameter.size > self.capacity, parameter.size, self.beside)
-        self.owns = self.owns | (self.parts.own(parameter) > 0)
+        self.owns = self.owns | (self.parts.local_elements(parameter) > 0)
         self.first = np.minimum(self.first, self.parts.first(parameter))
         self.last = np.maximum(self.last, self.parts.last(parameter))
         return most
@@ -128,7 +128,7 @@ def streamed_update_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_para
     a copy.
     """
     width, every, parts = recipe.states.gradient_bytes, parameters(one).values(), Parts.of(grid, num_parameters)
-    own = np.array([parts.own(p) for p in every])
+    own = np.array([parts.local_elements(p) for p in every])
     part, flat = parts.whole(every), parts.size + 0.0 * parts.rank
     copied = np.where(own.max(axis=0) < flat, flat, 0.0)  # of one tensor alone, a view
     updating = 2 * flat * (recipe.states.moment_bytes > 0) + np.where(copied > 0, flat, part)

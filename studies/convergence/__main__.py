@@ -34,7 +34,7 @@ LEFT = 1e-7
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class Outcome:
     results: Sequence[Result]
     left: Sequence[float]
     """Of BIASED, then UNBIASED."""
@@ -42,7 +42,7 @@ class Found:
     finals: convergence_published.Finals
 
 
-def page(found: Found, seconds: float) -> str:
+def page(found: Outcome, seconds: float) -> str:
     results, left, races = found.results, found.left, found.races
     failed = wrong(found)
     said = "\n".join(f"- **{line}**" for line in failed) or "All that is claimed below holds."
@@ -98,7 +98,7 @@ def _left(left: Sequence[float]) -> str:
     )
 
 
-def wrong(measured: Found) -> list[str]:
+def wrong(measured: Outcome) -> list[str]:
     results, left, races = measured.results, measured.left, measured.races
     found = [f"does not hold: {result}" for result in results if not result.holds]
     found += [
@@ -166,7 +166,7 @@ def _race(index: int, count: int) -> list[Race]:
     return race(make(count), specs)
 
 
-def measured() -> Found:
+def measured() -> Outcome:
     """The longest first."""
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=get_context("fork")) as pool:
         asked = [(task, count) for task, counts in convergence_map.WORKERS.items() for count in counts]
@@ -175,7 +175,7 @@ def measured() -> Found:
         claimed = [pool.submit(_claim, index) for index in range(len(CLAIMS))]
         left = [pool.submit(_bias, index) for index in range(len(BIASED) + len(UNBIASED))]
         arrays = [each.result() for each in claimed]
-        return Found(
+        return Outcome(
             results=[Result(claim=c, measured=m, formula=f) for c, (m, f) in zip(CLAIMS, arrays, strict=True)],
             left=[each.result() for each in left],
             races=[run for each in asked for run in raced[each].result()],

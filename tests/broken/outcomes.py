@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -145,6 +147,26 @@ class KillsServer(Hangs):
         subprocess.Popen(self.STARTED, start_new_session=True)
         os.kill(os.getppid(), signal.SIGKILL)
         super().happen(engine)
+
+
+class KillsServerAtTheEnd(Accident):
+    """The process that ranks are forked from is killed when all ranks have reported, before one has ended."""
+
+    def happen(self, engine: DDPEngine) -> None:
+        sys.stdout = _KillsServerOnFlush()
+
+
+class _KillsServerOnFlush(io.StringIO):
+    """A rank flushes its output after it has written its report."""
+
+    def flush(self) -> None:
+        folder = Path(os.environ["TMPDIR"])
+        if not (folder / f"report-{os.environ['RANK']}").exists():
+            return
+        while len(list(folder.glob("report-?"))) < int(os.environ["WORLD_SIZE"]):
+            time.sleep(0.01)
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
 
 
 class Freezes(Hangs):

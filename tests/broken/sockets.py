@@ -71,11 +71,11 @@ class SocketTraffic:
     def stop(self) -> None:
         self.counted += self.library.sent_bytes[self.begun :]
 
-    def asked(self) -> list[Transfer]:
+    def requested(self) -> list[Transfer]:
         return [Transfer(kind="all_reduce", ranks=(0, 1), num_bytes=count) for count in self.counted]
 
     def issued(self) -> list[Transfer]:
-        return self.asked()
+        return self.requested()
 
 
 class SocketEngine(DataParallelEngine):

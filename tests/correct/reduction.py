@@ -408,7 +408,7 @@ class GradientBufferHand(ByHand):
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
         using = eager_recipe(case, "eager-ddp")
-        return replace(using, backward=replace(using.backward, accumulates_beside=False))
+        return replace(using, backward=replace(using.backward, accumulates_outside_buckets=False))
 
 
 class FromTheLastRankHand(TensorByTensorHand):

@@ -32,7 +32,7 @@ class Compressing(Algorithm):
     """
 
     replicas_differ: ClassVar[bool] = True
-    steps_on_own_gradients: ClassVar[bool] = False
+    steps_on_local_gradients: ClassVar[bool] = False
     takes: ClassVar[frozenset[CompressorKind]] = frozenset()
     """Kinds of compressors that the algorithm is defined with; empty where it has none."""
     vectors_between_steps: ClassVar[int] = 0

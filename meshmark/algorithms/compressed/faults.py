@@ -232,7 +232,7 @@ class _ServerAddsTwice(DoubleSqueezeTransition):
 
 
 class _ServerSendsAll(DoubleSqueezeTransition):
-    def told_back(self, name: str, x: Array) -> Array:
+    def received_back(self, name: str, x: Array) -> Array:
         return x
 
 

@@ -66,10 +66,10 @@ class CompressedTransition(Replicas):
 
     def directions(self, gradients: Sequence[Tensors]) -> list[Tensors]:
         """Return what each replica steps on."""
-        told = [{name: self.told(x, self.draw(i, name)) for name, x in g.items()} for i, g in enumerate(gradients)]
+        told = [{name: self.received(x, self.draw(i, name)) for name, x in g.items()} for i, g in enumerate(gradients)]
         return averaged(self.widened(told))
 
-    def told(self, x: Array, draw: Draw) -> Array:
+    def received(self, x: Array, draw: Draw) -> Array:
         """Return what all replicas receive of one replica's `x`."""
         found = self.once(x, draw)
         for _ in range(1, self.compressor.rounds):
@@ -123,7 +123,7 @@ class ErrorFeedbackTransition(CompressedTransition):
         """Return what each replica sends, by replica."""
         wanted = self.wanted(gradients)
         told: list[Tensors] = [
-            {name: self.told(x, self.draw(i, name)) for name, x in p.items()} for i, p in enumerate(wanted)
+            {name: self.received(x, self.draw(i, name)) for name, x in p.items()} for i, p in enumerate(wanted)
         ]
         pairs = zip(wanted, told, strict=True)
         self.left = [{name: x - c[name] for name, x in p.items()} for p, c in pairs]
@@ -173,7 +173,7 @@ class EF21Transition(CompressedTransition):
     def directions(self, gradients: Sequence[Tensors]) -> list[Tensors]:
         before = self.known or [{name: np.zeros_like(x) for name, x in own.items()} for own in gradients]
         self.known = [
-            {name: h[name] + self.told(x - h[name], self.draw(i, name)) for name, x in own.items()}
+            {name: h[name] + self.received(x - h[name], self.draw(i, name)) for name, x in own.items()}
             for i, (own, h) in enumerate(zip(gradients, before, strict=True))
         ]
         return averaged(self.widened(self.known))
@@ -195,7 +195,7 @@ class DoubleSqueezeTransition(ErrorFeedbackTransition):
     def sent_back(self, told: Sequence[Tensors]) -> Tensors:
         """Return what all replicas receive of the server's result from `told`."""
         wanted = self.wanted_back({name: in_order([t[name] for t in told]) for name in told[0]})
-        found = {name: self.told_back(name, x) for name, x in wanted.items()}
+        found = {name: self.received_back(name, x) for name, x in wanted.items()}
         self.left_of_server = combined((1, wanted), (-1, found))
         return found
 
@@ -203,8 +203,8 @@ class DoubleSqueezeTransition(ErrorFeedbackTransition):
         """s."""
         return mean if self.left_of_server is None else combined((1, mean), (1, self.left_of_server))
 
-    def told_back(self, name: str, x: Array) -> Array:
-        return self.told(x, self.draw(0, name))
+    def received_back(self, name: str, x: Array) -> Array:
+        return self.received(x, self.draw(0, name))
 
 
 def in_order(parts: Sequence[Array]) -> Array:

@@ -51,7 +51,8 @@ class Decentralised(Algorithm):
     def traffic_repeats(self, case: Case, rank: int, step: int) -> bool:
         dp, place = case.layout.dp, case.layout.coordinates(rank).dp
         told, heard = (
-            [ends(dp, each, place) for each in (step, METERED_STEP)] for ends in (self.graph.tells, self.graph.hears)
+            [ends(dp, each, place) for each in (step, METERED_STEP)]
+            for ends in (self.graph.recipients, self.graph.hears)
         )
         return told[0] == told[1] and heard[0] == heard[1]
 
@@ -62,7 +63,7 @@ class Decentralised(Algorithm):
         calls = (1, self.vectors_mixed * tensors)
         line, place = case.layout.group("dp", rank), case.layout.coordinates(rank).dp
         peers = {
-            "send": self.graph.tells(case.layout.dp, METERED_STEP, place),
+            "send": self.graph.recipients(case.layout.dp, METERED_STEP, place),
             "recv": self.graph.hears(case.layout.dp, METERED_STEP, place),
         }
         return [

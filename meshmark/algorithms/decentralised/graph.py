@@ -101,7 +101,7 @@ class Graph:
         """The others whose states reach `replica`."""
         return [j for j in self.weights(count, step, replica) if j != replica]
 
-    def tells(self, count: int, step: int, replica: int) -> list[int]:
+    def recipients(self, count: int, step: int, replica: int) -> list[int]:
         """The others whom the state of `replica` reaches."""
         return [i for i, row in enumerate(self.matrix(count, step)) if row[replica] and i != replica]
 

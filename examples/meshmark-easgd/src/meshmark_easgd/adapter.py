@@ -15,7 +15,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import DataParallelEngine, initial_model
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.holdings import Holdings
-from meshmark.adapters.checkpoint import load_own, save_own
+from meshmark.adapters.checkpoint import load_local, save_local
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
@@ -53,10 +53,10 @@ class ElasticEngine(DataParallelEngine):
 
     def save(self, folder: Path) -> None:
         """Every rank saves the replica that it holds."""
-        save_own(folder, self.state())
+        save_local(folder, self.state())
 
     def load(self, folder: Path) -> None:
-        self.load_state(load_own(folder))
+        self.load_state(load_local(folder))
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"steps": self.steps_done, "center": self.center}
