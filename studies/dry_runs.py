@@ -112,7 +112,7 @@ def main() -> int:
     parser.add_argument("-o", "--output", type=Path, help=f"the report; reports/{REPORT.name} of a whole run")
     given = parser.parse_args()
     worlds = [int(world) for world in given.worlds.split(",")]
-    found = []
+    found, here = [], describe("cpu", "gloo", 1)
     with (
         Cluster(ClusterSpec()) as cluster,
         tempfile.TemporaryDirectory() as folder,
@@ -126,7 +126,6 @@ def main() -> int:
     print(text)
     whole = not given.only and tuple(worlds) == WORLDS
     if output := given.output or (REPORT if whole else None):
-        here = describe("cpu", "gloo", 1)
         made = f"Made by `make dry-runs` at commit {here.commit} on {here.machine}, {here.date}."
         keep_page(f"# Dry runs\n\n{made} {_INTRO}\n{text}\n", output)
     wrong = [f"{run.case.id}: {why}" for run in found for why in run.failures]
