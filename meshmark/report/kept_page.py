@@ -2,7 +2,8 @@
 
 For studies whose raw measurements are too large to keep, or are gone. The record is a file of JSON lines, one a block
 of the page in order: a text, or a table whose columns say how their values are written. Numbers are kept as numbers.
-`keep_page` fails rather than keep a page that its record would not render to the same characters.
+`keep_page` fails rather than keep a page that its record would render otherwise: only the spaces in an empty cell may
+differ.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ SUFFIX = ".page.jsonl"
 """Of a record's name, behind the page's."""
 _RULE = re.compile(r"\|(?:[:-]+\|)+")
 _BORDER = re.compile(r"(?<!\\)\|")
+_EMPTY = re.compile(r"\| +(?=\|)")
 _INTEGERS = ("d", ",d", "+d")
 _FLOATS = (*(f"{sign}.{digits}{kind}" for kind in "f%eg" for digits in range(5) for sign in ("", "+")), ",.1f")
 _PADDINGS = {"wide": 2, "narrow": 0}
@@ -129,7 +131,7 @@ def _table(lines: Sequence[str]) -> KeptTable:
     columns = [_column(title, [row[i] for row in rows]) for i, title in enumerate(head)]
     for style in (*_PADDINGS, lines[1].split("|")[1]):
         table = KeptTable(style=style, columns=columns)
-        if table.markdown() == "\n".join(lines):
+        if _EMPTY.sub("| ", table.markdown()) == _EMPTY.sub("| ", "\n".join(lines)):
             return table
     raise ResultsError(f"a table would be rendered differently than it was written: {lines[0]}")
 
@@ -137,7 +139,7 @@ def _table(lines: Sequence[str]) -> KeptTable:
 def _column(title: str, cells: Sequence[str]) -> KeptColumn:
     for kind, forms in ((int, _INTEGERS), (float, _FLOATS)):
         for form in forms:
-            values = [_number(kind, form, cell) for cell in cells]
+            values: list[Value] = [_number(kind, form, cell) for cell in cells]
             column = KeptColumn(title=title, form=form, values=values)
             if any(value is not None for value in values) and column.cells() == list(cells):
                 return column
