@@ -48,9 +48,9 @@ from meshmark.report.gaps import gaps_page
 from meshmark.report.guard import write_page
 from meshmark.report.kept_page import SUFFIX, kept_page
 from meshmark.report.render import write_report
-from meshmark.report.which import Cluster, Loop, which_page
+from meshmark.report.which import Cluster, which_page
 from meshmark.spec.hardware import gpu
-from studies import compression, inference, simplest, tables, trainers, validate
+from studies import compression, inference, tables, trainers, validate
 
 ROOT = Path(__file__).parents[1]
 REPORTS = ROOT / "reports"
@@ -104,18 +104,10 @@ def _report(name: str) -> Callable[[Path], None]:
     return render
 
 
-def example_loops() -> list[Loop]:
-    """Return the examples of examples/loops, those that change least of the plain loop first."""
-    return [
-        Loop(adapter=simplest.ADAPTERS[name], path=f"../examples/loops/{name}.py", num_statements=count)
-        for name, count in simplest.written_anew().items()
-    ]
-
-
 def _which(path: Path) -> None:
     cluster = Cluster(model=plan_model("llama-7b"), gpu=gpu("a100-40"), num_gpus=8, global_batch=256)
     kept = [clauses_of("conformance")]
-    write_page(path, which_page(measured(), cluster, COMMAND, kept, in_reports=True, code=example_loops()))
+    write_page(path, which_page(measured(), cluster, COMMAND, kept, in_reports=True))
 
 
 def _conformance(path: Path) -> None:
