@@ -88,7 +88,7 @@ def test_what_resumes_and_what_reshards_are_two_answers() -> None:
     records = read_records(MEASURED, latest=True).records
     kept = Conformance(columns=found, environment=records[0].environment)
     page = "\n\n".join(which_page(records, CLUSTER, "meshmark which", [kept]))
-    assert "- **Resume exactly from a checkpoint**: all 2 that run on several ranks." in page
+    assert "- **Resume exactly from a checkpoint**: all 2 that run on several ranks: " in page
     assert (
         "- **Resume exactly on another number of ranks**: ddp. *Measured* by the clause reshard. Not supported, or not"
         in page

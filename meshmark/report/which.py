@@ -58,7 +58,8 @@ NEEDS = (
     Need(title="Go on after a lost rank or an error", clauses=("recovery", "error")),
     Need(title="Rows of unequal length, and gradient accumulation", clauses=("uneven tokens", "accumulation")),
     Need(title="Frozen, unused and tied parameters", clauses=("frozen", "unused", "tied embeddings")),
-    Need(title="bf16 without surprises", clauses=("bf16 masters", "bf16 states", "bf16 reduction")),
+    Need(title="Train in bf16", clauses=("bf16 masters", "bf16 states")),
+    Need(title="Reduce gradients in bf16", clauses=("bf16 reduction",)),
     Need(title="fp16 with loss scaling", clauses=("fp16 overflow",)),
     Need(title="Dropout, also where activations are recomputed", clauses=("dropout", "recomputed dropout")),
 )
@@ -473,7 +474,9 @@ def _kept(need: Need, found: Sequence[AdapterColumn]) -> str:
         because += f". A clause fails in {', '.join(map(inline, _listed(broken)))}"
     if silent:
         because += f". Not supported, or not judged, in {', '.join(map(inline, _listed(silent)))}"
-    take = _listed(kept) if others else [f"all {len(kept)} that run on several ranks"]
+    take = _listed(kept)
+    if not others:
+        take[0] = f"all {len(kept)} that run on several ranks: {take[0]}"
     return _answer(need.title, take, because)
 
 
