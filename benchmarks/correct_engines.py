@@ -19,6 +19,7 @@ from meshmark.environment import Environment, describe
 from meshmark.launch.cluster import Cluster, ClusterSpec
 from meshmark.launch.launchers import ForkserverLauncher
 from meshmark.records.record import Record, Status
+from meshmark.report.kept_page import keep_page
 from meshmark.report.markdown import table as markdown
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.serial import decode, encode
@@ -140,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runner.close()
     in_order = [runs[key] for case in cases() if (key := (case.adapter, str(case.precision))) in runs]
     found = complaints(in_order)
-    parsed.output.write_text(page(in_order, here))
+    keep_page(page(in_order, here), parsed.output)
     print(f"{parsed.output}: {'; '.join(found) or f'{len(in_order)} runs, no correct engine accused'}")
     return 1 if found else 0
 

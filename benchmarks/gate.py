@@ -34,6 +34,7 @@ from meshmark.regression.change import ChangeOutcome
 from meshmark.regression.samples import CPU, STEP
 from meshmark.regression.sequential import LEAST_PAIRS
 from meshmark.regression.times import ALPHA
+from meshmark.report.kept_page import keep_page
 from meshmark.report.markdown import table
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
@@ -231,7 +232,7 @@ def main() -> int:
             stack.enter_context(busy(asked.load))
             launch(runner, HONEST)
             measure(runner, asked.keep, asked.load, 60 * asked.minutes, here)
-    asked.page.write_text(page(read(asked.keep), here.commit))
+    keep_page(page(read(asked.keep), here.commit), asked.page)
     return 0
 
 

@@ -28,6 +28,7 @@ from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.adapters import ADAPTERS
 from meshmark.environment import describe
 from meshmark.errors import InputError
+from meshmark.report.kept_page import keep_page
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.serial import decode, encode
 from meshmark.spec.algorithm import algorithm_presets
@@ -62,8 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         missed = 0 if parsed.k else try_every_defect()
         save(measure(names, parsed.groups), MEASURED)
     found = load(MEASURED)
-    parsed.output.parent.mkdir(parents=True, exist_ok=True)
-    parsed.output.write_text(report(found))
+    keep_page(report(found), parsed.output)
     write_mutants(found.trials, MEASURED.with_name("mutants.csv"))
     print(f"{parsed.output}: {'; '.join(found.complaints) or 'every mutant caught, no false alarm'}")
     return 1 if found.complaints or missed else 0

@@ -22,6 +22,7 @@ from meshmark.launch.cluster import Cluster, ClusterSpec
 from meshmark.launch.launchers import ForkserverLauncher
 from meshmark.records.record import Record
 from meshmark.records.record_file import read_records
+from meshmark.report.kept_page import keep_page
 from meshmark.run.resume import Held
 from tests.broken.mutants import target
 from tests.broken.roster import ROSTER_MUTANTS
@@ -59,8 +60,7 @@ def write_page(results: Path, output: Path) -> int:
     adapters = {name: load_adapter(path) for name, path in builtin_adapters().items()}
     trials = tried(results / "mutants")
     where = describe("cpu", "gloo", 1)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(page(records, adapters, trials, f"{where.machine}, {where.num_cpus} CPUs"))
+    keep_page(page(records, adapters, trials, f"{where.machine}, {where.num_cpus} CPUs"), output)
     failing = [r.case.id for r in records if not r.conformance.scenario and wrong(r)]
     missed = [t.mutant.name for t in trials if not (t.caught and t.named)]
     result = ", ".join([*failing, *missed]) or "nothing wrong, every mutant caught"

@@ -248,7 +248,7 @@ def _note(notes: Notes, what: str, whom: str) -> None:
 def _lines(notes: Notes, adapters: Adapters) -> str:
     """One line a reason, those that concern most first."""
     ordered = sorted(notes.items(), key=lambda item: (-len(item[1]), item[0]))
-    return "\n".join(f"- {inline(what, 300)}: {_those(whom, list(adapters))}" for what, whom in ordered)
+    return "\n".join(f"- {inline(what)}: {_those(whom, list(adapters))}" for what, whom in ordered)
 
 
 def _those(named: Sequence[str], everyone: Sequence[str]) -> str:

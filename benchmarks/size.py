@@ -30,6 +30,7 @@ from meshmark.judge.sample import unsampled
 from meshmark.records.record import Record, Status
 from meshmark.records.record_file import read_records
 from meshmark.records.request import Task
+from meshmark.report.kept_page import keep_page
 from tests.broken.mutants import sized, target
 
 MOST_SECONDS = 600.0
@@ -169,7 +170,7 @@ def main() -> int:
         asked.results.mkdir(parents=True, exist_ok=True)
         (asked.results / _COSTS).write_text(json.dumps({n: dataclasses.asdict(c) for n, c in costs.items()}))
     records, costs = _observed(asked.results), _kept(asked.results)
-    asked.output.write_text(page(records, costs, _ALL, KNOWN_GAPS, f"{os.cpu_count()} x {machine('cpu')}"))
+    keep_page(page(records, costs, _ALL, KNOWN_GAPS, f"{os.cpu_count()} x {machine('cpu')}"), asked.output)
     found = failed + complaints(
         [r for r in records if r.case.adapter in names], {n: costs[n] for n in names if n in costs}
     )

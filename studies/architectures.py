@@ -18,6 +18,7 @@ from pathlib import Path
 
 from meshmark.records.record import Record
 from meshmark.records.record_file import read_records
+from meshmark.report.kept_page import keep_page
 from meshmark.report.markdown import Markup, inline
 from meshmark.report.markdown import table as markdown
 from meshmark.report.results import CaseResult, newest, results
@@ -177,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, default=PAGE)
     parsed = parser.parse_args(arguments)
     status = 0 if parsed.page_only else run()
-    parsed.output.write_text(page(read_records(parsed.results, latest=True).records))
+    keep_page(page(read_records(parsed.results, latest=True).records), parsed.output)
     return status
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from meshmark.report.kept_page import keep_page
 from meshmark.report.table import bytes_text
 from studies import coatnet_planned
 from studies.coatnet_figure import draw
@@ -253,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked.output.parent.mkdir(parents=True, exist_ok=True)
     budget = asked.budget_mib * 2**20
     draw(found, budget, asked.output.with_suffix(".svg"))
-    asked.output.write_text(page(found, budget, time.monotonic() - started))
+    keep_page(page(found, budget, time.monotonic() - started), asked.output)
     failed = wrong(found)
     print(asked.output, *failed, sep="\n")
     return 1 if failed else 0

@@ -15,8 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshmark.adapter.registry import builtin_adapters
+from meshmark.environment import describe
 from meshmark.launch.cluster import Cluster, ClusterSpec
 from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.report.kept_page import keep_page
 from meshmark.report.markdown import table_of
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
@@ -29,9 +31,7 @@ from studies.dry_run import DryRun, dry_run
 REPORT = Path(__file__).parents[1] / "reports" / "dry-runs.md"
 WORLDS = (1024, 16384)
 _OPTIONS = RunOptions(time_limit_seconds=600)
-_INTRO = """# Dry runs
-
-Made by `make dry-runs`. Single ranks of a world of thousands run their adapter's real engine, each alone, over
+_INTRO = """Single ranks of a world of thousands run their adapter's real engine, each alone, over
 collectives that are over at once, as suites/test_scale.py has it; the suites' meters read them and the suites' rules
 judge them: traffic to the byte, by kind and group; states, activations and what is there between two steps within 1 %.
 Peaks are none of this page's: thousands of shards of so small a model are mostly padding, which no peak is planned
@@ -112,7 +112,7 @@ def main() -> int:
     parser.add_argument("-o", "--output", type=Path, help=f"the report; reports/{REPORT.name} of a whole run")
     given = parser.parse_args()
     worlds = [int(world) for world in given.worlds.split(",")]
-    found = []
+    found, here = [], describe("cpu", "gloo", 1)
     with (
         Cluster(ClusterSpec()) as cluster,
         tempfile.TemporaryDirectory() as folder,
@@ -126,7 +126,8 @@ def main() -> int:
     print(text)
     whole = not given.only and tuple(worlds) == WORLDS
     if output := given.output or (REPORT if whole else None):
-        output.write_text(f"{_INTRO}\n{text}\n")
+        made = f"Made by `make dry-runs` at commit {here.commit} on {here.machine}, {here.date}."
+        keep_page(f"# Dry runs\n\n{made} {_INTRO}\n{text}\n", output)
     wrong = [f"{run.case.id}: {why}" for run in found for why in run.failures]
     print("\n".join(wrong))
     return int(bool(wrong) or not found)

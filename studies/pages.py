@@ -46,10 +46,11 @@ from meshmark.report.conformance import (
 )
 from meshmark.report.gaps import gaps_page
 from meshmark.report.guard import write_page
+from meshmark.report.kept_page import SUFFIX, kept_page
 from meshmark.report.render import write_report
-from meshmark.report.which import Cluster, Loop, which_page
+from meshmark.report.which import Cluster, which_page
 from meshmark.spec.hardware import gpu
-from studies import compression, inference, simplest, tables, trainers
+from studies import compression, inference, tables, trainers, validate
 
 ROOT = Path(__file__).parents[1]
 REPORTS = ROOT / "reports"
@@ -69,12 +70,12 @@ MEASURES = (
 class Page:
     """A page of reports/."""
 
-    render: Callable[[Path], None] | None = None
-    """Writes the page to a path, and its pictures beside it. None if its records were not kept."""
+    render: Callable[[Path], object] | None = None
+    """Writes the page to a path, and its pictures beside it. None for a page whose tables are its record."""
     needs: Sequence[str] = MEASURES
     """Files and folders that what it says depends on. Empty for a page that the code of today computes."""
     anew: str = ""
-    """How a page without records is made, and why that is no rendering."""
+    """How a page whose tables are its record is measured anew: the command, and how long it takes."""
     folders: Sequence[str] = ()
     """Folders of results/ that `--keep` packs, for a page of several runs. Empty for the folder of its own name."""
 
@@ -103,18 +104,10 @@ def _report(name: str) -> Callable[[Path], None]:
     return render
 
 
-def example_loops() -> list[Loop]:
-    """Return the examples of examples/loops, those that change least of the plain loop first."""
-    return [
-        Loop(adapter=simplest.ADAPTERS[name], path=f"../examples/loops/{name}.py", num_statements=count)
-        for name, count in simplest.written_anew().items()
-    ]
-
-
 def _which(path: Path) -> None:
     cluster = Cluster(model=plan_model("llama-7b"), gpu=gpu("a100-40"), num_gpus=8, global_batch=256)
     kept = [clauses_of("conformance")]
-    write_page(path, which_page(measured(), cluster, COMMAND, kept, in_reports=True, code=example_loops()))
+    write_page(path, which_page(measured(), cluster, COMMAND, kept, in_reports=True))
 
 
 def _conformance(path: Path) -> None:
@@ -154,7 +147,7 @@ def _reach(path: Path) -> None:
 
 
 def _chaos(path: Path) -> None:
-    path.write_text(chaos_page(*read_series(sorted(RECORDS.glob("chaos*.jsonl")))), encoding="utf-8")
+    path.write_text(chaos_page(*read_series(sorted(RECORDS.glob("chaos-*.jsonl")))), encoding="utf-8")
 
 
 def _tables(path: Path) -> None:
@@ -193,29 +186,25 @@ PAGES: dict[str, Page] = {
     ),
     "scale": Page(render=_report("scale")),
     "tables": Page(render=_tables, needs=()),
-    "architectures": Page(anew="make architectures: trains 23 models under four frameworks; its records were not kept"),
-    "roster": Page(anew="make roster: hours; its records were not kept"),
-    "size": Page(anew="make size: 10 minutes and 12 GiB; its records were not kept", needs=(*MEASURES, "benchmarks")),
-    "convergence": Page(
-        anew="make convergence: trains for 13 minutes; it keeps no records", needs=("meshmark/algorithms", "studies")
-    ),
-    "coatnet": Page(anew="make coatnet: measures for 6 minutes; it keeps no records"),
-    "validation": Page(anew="make validate: fits rates for minutes, from baselines/ alone; tests hold it", needs=()),
+    "architectures": Page(anew="make architectures: trains 23 models under four frameworks"),
+    "roster": Page(anew="make roster: hours"),
+    "size": Page(anew="make size: an hour and 12 GiB", needs=(*MEASURES, "benchmarks")),
+    "convergence": Page(anew="make convergence: trains for 13 minutes", needs=("meshmark/algorithms", "studies")),
+    "coatnet": Page(anew="make coatnet: measures for 6 minutes"),
+    "validation": Page(render=validate.write_page, needs=()),
     "versions": Page(render=_versions, folders=tuple(f"versions/{name}" for name in versions.SETS)),
-    "validation-runs": Page(anew="make validate: as validation.md", needs=()),
-    "dry-runs": Page(anew="make dry-runs: runs ranks of worlds of 16,384; it keeps no records"),
-    "power": Page(anew="make power: 29 minutes; what it measured was not kept", needs=(*MEASURES, "tests/broken")),
-    "correct-engines": Page(
-        anew="make correct-engines: 10 minutes; it keeps no records", needs=(*MEASURES, "tests/correct")
-    ),
+    "validation-runs": Page(render=validate.write_runs, needs=()),
+    "dry-runs": Page(anew="make dry-runs: single ranks of worlds of 16,384, for two minutes"),
+    "power": Page(anew="make power: 29 minutes", needs=(*MEASURES, "tests/broken")),
+    "correct-engines": Page(anew="make correct-engines: 10 minutes", needs=(*MEASURES, "tests/correct")),
     "reach": Page(render=_reach, needs=()),
-    "gate": Page(anew="make gate: 35 minutes of launches; its pairs were not kept", needs=("meshmark/regression",)),
+    "gate": Page(anew="make gate: 35 minutes of launches", needs=("meshmark/regression",)),
     "chaos": Page(
-        render=_chaos if any(RECORDS.glob("chaos*.jsonl")) else None,
-        anew="make chaos: an hour of faults; no series is kept in reports/records/chaos*.jsonl",
+        render=_chaos if any(RECORDS.glob("chaos-*.jsonl")) else None,
+        anew="make chaos: an hour of faults",
         needs=("meshmark/launch",),
     ),
-    "cluster": Page(anew="make cluster-test: a real SLURM, as root; it keeps no records", needs=("meshmark/launch",)),
+    "cluster": Page(anew="make cluster-test: a real SLURM, as root", needs=("meshmark/launch",)),
 }
 """Every page of reports/."""
 
@@ -279,6 +268,15 @@ def marked(name: str, text: str) -> str:
 # --- Keeping, and the command.
 
 
+def renderer(name: str) -> Callable[[Path], object]:
+    """Return what writes a page to a path: from measurements where they were kept, else from its tables."""
+
+    def from_tables(path: Path) -> None:
+        path.write_text(kept_page(RECORDS / f"{name}{SUFFIX}"), encoding="utf-8")
+
+    return PAGES[name].render or from_tables
+
+
 def keep(results: Path, name: str) -> None:
     """Keep the records of a results folder under a name: no bulky evidence, and clauses as they were judged."""
     reading = read_records(results, latest=True)
@@ -296,10 +294,9 @@ def _lean(record: Record) -> EquivalenceEvidence:
 
 
 def render(name: str, folder: Path = REPORTS) -> Path:
-    """Render a page, or mark anew one that cannot be rendered. Returns its path."""
+    """Render a page and mark whether it is stale. Returns its path."""
     path = folder / f"{name}.md"
-    if draw := PAGES[name].render:
-        draw(path)
+    renderer(name)(path)
     path.write_text(marked(name, path.read_text(encoding="utf-8")), encoding="utf-8")
     return path
 
@@ -318,8 +315,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name not in PAGES:
             parser.error(f"no page {name!r}; there are {', '.join(PAGES)}")
         path, page = render(name), PAGES[name]
-        found = f"rendered; records {status(name, path.read_text(encoding='utf-8'))}"
-        print(f"{path.name:18} {found if page.render else f'not rendered: {page.anew}'}")
+        anew = f" Anew: {page.anew}." if page.anew else ""
+        print(f"{path.name:18} rendered; records {status(name, path.read_text(encoding='utf-8'))}{anew}")
     return 0
 
 

@@ -33,7 +33,13 @@ from meshmark.spec.workload import Workload
 from meshmark.theory.grid import make_grid
 from meshmark.theory.memory import CATEGORIES, memory
 from meshmark.theory.overheads import Overheads
-from meshmark.theory.parameter_order import filled_elements, largest_temporaries, parameter_sizes, part_elements
+from meshmark.theory.parameter_order import (
+    filled_elements,
+    largest_temporaries,
+    parameter_sizes,
+    part_elements,
+    reaching_elements,
+)
 from meshmark.theory.partition import uniform_stages
 from meshmark.theory.recipe import RECIPES, eager_recipe, recipe
 from meshmark.theory.states import model_states
@@ -163,6 +169,12 @@ def test_the_tensors_that_reach_into_a_part(spec: ModelSpec, num_parts: int, dat
         start = stop
     found = part_elements(spec, uniform_stages(spec, 1)[0], ONE, num_parts * ONE, part)
     assert found[0] == expected
+
+
+def test_a_part_beyond_the_last_tensor_is_padding() -> None:
+    """Ten elements in parts of two: DeepSpeed on rank 511 of gpt-tiny was measured to hold its part of zeros."""
+    assert [reaching_elements([3, 4, 3], 8, part) for part in range(8)] == [3, 7, 4, 7, 3, 2, 2, 2]
+    assert reaching_elements([3, 4, 4], 4, 2) == 4 + 1, "a part that ends in padding"
 
 
 def test_a_bucket_and_the_largest_temporaries() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshmark.records.record import Record
-from meshmark.report.memory_by_ranks import Kind, Source, memory_by_ranks, rows_by_ranks
+from meshmark.report.memory_by_ranks import Kind, Source, memory_by_ranks, rows_beyond, rows_by_ranks
 from meshmark.report.plots import ranks_plot
 from studies import pages
 
@@ -50,6 +50,14 @@ def test_what_no_recipe_gives_is_not_computed(records: list[Record]) -> None:
     odd = dataclasses.replace(record, memory=dataclasses.replace(record.memory, planned=[other, other]))
     assert set(memory_by_ranks([odd])[kind("fsdp2", 3)]) == {2}
     assert rows_by_ranks([odd])[0]["512 ranks"].text == "–"  # type: ignore[attr-defined]
+
+
+def test_what_is_measured_beyond_the_closed_form_has_a_reason(records: list[Record]) -> None:
+    found = {(row["data parallelism of"], row["ranks"]): row for row in rows_beyond(records)}
+    row = found["deepspeed ZeRO-1", 64]
+    assert str(row["measured"]) == "4.39" and str(row["closed form"]) == "4.25"
+    assert "tensors that reach over its ends whole" in str(row["why"])
+    assert all(row["why"] != "no reason is declared" for row in found.values())
 
 
 def test_the_picture_needs_several_ranks(tmp_path: Path, records: list[Record]) -> None:

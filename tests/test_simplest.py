@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from studies.simplest import ADAPTERS, FOLDER, PLAIN, statements, written_anew
+from meshmark.report.which import read_loops
+from studies.simplest import ADAPTERS, FOLDER, PLAIN, loops, statements, written_anew
 
 
 def test_statements_are_counted_and_layout_is_not() -> None:
@@ -23,6 +24,10 @@ def test_statements_are_counted_and_layout_is_not() -> None:
 
 def test_every_example_stands_for_an_adapter() -> None:
     assert written_anew().keys() == ADAPTERS.keys()
+
+
+def test_the_counts_that_are_shipped_are_those_of_the_examples() -> None:
+    assert read_loops() == loops(), "run `python -m studies.simplest`"
 
 
 TEARDOWN = "terminate called without an active exception"

@@ -33,6 +33,14 @@ def test_the_smallest_share_of_ddp_is_the_answer() -> None:
     assert "*Planned*" in planned and "tokens/s a GPU" in planned
 
 
+def test_the_least_change_of_a_plain_loop_is_answered_everywhere() -> None:
+    records = read_records(MEASURED, latest=True).records
+    for page in (which_page(records, CLUSTER, "x"), which_page(records, CLUSTER, "x", in_reports=True)):
+        answer = next(line for line in "\n".join(page).splitlines() if "Change the least of a plain" in line)
+        assert "statements are not those of a plain PyTorch loop" in answer and ": ddp." in answer
+    assert "(../examples/loops/ddp.py)" in "".join(page)
+
+
 def test_a_framework_of_which_no_layout_fits_says_what_is_missing() -> None:
     page = "\n\n".join(which_page(read_records(MEASURED, latest=True).records, CLUSTER, "meshmark which"))
     assert "| ddp           | none fits" in page
@@ -80,7 +88,7 @@ def test_what_resumes_and_what_reshards_are_two_answers() -> None:
     records = read_records(MEASURED, latest=True).records
     kept = Conformance(columns=found, environment=records[0].environment)
     page = "\n\n".join(which_page(records, CLUSTER, "meshmark which", [kept]))
-    assert "- **Resume exactly from a checkpoint**: all 2 that run on several ranks." in page
+    assert "- **Resume exactly from a checkpoint**: all 2 that run on several ranks: " in page
     assert (
         "- **Resume exactly on another number of ranks**: ddp. *Measured* by the clause reshard. Not supported, or not"
         in page

@@ -19,6 +19,7 @@ from benchmarks.cluster.row import Row, Whole, begin, finish, keep, kept, whole_
 from benchmarks.cluster.slurm import ROOT
 from benchmarks.cluster.trials import Ground, Named, trials
 from meshmark.environment import describe
+from meshmark.report.kept_page import keep_page
 
 _KEPT = ROOT / "results" / "cluster" / "rows.json"
 
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not parsed.k:
         commit, end = _now()
         finish(Whole(seconds=seconds, trials=len(rows), commit=commit, end=end), _KEPT)
-    parsed.output.write_text(page(kept(_KEPT), whole_of(_KEPT)))
+    keep_page(page(kept(_KEPT), whole_of(_KEPT)), parsed.output)
     print(f"{len(rows)} trials in {seconds:.0f} s: {'all is well' if good else f'see {folder}'}")
     if good:
         shutil.rmtree(folder, ignore_errors=True)

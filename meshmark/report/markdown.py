@@ -176,12 +176,18 @@ def _width(columns: Sequence[_Column]) -> int:
 
 
 def _laid(columns: Sequence[_Column], room: int = 0) -> str:
-    """Lay out a table. `room` is added between a title and the next column, as tabulate does."""
-    widths = [max(len(column.title) + room, *map(len, column.cells)) for column in columns]
+    return laid([column.title for column in columns], [column.cells for column in columns], room)
+
+
+def laid(titles: Sequence[str], cells: Sequence[Sequence[str]], room: int = 0) -> str:
+    """Return a table of titles and cells by column, all of them Markdown without line breaks.
+
+    `room` is added between a title and the next column, as tabulate does.
+    """
+    widths = [max(len(title) + room, *map(len, own)) for title, own in zip(titles, cells, strict=True)]
     rule = "|".join(f":{'-' * (width + 1)}" for width in widths)
-    lines = zip(*(column.cells for column in columns), strict=True)
-    body = [_row(line, widths) for line in lines]
-    return "\n".join([_row([column.title for column in columns], widths), f"|{rule}|", *body])
+    body = [_row(line, widths) for line in zip(*cells, strict=True)]
+    return "\n".join([_row(titles, widths), f"|{rule}|", *body])
 
 
 def _row(cells: Iterable[str], widths: Iterable[int]) -> str:

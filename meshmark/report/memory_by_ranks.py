@@ -13,13 +13,15 @@ from enum import StrEnum
 from meshmark.errors import MeshmarkError
 from meshmark.records.record import Record, Status
 from meshmark.records.request import Task
-from meshmark.report.table import Cell, Rows
+from meshmark.report.table import Cell, Rows, number
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Offload
 from meshmark.theory.model_theory import local_parameters
 from meshmark.theory.recipe import RECIPES, eager_recipe
 from meshmark.theory.states import ModelStates, model_states
 
+STATES = ("parameters", "gradients", "optimizer_states")
+"""Categories that are model states."""
 WORLDS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 TABLED = (2, 4, 8, 16, 64, 512)
 """Those that a table has room for; the picture has all."""
@@ -28,8 +30,11 @@ NOTE = (
     "bytes of any model. In brackets is the share of what a rank without sharding holds. Model states are weights, "
     "gradients and optimizer states; activations, which depend on the batch of a rank, are not among them. A plain "
     "number is *measured* in a real world, m1 is *measured* on a single rank of a fake world, c is *computed* by the "
-    "closed form that gave the plan of the measured ones. The computed ones are for a model whose tensors are large "
-    "against the number of ranks. At 512 ranks of gpt-tiny 4 of 8 cases differ from the plan; the cause is not known."
+    "closed form that gave the plan of the measured ones. The closed form divides evenly and pads nothing. A measured "
+    "number may therefore be larger than a computed one of the same number of ranks, here or on another page: the last "
+    "table lists by how much, and why. The difference grows with the size of a tensor over that of a rank's share. At "
+    "512 ranks of gpt-tiny, where a share has 464 elements, the plans of two adapters do not hold: FSDP1's last rank "
+    "has no parameters, because its shard is padding, and FSDP2's peak has tensors that are padded to 512 rows."
 )
 
 
@@ -49,6 +54,10 @@ class StatesPerParameter:
     gradients: float
     optimizer_states: float
     source: Source
+    planned: float | None = None
+    """Their sum by the closed form, of a measured one."""
+    reasons: tuple[str, ...] = ()
+    """Why its adapter holds other bytes than the closed form."""
 
     @property
     def total(self) -> float:
@@ -81,6 +90,14 @@ def memory_by_ranks(records: Iterable[Record]) -> dict[Kind, dict[int, StatesPer
         kind = _kind(record.case)
         fullest = max((reading.states for reading in record.memory.readings), key=lambda states: states.total)
         measured = _per_parameter(fullest, record, Source.FAKE if record.task is Task.FAKE_WORLD else Source.REAL)
+        plan = record.memory.planned[0]
+        assert plan is not None
+        declared = [each for own in record.memory.extra_memory for each in own if each.category in STATES]
+        measured = dataclasses.replace(
+            measured,
+            planned=sum(_states_of(plan)) / _size(record),
+            reasons=tuple(dict.fromkeys(each.reason for each in declared)),
+        )
         found.setdefault(kind, {}).setdefault(record.case.world_size, measured)
         if kind not in largest or _size(record) > _size(largest[kind]):
             largest[kind] = record
@@ -110,6 +127,27 @@ def rows_by_ranks(records: Iterable[Record]) -> Rows:
     return rows
 
 
+BEYOND = 0.005
+"""Share of the closed form by which a measured number differs from it before `rows_beyond` says why."""
+
+
+def rows_beyond(records: Iterable[Record]) -> Rows:
+    """Return a row a measured number that differs from the closed form, with the reason that its adapter declares."""
+    return [
+        {
+            "data parallelism of": kind.title,
+            "precision": kind.precision,
+            "ranks": world,
+            "measured": number(held.total),
+            "closed form": number(held.planned),
+            "why": "; ".join(held.reasons) or "no reason is declared",
+        }
+        for kind, by in memory_by_ranks(records).items()
+        for world, held in by.items()
+        if held.planned is not None and abs(held.total / held.planned - 1.0) > BEYOND
+    ]
+
+
 def _usable(record: Record) -> bool:
     case, verdict = record.case, record.verdict("memory")
     alone = (
@@ -136,8 +174,10 @@ def _size(record: Record) -> float:
 
 def _per_parameter(states: object, record: Record, source: Source) -> StatesPerParameter:
     count = _size(record)
-    names = ("parameters", "gradients", "optimizer_states")
-    return StatesPerParameter(**{name: getattr(states, name) / count for name in names}, source=source)
+    parameters, gradients, optimizer_states = (getattr(states, name) / count for name in STATES)
+    return StatesPerParameter(
+        parameters=parameters, gradients=gradients, optimizer_states=optimizer_states, source=source
+    )
 
 
 def _states(case: Case, name: str) -> ModelStates | None:

@@ -10,7 +10,7 @@ from meshmark.report import memory_by_ranks, tables
 from meshmark.report.baseline import Baseline
 from meshmark.report.communication import communication, traffic_exceptions
 from meshmark.report.markdown import inline
-from meshmark.report.memory_by_ranks import rows_by_ranks
+from meshmark.report.memory_by_ranks import rows_beyond, rows_by_ranks
 from meshmark.report.planned import planned_memory
 from meshmark.report.results import CaseResult
 from meshmark.report.scale import NOTE, scale
@@ -64,7 +64,15 @@ def sections(found: Sequence[CaseResult], records: Sequence[Record], baseline: B
             title="Memory as ranks are added",
             note=memory_by_ranks.NOTE,
             tables=filled(
-                [Table(title="Memory as ranks are added: bytes a parameter", rows=rows_by_ranks([*latest, *records]))]
+                [
+                    Table(
+                        title="Memory as ranks are added: bytes a parameter", rows=rows_by_ranks([*latest, *records])
+                    ),
+                    Table(
+                        title="Memory as ranks are added: where what was measured is not the closed form",
+                        rows=rows_beyond([*latest, *records]),
+                    ),
+                ]
             ),
         ),
         Section(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from meshmark.report.guard import write_page
 from meshmark.report.markdown import Markup, block, inline, one_line, table
 from meshmark.report.results import CaseResult, results
 from meshmark.report.table import Cell, Rows, bytes_cell
+from meshmark.serial import decode
 from meshmark.spec.hardware import GIB, Gpu, gpu
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.text import pluralize
@@ -56,7 +58,8 @@ NEEDS = (
     Need(title="Go on after a lost rank or an error", clauses=("recovery", "error")),
     Need(title="Rows of unequal length, and gradient accumulation", clauses=("uneven tokens", "accumulation")),
     Need(title="Frozen, unused and tied parameters", clauses=("frozen", "unused", "tied embeddings")),
-    Need(title="bf16 without surprises", clauses=("bf16 masters", "bf16 states", "bf16 reduction")),
+    Need(title="Train in bf16", clauses=("bf16 masters", "bf16 states")),
+    Need(title="Reduce gradients in bf16", clauses=("bf16 reduction",)),
     Need(title="fp16 with loss scaling", clauses=("fp16 overflow",)),
     Need(title="Dropout, also where activations are recomputed", clauses=("dropout", "recomputed dropout")),
 )
@@ -80,9 +83,19 @@ class Loop:
     adapter: str
     """Adapter of the framework, with its ZeRO stage: `deepspeed ZeRO-1`."""
     path: str
-    """Address of the script as seen from the page."""
+    """The script, as a path in the repository."""
     num_statements: int
     """Statements of the script that the plain loop has not."""
+
+
+def read_loops() -> list[Loop]:
+    """Return the examples of examples/loops as `python -m studies.simplest` counted them, the fewest first."""
+    loops: list[Loop] = decode(list[Loop], json.loads(LOOPS.read_text(encoding="utf-8")))
+    return loops
+
+
+LOOPS = Path(__file__).with_name("loops.json")
+"""The counted examples, which an installed Meshmark has too."""
 
 
 def _simplest(code: Sequence[Loop]) -> str:
@@ -92,13 +105,13 @@ def _simplest(code: Sequence[Loop]) -> str:
     return _answer("Change the least of a plain PyTorch loop", best, because)
 
 
-def _code(code: Sequence[Loop], found: Sequence[AdapterColumn]) -> list[str]:
+def _code(code: Sequence[Loop], found: Sequence[AdapterColumn], in_reports: bool) -> list[str]:
     """Return the section about simple code: a row an example, and adapters that have none."""
     rows: Rows = [
         {
             "adapter": loop.adapter,
             "statements that are new": loop.num_statements,
-            "example": Markup(f"[{Path(loop.path).name}]({loop.path})"),
+            "example": Markup(f"[{Path(loop.path).name}](../{loop.path})") if in_reports else loop.path,
         }
         for loop in code
     ]
@@ -164,13 +177,11 @@ def which_page(
     kept: Sequence[Conformance] = (),
     *,
     in_reports: bool = False,
-    code: Sequence[Loop] = (),
 ) -> list[str]:
     """Return the page as paragraphs: a list of answers, then the evidence of each, then how it was obtained.
 
     `kept` are clauses that were judged before, beside those of the records. A page `in_reports` links to the pages
-    beside it, as GitHub and the site have them. Elsewhere these pages are only named. `code` are example loops, whose
-    own statements were counted.
+    beside it, as GitHub and the site have them. Elsewhere these pages are only named.
 
     Raises `InputError` if no record is of a correct case of the matrix.
     """
@@ -185,12 +196,12 @@ def which_page(
     answers += _least(correct, sent_bytes, "Send less over the network", "bytes sent a rank")
     replicas = [r for r in correct if r.case.layout.dp == r.case.world_size]
     answers += _least(replicas, sent_bytes, "Send less, by data parallelism alone", "bytes sent a rank")
-    answers += [_simplest(code)] if code else []
+    answers += [_simplest(code := read_loops())]
     answers += [_kept(need, found) for need in NEEDS if _was_run(need, found)]
     parts = ["# Which framework?", _introduction(in_reports), "\n".join(answers)]
     parts += _planned(plans, cluster)
     parts += ["## Memory and traffic, measured", _MEASURED, table(measured_rows(correct), keys=3)]
-    parts += _code(code, found) if code else []
+    parts += _code(code, found, in_reports)
     for need in NEEDS:
         if _was_run(need, found):
             statements = "\n".join(f"- *{name}*: {CLAUSES[name].statement}" for name in need.clauses)
@@ -463,7 +474,9 @@ def _kept(need: Need, found: Sequence[AdapterColumn]) -> str:
         because += f". A clause fails in {', '.join(map(inline, _listed(broken)))}"
     if silent:
         because += f". Not supported, or not judged, in {', '.join(map(inline, _listed(silent)))}"
-    take = _listed(kept) if others else [f"all {len(kept)} that run on several ranks"]
+    take = _listed(kept)
+    if not others:
+        take[0] = f"all {len(kept)} that run on several ranks: {take[0]}"
     return _answer(need.title, take, because)
 
 

@@ -117,11 +117,16 @@ def part_elements(model: ModelSpec, stage: Stage, tp: Column, num_parts: Column,
 
 
 def reaching_elements(sizes: Sequence[int], num_parts: int, part: int) -> int:
-    """Like `part_elements`, for tensors of these `sizes` in any model."""
+    """Return the elements of all tensors of these `sizes` that overlap one of equal parts, and of the part's padding.
+
+    Parts have an even size. Where parts are many and small, the last ones are padding alone, which DeepSpeed keeps as
+    gradients too (`get_flat_partition`, `_zero_padding`).
+    """
     size = 2 * math.ceil(sum(sizes) / (2 * num_parts))
+    padding = min(max((part + 1) * size - sum(sizes), 0), size)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     spans = zip(starts, sizes, strict=True)
-    return sum(n for start, n in spans if start < (part + 1) * size and start + n > part * size)
+    return padding + sum(n for start, n in spans if start < (part + 1) * size and start + n > part * size)
 
 
 def filled_elements(model: ModelSpec, stage: Stage, tp: Column, bucket: float) -> Column:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from meshmark.report.kept_page import keep_page
 from studies import throttled
 from studies.convergence import map as convergence_map
 from studies.convergence import published_page as convergence_published
@@ -188,7 +189,7 @@ def main() -> int:
     started = time.monotonic()
     found = measured()
     draw(found.results, FIGURE)
-    PAGE.write_text(page(found, time.monotonic() - started))
+    keep_page(page(found, time.monotonic() - started), PAGE)
     failed = wrong(found)
     print(PAGE, *failed, sep="\n")
     return 1 if failed else 0
