@@ -341,6 +341,6 @@ _TEXT: Sequence[str] = [
     "What is known of the rest: the H100's rates, scaled by that factor, are about 15 % too fast on B200 and GB200,",
     "and right on GB300, for which there is no factor. Pax has no rates of its own and takes MaxText's. The source of",
     "Llama 3 does not state its micro-batch, and its layouts are planned to need 12 to 21 GiB more than there is.",
-    "MaxText on A3 ran over a network that its source does not state. NeMo's tables do not state recomputation; none is",
-    "assumed. Megatron-FSDP's buffers and what MaxText's compiler reuses within a step are not planned.",
+    "MaxText on A3 ran over a network that its source does not state. NeMo's tables do not state recomputation; none",
+    "is assumed. Megatron-FSDP's buffers and what MaxText's compiler reuses within a step are not planned.",
 ]

@@ -161,8 +161,8 @@ def held_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stag
         held: Column = passes * stage_layer_bytes(model, grid, recipe, stage)
         away = offloaded_bytes(model, grid, recipe, stage, index)
         moving = 2.0 / max(stage.num_layers, 1) * stage_layer_bytes(model, grid, recipe, stage)
-        held = held - np.maximum(away - moving, 0.0)
-        return held + np.ceil(passes) * boundary_bytes(model, grid, recipe)
+        held = held - np.maximum(away - moving, 0.0) + np.ceil(passes) * boundary_bytes(model, grid, recipe)
+        return held
     return passes_in_flight_bytes(model, grid, recipe, index, flight)
 
 
