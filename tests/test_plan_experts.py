@@ -117,7 +117,7 @@ def test_a_search_tries_expert_parallelism_and_gives_no_interval(capsys: pytest.
     plan = ["plan", "--model", "mixtral-8x7b", "--gpus", "64", "--gpu", "h100"]
     assert main([*plan, "--ep", "8"]) == 0
     said = capsys.readouterr().out
-    assert ".ep8 " in said and "No interval: half of the published runs of mixtures" in said
+    assert ".ep8" in said and "Error bar: none; half of the published runs of mixtures" in said
     assert main([*plan, "--ep", "3"]) == 2 and "--ep 3: none divides 8 experts" in capsys.readouterr().err
     dense = ["plan", "--model", "llama-8b", "--gpus", "8", "--ep", "2"]
     assert main(dense) == 2 and "'llama-8b' has no experts" in capsys.readouterr().err

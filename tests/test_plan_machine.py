@@ -111,6 +111,6 @@ def test_what_is_left_within_the_planner_s_error_is_tight(capsys: pytest.Capture
     assert ((0 <= left) & (left < MEMORY_ERROR) == found.tight).all()
     assert main(["plan", "--model", "gpt3-13b", "--gpus", "8", "--global-batch", "64", "--top", "300"]) == 0
     said = capsys.readouterr().out
-    assert " of 1 seq " in said and "Planned for megatron-core, as no --framework is given" in said
+    assert "seq: sequences in a micro-batch" in said and "Planned for megatron-core, as no --framework is given" in said
     lines = re.findall(r"(\d+\.\d) +\+(\d+\.\d)  \w.* %, tight$", said, re.MULTILINE)
     assert lines and all(0 <= float(left) < 0.08 * float(held) + 6 for held, left in lines)

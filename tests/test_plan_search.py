@@ -161,7 +161,7 @@ def test_a_prediction_carries_its_interval_and_borrowed_rates_a_wider_one(
         widths[name] = high / low
     assert widths["h100"] < widths["gb200"] == pytest.approx(widths["mi300x"])
     assert main(["plan", "--gpus", "8", "--gpu", "h100", "--top", "1"]) == 0
-    assert "Nine in ten such runs are expected to take " in capsys.readouterr().out
+    assert "Error bar: nine in ten such runs are expected to take " in capsys.readouterr().out
     write_rates(tmp_path / "own.json", Rates(name="own"))
     assert main(["plan", "--gpus", "8", "--gpu", "h100", "--top", "1", "--rates", str(tmp_path / "own.json")]) == 0
     assert "is not known of rates own" in capsys.readouterr().out

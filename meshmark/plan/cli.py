@@ -11,25 +11,29 @@ from pathlib import Path
 
 from meshmark.errors import InputError, UnknownNameError
 from meshmark.plan.arguments import DEFAULT_GPU, GPU_HELP, Given, add_setting, framework_given, given_by
-from meshmark.plan.frameworks import Framework, default_framework
+from meshmark.plan.frameworks import Asked, Framework, default_framework
 from meshmark.plan.gpu_file import gpu_template
+from meshmark.plan.layout_columns import METHODS, modules_of
 from meshmark.plan.model_names import plan_model, size_note
 from meshmark.plan.provenance import provenance
 from meshmark.plan.search import (
     Search,
+    layout_id,
     max_model,
     search,
     simulate_first,
     stage_times,
 )
-from meshmark.plan.search_text import print_search, search_json
+from meshmark.plan.search_text import print_paragraph, print_search, search_json
 from meshmark.spec.hardware import GIB, Gpu
-from meshmark.spec.layout import AXES, Offload, Recompute, Schedule
+from meshmark.spec.layout import AXES, Layout, Offload, Recompute, RecomputeModule, Schedule
 from meshmark.spec.layout_id import glossary
-from meshmark.spec.model_spec import Family
-from meshmark.theory.grid import SEARCHED_SCHEDULES, SearchSpace
+from meshmark.spec.model_spec import Family, ModelSpec
+from meshmark.theory.grid import SEARCHED_SCHEDULES, SearchSpace, module_code
+from meshmark.theory.recipe import adapted
 
 _DEFAULT_MODEL = "llama-8b"
+_MOST = 10**9
 _ONLY = {
     "dp": "data-parallel degrees",
     "tp": "tensor-parallel degrees",
@@ -61,7 +65,20 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     for name, told in _ONLY.items():
         parser.add_argument(f"--{name.replace('_', '-')}", metavar="N,M", help=f"{told} to search; by default all")
     parser.add_argument("--recompute", metavar="A,B", help=f"to search, of {', '.join(Recompute)}; by default all")
+    parser.add_argument("--recompute-method", choices=METHODS, help="of full recomputation: which layers are repeated")
+    parser.add_argument(
+        "--recompute-num-layers", type=int, metavar="N", help="a unit's layers, or a chunk's first layers"
+    )
+    parser.add_argument(
+        "--recompute-modules", metavar="A,B", help=f"of selective recomputation: {', '.join(RecomputeModule)}"
+    )
     parser.add_argument("--offload", choices=tuple(Offload), default="none", help="where optimizer states live")
+    parser.add_argument(
+        "--offload-layers", type=int, metavar="N", help="layers of a rank whose activations are in host memory"
+    )
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train LoRA's adapters of this rank alone")
+    parser.add_argument("--replicas", type=int, metavar="N", help="groups of ranks that each hold all shards (HSDP)")
+    parser.add_argument("--etp", type=int, metavar="N", help="tensor-parallel degree of each expert; by default 1")
     parser.add_argument("--gpu-template", action="store_true", help="print a file that says what --gpu is, and end")
     parser.add_argument("--timeline", type=Path, metavar="SVG", help="draw the best layout's pipeline schedule")
     add_setting(parser)
@@ -88,7 +105,7 @@ def run_plan(arguments: argparse.Namespace) -> Search | None:
         raise InputError("--gpus is missing: how many GPUs are there?")
     _check_nodes(arguments)
     if arguments.max_model:
-        _print_max_model(arguments, given, family)
+        _print_max_model(arguments, given, model if arguments.model else plan_model("gpt3-1.3b"))
         return None
     if told := size_note(arguments.model or _DEFAULT_MODEL):
         print(f"meshmark: {told}", file=sys.stderr)
@@ -98,15 +115,16 @@ def run_plan(arguments: argparse.Namespace) -> Search | None:
         raise InputError(f"--top is {arguments.top}, expected at least 1")
     schedules = [_schedule(name.strip()) for name in arguments.schedules.split(",")]
     start = time.perf_counter()
-    space = dataclasses.replace(_space(arguments, given.machine), schedules=schedules)
-    closed = search(model, space, given.machine, given.using, given.rates)
+    space = dataclasses.replace(_space(arguments, given.machine, model), schedules=schedules)
+    using = adapted(given.using, _count(arguments, "lora") or 0, model)
+    closed = search(model, space, given.machine, using, given.rates)
     found = simulate_first(closed, arguments.top)
     elapsed = time.perf_counter() - start
     if arguments.json:
         print(json.dumps(search_json(found, arguments.top, elapsed), indent=1))
     else:
         print_search(found, arguments.top, elapsed)
-        print(_trained_by(arguments, given))
+        print_paragraph(_trained_by(arguments, given))
     if arguments.timeline:
         _draw_timeline(found, arguments.timeline)
     return found
@@ -119,17 +137,33 @@ def _check_nodes(arguments: argparse.Namespace) -> None:
         raise InputError(f"--gpus {gpus} --gpus-per-node {node}: expected whole nodes, so a multiple of {node} GPUs")
 
 
-def _space(arguments: argparse.Namespace, machine: Gpu) -> SearchSpace:
+def _space(arguments: argparse.Namespace, machine: Gpu, model: ModelSpec) -> SearchSpace:
     named = framework_given(arguments) or (default_framework(machine) if arguments.recipe is None else None)
+    fixed = _fixed(arguments, model)
+    asked = Asked(
+        recompute_layers=arguments.recompute_num_layers is not None,
+        recompute_modules=arguments.recompute_modules is not None,
+        offload_layers="offload_layers" in fixed,
+        lora=bool(arguments.lora),
+    )
+    if named and (told := named.beyond(Layout(), asked)):
+        raise InputError(f"{told}; name another --framework, or only a --recipe")
+    axes, recomputes = named.axes if named else AXES, _recomputes(arguments)
+    if named and named.is_megatron_core and "offload_layers" in fixed:  # it has them neither in pipelines nor beside
+        axes = tuple(axis for axis in axes if axis != "pp")
+        if Recompute.NONE not in recomputes:
+            raise InputError(f"framework {named.name} does not train with --offload-layers beside recomputation")
+        recomputes = [Recompute.NONE]
     return SearchSpace(
         num_gpus=arguments.gpus,
         global_batch=arguments.global_batch,
         offload=Offload(arguments.offload),
         contexts=_contexts(arguments.cp),
         experts=_experts(arguments.ep, named),
-        axes=named.axes if named else AXES,
+        axes=axes,
         zero_stages=named.zero_stages if named else None,
-        recomputes=_recomputes(arguments.recompute),
+        recomputes=recomputes,
+        fixed=fixed,
         only={name: _numbers(name, text) for name in _ONLY if (text := getattr(arguments, name)) is not None},
     )
 
@@ -146,12 +180,44 @@ def _experts(text: str | None, named: Framework | None) -> list[int] | None:
     return [1]
 
 
-def _recomputes(text: str | None) -> list[Recompute]:
+def _recomputes(arguments: argparse.Namespace) -> list[Recompute]:
+    """Return the recomputation to search. Layers go with full recomputation alone, and modules with selective."""
+    text = arguments.recompute
+    counted = arguments.recompute_method is not None or arguments.recompute_num_layers is not None
+    if counted and arguments.recompute_modules is not None:
+        raise InputError("--recompute-modules is of selective recomputation, --recompute-method of full: leave one out")
+    needed = Recompute.FULL if counted else Recompute.SELECTIVE if arguments.recompute_modules is not None else None
     names = list(Recompute) if text is None else [part.strip() for part in text.split(",")]
     for name in names:
         if name not in tuple(Recompute):
             raise UnknownNameError("recomputation", name, Recompute)
-    return [Recompute(name) for name in names]
+    if needed and text is not None and set(names) != {needed}:
+        option = "--recompute-method" if counted else "--recompute-modules"
+        raise InputError(f"--recompute {text}: {option} is of {needed} recomputation; say {needed}, or leave it out")
+    return [needed] if needed else [Recompute(name) for name in names]
+
+
+def _fixed(arguments: argparse.Namespace, model: ModelSpec) -> dict[str, int]:
+    """Return the columns of a grid that the command line fixes."""
+    method, count = arguments.recompute_method, _count(arguments, "recompute_num_layers")
+    if (method is None) != (count is None):
+        raise InputError("--recompute-method and --recompute-num-layers come together; one is missing")
+    found = {name: _count(arguments, name) for name in ("replicas", "etp", "offload_layers")}
+    found["recompute_layers" if method == "block" else "recompute_unit"] = count
+    if arguments.recompute_modules is not None:
+        found["recompute_modules"] = module_code(modules_of(arguments.recompute_modules, model))
+    if found["etp"] and not model.routing_share:
+        raise InputError(f"--etp {found['etp']}: {model.name!r} has no experts")
+    if found["offload_layers"] and arguments.offload == Offload.NVME:
+        raise InputError("--offload-layers with --offload nvme: activations are planned in host memory; say cpu")
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _count(arguments: argparse.Namespace, name: str) -> int | None:
+    value: int | None = getattr(arguments, name)
+    if value is not None and not 1 <= value <= _MOST:
+        raise InputError(f"--{name.replace('_', '-')} is {str(value)[:40]}, expected 1 to {_MOST:,}")
+    return value
 
 
 def _numbers(name: str, text: str) -> list[int]:
@@ -185,18 +251,20 @@ def _schedule(name: str) -> Schedule:
     return Schedule(name)
 
 
-def _print_max_model(arguments: argparse.Namespace, given: Given, family: Family) -> None:
-    machine = given.machine
+def _print_max_model(arguments: argparse.Namespace, given: Given, model: ModelSpec) -> None:
+    machine, family = given.machine, model.family
+    if arguments.lora:
+        raise InputError("--lora with --max-model: adapters are planned of a model; name one, without --max-model")
     model, grid, held = max_model(
-        _space(arguments, machine), machine, given.using, given.rates, family=family, seq_len=arguments.seq_len
+        _space(arguments, machine, model), machine, given.using, given.rates, family=family, seq_len=arguments.seq_len
     )
     least = int(held.argmin())
-    layout = grid.layout(least)
+    named = layout_id(grid, least)
     if arguments.json:
         answer = {
             "num_parameters": model.num_parameters,
             "model": dataclasses.asdict(model),
-            "layout": layout.id,
+            "layout": named,
             "memory_bytes": float(held[least]),
             "rates": provenance(machine, given.rates),
         }
@@ -205,8 +273,9 @@ def _print_max_model(arguments: argparse.Namespace, given: Given, family: Family
     kind, size = "GPT" if family is Family.GPT else "LLaMA", f"{model.num_parameters / 1e9:.3g}B parameters"
     shape = f"{model.num_layers} layers, hidden {model.hidden}, {model.seq_len} tokens"
     held_gib = f"{held[least] / GIB:.1f} GiB a gpu"
-    print(f"the largest {kind} on {arguments.gpus} {machine.name}: {size} ({shape}), as {layout.id}, {held_gib}")
-    print(provenance(machine, given.rates))
+    told = f"the largest {kind} on {arguments.gpus} {machine.name}: {size} ({shape}), as {named}, {held_gib}"
+    print_paragraph(told)
+    print_paragraph(provenance(machine, given.rates))
 
 
 def _draw_timeline(found: Search, path: Path) -> None:

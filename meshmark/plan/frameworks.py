@@ -7,9 +7,24 @@ from dataclasses import dataclass
 from meshmark.errors import InputError, UnknownNameError
 from meshmark.plan.stacks import is_modern
 from meshmark.spec.hardware import Gpu
-from meshmark.spec.layout import AXES, Axis, Layout
+from meshmark.spec.layout import AXES, Axis, Layout, Recompute
 from meshmark.spec.model_spec import Family
 from meshmark.theory.recipe import NARROW, RECIPES, TrainingRecipe, narrowed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is asked of a framework besides a layout."""
+
+    experts: int = 1
+    """Ranks that a layer's experts are divided over."""
+    recompute_layers: bool = False
+    """A number of layers for full recomputation."""
+    recompute_modules: bool = False
+    """Modules for selective recomputation."""
+    offload_layers: bool = False
+    """Activations in host memory."""
+    lora: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +40,10 @@ class Framework:
     zero_stages: tuple[int, ...]
     experts: bool = True
     """Whether it has expert parallelism."""
+    counts_recomputed: bool = False
+    """Whether it recomputes some layers alone, by Megatron's methods uniform and block."""
+    is_megatron_core: bool = False
+    """Whether it has Megatron-Core's recomputation of modules, offloaded activations, and Megatron-Bridge's LoRA."""
     tpu: bool = False
     """Whether it trains on TPUs."""
     adapter: str | None = None
@@ -47,16 +66,30 @@ class Framework:
         stages = ", ".join(map(str, self.zero_stages))
         return f"recipe {using.name}, {using.states.total:g} bytes a parameter; {', '.join(self.axes)}; ZeRO {stages}"
 
-    def beyond(self, layout: Layout, experts: int = 1) -> str | None:
-        """Return which parts of a layout the framework is not known to support, in words, or None if it supports
-        all. `experts` is the number of ranks that a layer's experts are divided over.
+    def beyond(self, layout: Layout, asked: Asked = Asked()) -> str | None:  # noqa: B008
+        """Return which parts of a layout, and of what is asked beside it, the framework is not known to support, in
+        words, or None if it supports all.
         """
         missing = [f"{axis} above 1" for axis in AXES if getattr(layout, axis) > 1 and axis not in self.axes]
         # Of one data-parallel rank nothing is shared out, whatever the stage.
         if layout.zero_stage not in self.zero_stages and layout.dp * layout.cp > 1:
             missing.append(f"ZeRO stage {layout.zero_stage}")
-        if experts > 1 and not self.experts:
+        if asked.experts > 1 and not self.experts:
             missing.append("ep above 1")
+        if asked.recompute_layers and not self.counts_recomputed:
+            missing.append("recompute_num_layers")
+        core = {
+            "recompute_modules": asked.recompute_modules,
+            "offload_layers": asked.offload_layers,
+            "LoRA": asked.lora,
+        }
+        missing += [name for name, wanted in core.items() if wanted and not self.is_megatron_core]
+        # TransformerConfig's own checks of `cpu_offloading`.
+        if asked.offload_layers and self.is_megatron_core:
+            if layout.pp > 1:
+                missing.append("offload_layers in a pipeline")
+            if layout.recompute is not Recompute.NONE:
+                missing.append("offload_layers beside recomputation")
         if not missing:
             return None
         has = f"{', '.join(self.axes)} and ZeRO {', '.join(map(str, self.zero_stages))}"
@@ -73,6 +106,8 @@ FRAMEWORKS: dict[str, Framework] = {
             older="megatron",
             axes=("dp", "tp", "pp", "cp"),
             zero_stages=(0, 1),
+            counts_recomputed=True,
+            is_megatron_core=True,
             adapter="megatron",
         ),
         *(
@@ -81,12 +116,28 @@ FRAMEWORKS: dict[str, Framework] = {
                 recipe="megatron-core",
                 axes=("dp", "tp", "pp", "cp"),
                 zero_stages=(0, 1),
+                counts_recomputed=True,
+                is_megatron_core=True,
                 adapter="megatron",
             )
             for name in ("megatron-core", "nemo")
         ),
-        Framework(name="megatron-fsdp", recipe="megatron-core", axes=("dp", "tp", "cp"), zero_stages=(3,)),
-        Framework(name="megatron-2021", recipe="megatron", axes=("dp", "tp", "pp"), zero_stages=(0, 1), experts=False),
+        Framework(
+            name="megatron-fsdp",
+            recipe="megatron-core",
+            axes=("dp", "tp", "cp"),
+            zero_stages=(3,),
+            counts_recomputed=True,
+            is_megatron_core=True,
+        ),
+        Framework(
+            name="megatron-2021",
+            recipe="megatron",
+            axes=("dp", "tp", "pp"),
+            zero_stages=(0, 1),
+            experts=False,
+            counts_recomputed=True,
+        ),
         Framework(name="megatron-deepspeed", recipe="megatron-deepspeed", axes=("dp", "tp", "pp"), zero_stages=(0, 1)),
         Framework(
             name="deepspeed",
@@ -103,6 +154,7 @@ FRAMEWORKS: dict[str, Framework] = {
         Framework(name="ddp", recipe="ddp", axes=("dp",), zero_stages=(0,), experts=False, adapter="ddp"),
         Framework(name="fsdp2", recipe="fsdp2-foreach", axes=("dp",), zero_stages=(3,), experts=False, adapter="fsdp2"),
         Framework(name="fsdp1", recipe="fsdp1-bf16", axes=("dp",), zero_stages=(3,), experts=False),
+        Framework(name="llama3", recipe="llama3", axes=("dp", "tp", "pp", "cp"), zero_stages=(2,)),
         Framework(name="torchtitan", recipe="fsdp2", axes=("dp", "tp", "pp", "cp"), zero_stages=(0, 3)),
         Framework(name="composer", recipe="fsdp-fused-loss", axes=("dp",), zero_stages=(3,)),
     )

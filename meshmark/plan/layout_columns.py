@@ -6,17 +6,20 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
-from meshmark.errors import InputError, LayoutError
+from meshmark.errors import InputError, LayoutError, UnknownNameError
 from meshmark.plan.model_names import known_models, plan_model
 from meshmark.plan.rows import Row
 from meshmark.spec.hardware import MOST_GPUS
-from meshmark.spec.layout import AXES, Layout, Offload, Recompute, Schedule
+from meshmark.spec.layout import AXES, Layout, Offload, Recompute, RecomputeModule, Schedule
 from meshmark.spec.layout_id import parse_layout
 from meshmark.spec.model_spec import TEXT_FAMILIES, Family, ModelSpec, gpt, llama
+from meshmark.theory.grid import module_code
 from meshmark.theory.recipe import NARROW
+from meshmark.theory.recomputed import expect_modules
 
 DIMENSIONS = {
     "family": "family",
@@ -49,6 +52,11 @@ READ = (
     *DIMENSIONS,
     "layout",
     *DEGREES,
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+    "offload_layers",
+    "lora_rank",
     "replicas",
     "ep",
     "etp",
@@ -75,7 +83,10 @@ OTHER_NAMES = {
     **dict.fromkeys(("zero", "fsdp"), "zero_stage"),
     **dict.fromkeys(("sp", "seq_parallel"), "sequence_parallel"),
     **dict.fromkeys(("seq", "seqlen", "sequence_length", "max_seq_len"), "seq_len"),
-    **dict.fromkeys(("ac", "activation_checkpointing", "recomputation"), "recompute"),
+    **dict.fromkeys(("ac", "activation_checkpointing", "recomputation", "recompute_granularity"), "recompute"),
+    **dict.fromkeys(("recompute_layers", "num_recompute_layers"), "recompute_num_layers"),
+    **dict.fromkeys(("cpu_offloading_num_layers", "activation_offload"), "offload_layers"),
+    **dict.fromkeys(("lora", "lora_dim", "lora_r", "peft"), "lora_rank"),
     **dict.fromkeys(("num_gpus", "n_gpus", "world_size"), "gpus"),
     **dict.fromkeys(("dtype", "quantization"), "precision"),
     **dict.fromkeys(("expert_parallel", "expert_model_parallel_size"), "ep"),
@@ -84,6 +95,8 @@ OTHER_NAMES = {
 """Names that frameworks have for columns, and the column's name here."""
 _NEEDED = ("layers", "hidden", "heads", "vocab", "seq_len")
 _LARGEST = 10**9
+METHODS = ("uniform", "block")
+"""How full recomputation chooses layers: units of layers that keep one input each, or the first layers of a chunk."""
 _Word = TypeVar("_Word", bound=StrEnum)
 
 
@@ -125,6 +138,96 @@ def narrow_of(row: Row, position: int) -> str:
             "says fp32, or leave precision empty"
         )
     return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beyond:
+    """Columns of a row that are no part of a `Layout`, by the names that they have in a `Grid`."""
+
+    micro_batch: int = 1
+    replicas: int = 1
+    ep: int = 1
+    etp: int = 1
+    recompute_layers: int = 0
+    recompute_unit: int = 1
+    recompute_modules: int = 0
+    offload_layers: int = 0
+
+
+def recomputation_of(row: Row, position: int, layout: Layout, spec: ModelSpec) -> dict[str, int]:
+    """Return the columns of a grid that say which layers and modules are recomputed, and which layers are offloaded.
+
+    Raises `InputError` where they contradict the layout or the model.
+    """
+    where, method, modules = (
+        f"row {position + 2}",
+        cell(row, "recompute_method").lower(),
+        cell(row, "recompute_modules"),
+    )
+    count = integer(row, "recompute_num_layers", position, usual=0)
+    away = integer(row, "offload_layers", position, usual=0, least=0)
+    try:
+        found = recomputed_columns(layout, spec, method=method, count=count, modules=modules)
+        found["offload_layers"] = offloaded_layers(layout, spec, away)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
+    return found
+
+
+def recomputed_columns(layout: Layout, spec: ModelSpec, *, method: str, count: int, modules: str) -> dict[str, int]:
+    """Return columns of a grid for Megatron's `recompute_method`, `recompute_num_layers` and `recompute_modules`.
+
+    Raises `InputError` where they contradict the layout or the model.
+    """
+    found: dict[str, int] = {}
+    if method and method not in METHODS:
+        raise InputError(f"recompute_method is {method[:40]!r}, expected one of {', '.join(METHODS)}")
+    if (method or count) and layout.recompute is not Recompute.FULL:
+        said = "recompute_method" if method else "recompute_num_layers"
+        raise InputError(
+            f"{said} is of full recomputation, but recompute is {layout.recompute}; say full, or leave it out"
+        )
+    if bool(method) != bool(count):
+        missing = "recompute_num_layers" if method else "recompute_method"
+        raise InputError(
+            f"missing column {missing}: a method ({', '.join(METHODS)}) and its number of layers come together"
+        )
+    if count:
+        most = -(-spec.num_layers // (layout.pp * layout.virtual_stages))
+        if count > most:
+            raise InputError(f"recompute_num_layers is {count}, but a chunk has {most} of {spec.num_layers} layers")
+        found["recompute_layers" if method == "block" else "recompute_unit"] = count
+    if modules:
+        if layout.recompute is not Recompute.SELECTIVE:
+            raise InputError(
+                f"recompute_modules is of selective recomputation, but recompute is {layout.recompute}; say selective"
+            )
+        found["recompute_modules"] = module_code(modules_of(modules, spec))
+    return found
+
+
+def modules_of(text: str, spec: ModelSpec) -> frozenset[RecomputeModule]:
+    """Return the modules that a text names, with spaces, commas or `+` between. Raises `InputError` as
+    `expect_modules` does, and for an unknown name.
+    """
+    names = [name for name in re.split(r"[\s,+;]+", text.strip().lower()) if name]
+    if not names:
+        raise InputError(f"recompute_modules names none, expected some of {', '.join(RecomputeModule)}")
+    if unknown := [name for name in names if name not in tuple(RecomputeModule)]:
+        raise UnknownNameError("module to recompute", unknown[0], RecomputeModule)
+    modules = frozenset(RecomputeModule(name) for name in names)
+    expect_modules(spec, modules)
+    return modules
+
+
+def offloaded_layers(layout: Layout, spec: ModelSpec, count: int) -> int:
+    """Return the layers of a rank whose activations are offloaded. Raises `InputError` if a rank has fewer."""
+    most = -(-spec.num_layers // layout.pp)
+    if count > most:
+        raise InputError(f"offload_layers is {count}, but a rank has {most} of {spec.num_layers} layers")
+    if count and layout.offload is Offload.NVME:
+        raise InputError("offload_layers beside offload nvme: activations are planned in host memory; say offload cpu")
+    return count
 
 
 def cell(row: Row, column: str) -> str:
@@ -210,8 +313,8 @@ def _degree(row: Row, column: str, position: int) -> object:
     return integer(row, column, position)
 
 
-def integer(row: Row, column: str, position: int, usual: int | None = None) -> int:
-    """Parse a whole number: at least 1, or from 0 to 3 for `zero_stage`. Returns `usual` for an empty cell."""
+def integer(row: Row, column: str, position: int, usual: int | None = None, least: int = 1) -> int:
+    """Parse a whole number of at least `least`, or from 0 to 3 for `zero_stage`. Returns `usual` for an empty cell."""
     text = cell(row, column)
     if not text and usual is not None:
         return usual
@@ -219,7 +322,7 @@ def integer(row: Row, column: str, position: int, usual: int | None = None) -> i
         value = float(text)
     except ValueError:
         value = float("nan")
-    least = 0 if column == "zero_stage" else 1
+    least = 0 if column == "zero_stage" else least
     if not (least <= value < float("inf")) or value != int(value):
         raise InputError(f"row {position + 2}: {column} is {text[:40]!r}, expected a whole number of at least {least}")
     if column == "zero_stage" and value > 3:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,16 +11,18 @@ from typing import TypeVar
 import numpy as np
 
 from meshmark.errors import InputError
-from meshmark.plan.frameworks import Framework, framework, recipe_of
+from meshmark.plan.frameworks import Asked, Framework, framework, recipe_of
 from meshmark.plan.layout_columns import (
     DEGREES,
     DIMENSIONS,
+    Beyond,
     cell,
     expect_known,
     integer,
     layout_of,
     model_of,
     narrow_of,
+    recomputation_of,
 )
 from meshmark.plan.model_names import known_models, size_note
 from meshmark.plan.rows import Row
@@ -44,6 +47,8 @@ class LayoutRows:
     """The recipe, or None if the table does not name one."""
     narrow: str
     """Precision of products narrower than 16 bits, or an empty string."""
+    lora_rank: int
+    """Rank of LoRA's adapters. 0 trains everything."""
     rows: Column
     """Positions in the table."""
     grid: Grid
@@ -57,26 +62,49 @@ def batches(table: Sequence[Row], machine: Gpu | None = None, of_all: Framework 
     """
     expect_known(list(table[0]))
     model, layout = _once(model_of, ("model", *DIMENSIONS)), _once(layout_of, ("layout", *DEGREES))
-    groups: dict[tuple[ModelSpec, str, TrainingRecipe | None, str], list[tuple[int, Layout]]] = {}
+    groups: dict[tuple[ModelSpec, str, TrainingRecipe | None, str, int], list[tuple[int, Layout]]] = {}
     for i, row in enumerate(table):
         spec = model(row, i)
-        key = (spec, cell(row, "gpu"), _recipe_of(row, i, machine, spec.family), narrow_of(row, i))
+        rank = integer(row, "lora_rank", i, usual=0, least=0)
+        key = (spec, cell(row, "gpu"), _recipe_of(row, i, machine, spec.family), narrow_of(row, i), rank)
         laid = layout(row, i)
         of = of_all or _framework_of(row)
-        if of and (told := of.beyond(laid, integer(row, "ep", i, usual=1))):
+        if of and (told := of.beyond(laid, _asked(row, i, rank))):
             raise InputError(f"row {i + 2}: {told}; name another framework, or only a recipe")
         groups.setdefault(key, []).append((i, laid))
-    for (spec, gpu_name, using, narrow), members in groups.items():
+    for (spec, gpu_name, using, narrow, rank), members in groups.items():
         rows = [i for i, _ in members]
         grid = _grid(
             [layout for _, layout in members],
-            [integer(table[i], "micro_batch", i, usual=1) for i in rows],
-            [_replicas(table[i], i, layout) for i, layout in members],
-            [_experts(table[i], i, layout, spec) for i, layout in members],
+            [_beyond(table[i], i, layout, spec) for i, layout in members],
         )
         _check_gpus(table, rows, grid)
         _check_shards(spec, rows, grid)
-        yield LayoutRows(model=spec, gpu_name=gpu_name, recipe=using, narrow=narrow, rows=np.array(rows), grid=grid)
+        yield LayoutRows(
+            model=spec, gpu_name=gpu_name, recipe=using, narrow=narrow, lora_rank=rank, rows=np.array(rows), grid=grid
+        )
+
+
+def _asked(row: Row, position: int, lora_rank: int) -> Asked:
+    """Return what a row asks of its framework besides a layout."""
+    return Asked(
+        experts=integer(row, "ep", position, usual=1),
+        recompute_layers=bool(cell(row, "recompute_num_layers")),
+        recompute_modules=bool(cell(row, "recompute_modules")),
+        offload_layers=integer(row, "offload_layers", position, usual=0, least=0) > 0,
+        lora=lora_rank > 0,
+    )
+
+
+def _beyond(row: Row, position: int, layout: Layout, spec: ModelSpec) -> Beyond:
+    ep, etp = _experts(row, position, layout, spec)
+    return Beyond(
+        micro_batch=integer(row, "micro_batch", position, usual=1),
+        replicas=_replicas(row, position, layout),
+        ep=ep,
+        etp=etp,
+        **recomputation_of(row, position, layout, spec),
+    )
 
 
 def _once(read: Callable[[Row, int], _Read], columns: Sequence[str]) -> Callable[[Row, int], _Read]:
@@ -140,9 +168,7 @@ def invalid_experts(spec: ModelSpec, ep: int, etp: int, ranks: int) -> str:
 
 def _grid(
     layouts: Sequence[Layout],
-    micro_batches: Sequence[int],
-    replicas: Sequence[int],
-    experts: Sequence[tuple[int, int]],
+    others: Sequence[Beyond],
 ) -> Grid:
     codes: Mapping[str, Sequence[object]] = {"schedule": SCHEDULES, "recompute": RECOMPUTES, "offload": OFFLOADS}
     columns = {
@@ -151,8 +177,9 @@ def _grid(
         )
         for field in DEGREES.values()
     }
-    ep, etp = np.array(experts).T
-    return make_grid(micro_batch=np.array(micro_batches), replicas=np.array(replicas), ep=ep, etp=etp, **columns)
+    names = [field.name for field in dataclasses.fields(Beyond)]
+    beside = {name: np.array([getattr(one, name) for one in others]) for name in names}
+    return make_grid(**columns, **beside)
 
 
 def _check_gpus(table: Sequence[Row], rows: Sequence[int], grid: Grid) -> None:

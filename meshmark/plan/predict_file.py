@@ -20,10 +20,11 @@ from meshmark.plan.rows import Row, read_rows
 from meshmark.plan.stacks import rates_for, stack_of
 from meshmark.plan.step_time import PARTS
 from meshmark.spec.hardware import GIB, Gpu, gpu
+from meshmark.spec.layout import Offload
 from meshmark.spec.model_spec import Family
-from meshmark.theory.grid import Column
+from meshmark.theory.grid import OFFLOADS, Column
 from meshmark.theory.memory import CATEGORIES
-from meshmark.theory.recipe import NARROW, TrainingRecipe
+from meshmark.theory.recipe import NARROW, TrainingRecipe, adapted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +66,16 @@ def _settings(table: Sequence[Row], setting: Setting) -> Iterator[tuple[LayoutRo
         if not batch.gpu_name and setting.machine is None:
             raise InputError(f"row {batch.rows[0] + 2}: missing column gpu; or give --gpu")
         machine = setting.machine or gpu(batch.gpu_name)
-        if machine.host is None and len(offloaded := batch.rows[batch.grid.offload > 0]):
+        leaves = (batch.grid.offload > 0) | (batch.grid.offload_layers > 0)
+        if machine.host is None and len(offloaded := batch.rows[leaves]):
             raise InputError(f"row {offloaded[0] + 2}: what a node of {machine.name} could offload to is not known")
+        drives = batch.rows[batch.grid.offload == OFFLOADS.index(Offload.NVME)]
+        if machine.host and not machine.host.nvme_bytes and len(drives):
+            raise InputError(f"row {drives[0] + 2}: which drives a node of {machine.name} has is not known")
         named = setting.framework.recipe_on(machine, batch.model.family) if setting.framework else None
         using = setting.recipe or named or batch.recipe or default_framework(machine).recipe_on(machine, Family.GPT)
+        if using.eager and (told := batch.grid.unplanned_by_eager):
+            raise InputError(f"row {batch.rows[0] + 2}: {told} is not planned by recipe {using.name!r}")
         stack = stack_of(using.name)
         using = setting.overlap.recipe(using)
         narrow = batch.narrow or (setting.precision if setting.precision in NARROW else "")
@@ -77,6 +84,10 @@ def _settings(table: Sequence[Row], setting: Setting) -> Iterator[tuple[LayoutRo
                 using = narrowed_on(machine, using, narrow)
             except InputError as error:
                 raise InputError(f"row {batch.rows[0] + 2}: {error}") from error
+        try:
+            using = adapted(using, batch.lora_rank, batch.model)
+        except InputError as error:
+            raise InputError(f"row {batch.rows[0] + 2}: {error}") from error
         yield (
             batch,
             machine,

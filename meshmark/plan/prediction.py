@@ -10,11 +10,13 @@ import numpy as np
 from meshmark.plan.rates import Rates
 from meshmark.plan.step_time import StepTime, step_time
 from meshmark.spec.hardware import Gpu
+from meshmark.spec.layout import Recompute, RecomputeModule
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.theory.flops import hardware_flops_per_token, model_flops_per_token
-from meshmark.theory.grid import RECOMPUTES, Column, Grid
+from meshmark.theory.grid import MODULES, RECOMPUTES, Column, Grid
 from meshmark.theory.memory import Memory, memory
 from meshmark.theory.recipe import TrainingRecipe
+from meshmark.theory.recomputed import repeated
 
 MEMORY_ERROR = 0.08
 """Mean relative error of memory on data that the rates were not fitted to. `make validate` fails above it."""
@@ -50,7 +52,9 @@ class Prediction:
     @property
     def host_headroom_bytes(self) -> Column:
         """Bytes left in a rank's share of its node's host memory or drives after offloading."""
-        host, offload = self.gpu.host, self.grid.offload
+        host = self.gpu.host
+        # Activations go to host memory, also where no states do.
+        offload = np.where((self.grid.offload == 0) & (self.grid.offload_layers > 0), 1, self.grid.offload)
         room = np.array([np.inf, host.memory_bytes if host else 0.0, host.nvme_bytes if host else 0.0])
         share: Column = room[offload] / np.minimum(self.grid.num_gpus, self.gpu.gpus_per_node)
         return share - self.memory.host_bytes
@@ -58,7 +62,7 @@ class Prediction:
     @property
     def available_bytes(self) -> float:
         """GPU memory that is available to the framework's allocator, in bytes."""
-        return self.gpu.memory_bytes - self.recipe.buffers.outside_bytes
+        return _available(self.gpu, self.recipe)
 
     @property
     def headroom_bytes(self) -> Column:
@@ -84,10 +88,10 @@ class Prediction:
     def step_seconds_interval(self) -> tuple[Column, Column] | None:
         """Interval that should contain nine of ten runs. None if no run shows how wide it is.
 
-        None does for mixtures of experts: the intervals are of dense models' runs.
+        None does for mixtures of experts and for LoRA: the intervals are of runs that train dense models whole.
         """
         spread = self.rates.spread
-        if spread.slower <= 1.0 or self.model.expert_parameters:
+        if spread.slower <= 1.0 or self.model.expert_parameters or self.recipe.adapter_rank:
             return None
         return self.step_seconds * spread.faster, self.step_seconds * spread.slower
 
@@ -98,21 +102,40 @@ class Prediction:
     @property
     def mfu(self) -> Column:
         """Model FLOPs over peak, as in the reports of the suites (PaLM, arXiv:2204.02311 appendix B)."""
-        flops = model_flops_per_token(self.model)
+        flops = model_flops_per_token(self.model, adapter_rank=self.recipe.adapter_rank)
         return self.tokens_per_second_per_gpu * flops / self.peak_flops
 
     @property
     def hfu(self) -> Column:
         """Hardware FLOPs, including recomputation, over peak."""
         by_code = np.array([hardware_flops_per_token(self.model, recompute=r) for r in RECOMPUTES])
-        share: Column = self.tokens_per_second_per_gpu * by_code[self.grid.recompute] / self.peak_flops
-        return share
+        trained = model_flops_per_token(self.model, adapter_rank=self.recipe.adapter_rank)
+        by_code = by_code + trained - model_flops_per_token(self.model)
+        flops, none = by_code[self.grid.recompute], by_code[RECOMPUTES.index(Recompute.NONE)]
+        chunks, layers = self.grid.pp * self.grid.virtual_stages, self.model.num_layers
+        share = np.minimum(self.grid.recompute_layers * chunks / layers, 1.0)
+        flops = np.where(self.grid.recompute_layers > 0, none + share * (flops - none), flops)
+        if self.grid.recompute_modules.any():
+            named = np.full(len(self.grid), none)
+            for module in MODULES:
+                weights = repeated(self.model, self.recipe, module).weights
+                core = by_code[RECOMPUTES.index(Recompute.SELECTIVE)] - none
+                more = core if module is RecomputeModule.CORE_ATTN else 2.0 * layers * weights
+                named += np.where(self.grid.repeats(module), more, 0.0)
+            flops = np.where(self.grid.recompute_modules > 0, named, flops)
+        found: Column = self.tokens_per_second_per_gpu * flops / self.peak_flops
+        return found
+
+
+def _available(gpu: Gpu, recipe: TrainingRecipe) -> float:
+    """Return the memory that a framework can allocate. What lies outside is CUDA's and NCCL's, which TPUs have not."""
+    return gpu.memory_bytes - (0.0 if gpu.is_tpu else recipe.buffers.outside_bytes)
 
 
 def predict_grid(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Prediction:
     """Predict every layout of `grid`."""
     time = step_time(model, grid, gpu, recipe, rates)
-    capacity = gpu.memory_bytes - recipe.buffers.outside_bytes
+    capacity = _available(gpu, recipe)
     held = memory(model, grid, recipe, rates.memory, lag=time.lag, capacity_bytes=capacity)
     if rates.polling.pipeline_wait_seconds:
         # The build that polls cuts pipelines as its source says, which counts the head as a whole layer.

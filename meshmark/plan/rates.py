@@ -19,6 +19,13 @@ from meshmark.theory.overheads import Overheads
 RATES_DIR = Path(__file__).parent / "rates"
 
 
+REACHED = 0.9
+"""Share of a limiting link or network that is reached.
+
+An all-reduce of 256 MB over two nodes of 400 GB/s reached 362 (baselines/papers/nanotron_collective_bandwidth.csv).
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class KernelRates:
     """Rates of matrix products and element-wise kernels."""

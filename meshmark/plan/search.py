@@ -15,11 +15,21 @@ from meshmark.plan.rates import Rates
 from meshmark.plan.simulator import simulated_bubble_seconds
 from meshmark.plan.step_time import PARTS, stage_seconds
 from meshmark.spec.hardware import GIB, MOST_GPUS, Gpu
-from meshmark.spec.layout import Offload
+from meshmark.spec.layout import Offload, Recompute
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.planned_model import PlannedModel
 from meshmark.spec.workload import MOST_ROWS
-from meshmark.theory.grid import OFFLOADS, Column, Grid, SearchSpace, enumerate_grid, joined, make_grid
+from meshmark.theory.grid import (
+    MODULES,
+    OFFLOADS,
+    RECOMPUTES,
+    Column,
+    Grid,
+    SearchSpace,
+    enumerate_grid,
+    joined,
+    make_grid,
+)
 from meshmark.theory.recipe import TrainingRecipe
 
 OFFLOAD_PLACES = {Offload.CPU: "in host memory", Offload.NVME: "on NVMe"}
@@ -107,8 +117,10 @@ def _predict_all(model: ModelSpec, space: SearchSpace, gpu: Gpu, recipe: Trainin
     for cp in space.contexts or ():
         if cp < 1 or (cp > 1 and model.seq_len % (2 * cp)):
             raise InputError(f"cp is {cp}: a sequence of {model.seq_len} tokens must divide into 2 x cp equal parts")
-    if space.offload is not Offload.NONE and gpu.host is None:
+    if (space.offload is not Offload.NONE or space.fixed.get("offload_layers")) and gpu.host is None:
         raise InputError(f"nothing can be offloaded: what a node of {gpu.name} has beside its gpus is not known")
+    if space.offload is Offload.NVME and gpu.host and not gpu.host.nvme_bytes:
+        raise InputError(f"nothing can be offloaded to NVMe: which drives a node of {gpu.name} has is not known")
     grid = enumerate_grid(
         model,
         space,
@@ -120,6 +132,10 @@ def _predict_all(model: ModelSpec, space: SearchSpace, gpu: Gpu, recipe: Trainin
         grid = _with_experts(grid, model, space.experts)
     elif space.experts and set(space.experts) != {1}:
         raise InputError(f"--ep {','.join(map(str, space.experts))}: {model.name!r} has no experts")
+    if len(grid) and space.fixed:
+        grid = _with_fixed(grid, model, space.fixed)
+        if recipe.eager and (told := grid.unplanned_by_eager):
+            raise InputError(f"{told} is not planned by recipe {recipe.name!r}")
     if len(grid) and space.only:
         grid = _chosen(grid, space.only)
     if not len(grid):
@@ -145,6 +161,43 @@ def _with_experts(grid: Grid, model: PlannedModel, degrees: Sequence[int] | None
             "ranks of a pipeline stage"
         )
     return joined(parts)
+
+
+def _with_fixed(grid: Grid, model: ModelSpec, fixed: Mapping[str, int]) -> Grid:
+    """Return the layouts that can have these values, with them.
+
+    Raises `InputError` if none can, with the value.
+    """
+    layers = model.num_layers
+    chunk = np.ceil(layers / (grid.pp * grid.virtual_stages))
+    is_full = grid.recompute == RECOMPUTES.index(Recompute.FULL)
+    is_selective = grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE)
+    ranks, experts_ranks = grid.dp * grid.cp, grid.dp * grid.cp * grid.tp
+    for name, value in fixed.items():
+        able: dict[str, tuple[Column, str]] = {
+            "replicas": (
+                (ranks % value == 0) & (grid.zero_stage > 0),
+                "divides the data-parallel ranks of a ZeRO stage",
+            ),
+            "etp": (experts_ranks % (grid.ep * value) == 0, "divides, with ep, the ranks of a pipeline stage"),
+            "offload_layers": (value <= np.ceil(layers / grid.pp), "is no more than a rank's layers"),
+            "recompute_layers": (is_full & (value <= chunk), "is no more than a chunk's layers"),
+            "recompute_unit": (is_full & (value <= chunk), "is no more than a chunk's layers"),
+            "recompute_modules": (is_selective, "goes with selective recomputation"),
+        }
+        kept, why = able[name]
+        if not kept.any():
+            said = {"recompute_layers": "recompute_num_layers", "recompute_unit": "recompute_num_layers"}.get(
+                name, name
+            )
+            raise InputError(f"--{said.replace('_', '-')} {value}: in no layout that is left it {why}")
+        rows = np.nonzero(kept)[0]
+        return _with_fixed(
+            dataclasses.replace(grid.take(rows), **{name: np.full(len(rows), value)}),
+            model,
+            {other: left for other, left in fixed.items() if other != name},
+        )
+    return grid
 
 
 def _chosen(grid: Grid, only: Mapping[str, Sequence[int]]) -> Grid:
@@ -221,6 +274,7 @@ ASSUMPTIONS = {
     "tensor_communication": "tp overlap",
     "context_communication": "cp ring",
     "expert_communication": "ep all-to-all",
+    "activation_offload": "host link",
     "launch_floor": "launch floor",
     "point_to_point": "pp sends",
     "bubble": "pp bubble",
@@ -240,8 +294,16 @@ def decides(found: Search, row: int) -> tuple[str, float]:
 
 
 def layout_id(grid: Grid, row: int) -> str:
-    """Return the id of a grid's layout, with its expert-parallel degree."""
-    return grid.layout(row).id + (f".ep{grid.ep[row]}" if grid.ep[row] > 1 else "")
+    """Return the id of a grid's layout, with the columns that a layout's own id has not got."""
+    counts = {"replicas": ".replicas", "ep": ".ep", "etp": ".etp", "recompute_unit": ".uniform"}
+    found: str = grid.layout(row).id
+    found += "".join(
+        f"{text}{getattr(grid, name)[row]}" for name, text in counts.items() if getattr(grid, name)[row] > 1
+    )
+    zeros = {"recompute_layers": ".block", "offload_layers": ".offload_layers"}
+    found += "".join(f"{text}{getattr(grid, name)[row]}" for name, text in zeros.items() if getattr(grid, name)[row])
+    modules = [module for module in MODULES if grid.repeats(module)[row]]
+    return found + (f".{'+'.join(modules)}" if modules else "")
 
 
 def reason(found: Search) -> str:

@@ -3,49 +3,63 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 
 from meshmark.plan.prediction import MEMORY_ERROR, Prediction
 from meshmark.plan.provenance import provenance
 from meshmark.plan.search import OFFLOAD_PLACES, Search, decides, layout_id, reason
 from meshmark.plan.step_time import PARTS
 from meshmark.spec.hardware import GIB
+from meshmark.spec.layout import Offload
+
+_LINE = 100
+"""Characters of a line, as wide as terminals usually are."""
+_ID_WIDTH = 27
+"""Characters for a layout's id beside its figures."""
 
 
 def print_search(found: Search, top: int, elapsed: float) -> None:
     """Print the table of the best layouts, why the first one wins, and which layouts nearly fit."""
     prediction, model = found.prediction, found.prediction.model
     size = f"{model.num_parameters / 1e9:.3g}B parameters"
-    print(f"{model.name} ({size}) on {prediction.grid.num_gpus[0]} {prediction.gpu.name}: {found.num_examined} layouts")
-    print(
+    print_paragraph(
+        f"{model.name} ({size}) on {prediction.grid.num_gpus[0]} {prediction.gpu.name}: {found.num_examined} layouts "
         f"examined in {elapsed:.2f} s, {len(found.ranked)} fit; global batch {prediction.grid.global_batch[0]}, "
         f"sequences of {model.seq_len:,} tokens, products in {_products(prediction)}"
     )
-    print(provenance(prediction.gpu, prediction.rates))
-    heads = f"{'tok/s/gpu':>10} {'MFU':>6} {'step s':>9} {'GiB':>7} {'free':>7}  decides"
-    width = max(len(layout_id(prediction.grid, int(row))) for row in found.ranked[:top])
-    print(f"\n{'layout':{width}} {'micro-batches':>15} {heads}")
+    print_paragraph(provenance(prediction.gpu, prediction.rates))
+    heads = f"{'seq':>4} {'tok/s/gpu':>9} {'MFU':>6} {'step s':>8} {'GiB':>6} {'free':>6}  decides"
+    print(f"\n{'layout':{_ID_WIDTH}} {heads}")
     for row in found.ranked[:top]:
-        print(_line(found, int(row), width))
+        print(_line(found, int(row)))
     best = int(found.ranked[0])
+    print("seq: sequences in a micro-batch; mbN of the layout: N micro-batches a step.")
+    print_paragraph(
+        "decides: what is assumed of most of a layout's step beyond its products, and its share of the step."
+    )
     if prediction.tight[best]:
-        print(_about_tight(found))
-    print(f"\nThe best wins because {reason(found)}.")
-    print(f"Its step: {_breakdown(found, best)}; HFU {100 * prediction.hfu[best]:.1f} %.")
-    print("decides: what is assumed of most of a layout's step beyond its products, and how much of the step that is.")
-    print(_interval(found, best))
+        print_paragraph(_about_tight(found))
+    print()
+    print_paragraph(f"The best wins because {reason(found)}.")
+    print_paragraph(f"Its step: {_breakdown(found, best)}; HFU {100 * prediction.hfu[best]:.1f} %.")
+    print_paragraph(_interval(found, best))
     if host := float(prediction.memory.host_bytes[best]):
         layout, left = prediction.grid.layout(best), float(prediction.host_headroom_bytes[best])
         ranks = min(layout.world_size, prediction.gpu.gpus_per_node)
-        place = f"a node {OFFLOAD_PLACES[layout.offload]}, of {ranks * (host + left) / GIB:.0f} there"
-        print(f"Offloaded: {host / GIB:.1f} GiB a gpu, {ranks * host / GIB:.0f} GiB {place}.")
+        held_in = OFFLOAD_PLACES.get(layout.offload, OFFLOAD_PLACES[Offload.CPU])
+        place = f"a node {held_in}, of {ranks * (host + left) / GIB:.0f} there"
+        print_paragraph(f"Offloaded: {host / GIB:.1f} GiB a gpu, {ranks * host / GIB:.0f} GiB {place}.")
     if len(found.just_too_large):
         speed = prediction.tokens_per_second_per_gpu
         faster = speed[found.just_too_large[0]] > speed[best]
         print("Faster, but too large by:" if faster else "Too large (and no faster) by:")
-        near = [int(row) for row in found.just_too_large[:3]]
-        width = max(len(layout_id(prediction.grid, row)) for row in near)
-        for row in near:
-            print(f"  {_line(found, row, width)}")
+        for row in found.just_too_large[:3]:
+            print(_line(found, int(row)))
+
+
+def print_paragraph(text: str) -> None:
+    """Print a paragraph in lines of at most `_LINE` characters. Names of layouts and files are not broken."""
+    print(textwrap.fill(text, _LINE, break_long_words=False, break_on_hyphens=False))
 
 
 def _products(prediction: Prediction) -> str:
@@ -61,11 +75,15 @@ def _interval(found: Search, row: int) -> str:
     """Return a sentence with the interval of a step time, or that it is unknown."""
     interval = found.prediction.step_seconds_interval
     if interval is None and found.prediction.model.expert_parameters:
-        return "No interval: half of the published runs of mixtures took 22 % longer or more (reports/validation.md)."
+        return (
+            "Error bar: none; half of the published runs of mixtures took 22 % longer or more (reports/validation.md)."
+        )
+    if interval is None and found.prediction.recipe.adapter_rank:
+        return "Error bar: none; no run that trains adapters alone has been compared."
     if interval is None:
-        return f"How far runs are from such a prediction is not known of rates {found.prediction.rates.name}."
+        return f"Error bar: none; no run has been compared with rates {found.prediction.rates.name}."
     low, high = (float(column[row]) for column in interval)
-    return f"Nine in ten such runs are expected to take {low:.3f} to {high:.3f} s a step (reports/validation.md)."
+    return f"Error bar: nine in ten such runs are expected to take {low:.3f} to {high:.3f} s (reports/validation.md)."
 
 
 def _breakdown(found: Search, row: int) -> str:
@@ -76,17 +94,20 @@ def _breakdown(found: Search, row: int) -> str:
     return ", ".join(f"{part.replace('_', ' ')} {100 * shares[part]:.0f} %" for part in parts)
 
 
-def _line(found: Search, row: int, width: int) -> str:
-    """Return a layout's line of the table, with its id in `width` characters."""
-    p = found.prediction
-    count, size = p.grid.num_micro_batches[row], p.grid.micro_batch[row]
+def _line(found: Search, row: int) -> str:
+    """Return a layout's line of the table. An id that is too long has a line of its own before it."""
+    p, named = found.prediction, layout_id(found.prediction.grid, row)
     assumption, share = decides(found, row)
-    return (
-        f"{layout_id(found.prediction.grid, row):{width}} {f'{count} of {size} seq':>15} "
-        f"{p.tokens_per_second_per_gpu[row]:10.1f} {100 * p.mfu[row]:5.1f}% "
-        f"{p.step_seconds[row]:9.3f} {p.memory_bytes[row] / GIB:7.1f} {found.headroom_bytes(row) / GIB:+7.1f}"
+    figures = (
+        f"{p.grid.micro_batch[row]:4} {p.tokens_per_second_per_gpu[row]:9.1f} {100 * p.mfu[row]:5.1f}% "
+        f"{_digits(p.step_seconds[row])} {p.memory_bytes[row] / GIB:6.1f} {found.headroom_bytes(row) / GIB:+6.1f}"
         f"  {assumption} {100 * share:.0f} %{', tight' if p.tight[row] else ''}"
     )
+    return f"{named:{_ID_WIDTH}} {figures}" if len(named) <= _ID_WIDTH else f"{named}\n{'':{_ID_WIDTH}} {figures}"
+
+
+def _digits(seconds: float) -> str:
+    return f"{seconds:8.3f}" if seconds < 1000 else f"{seconds:8.0f}"
 
 
 def _about_tight(found: Search) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from enum import StrEnum
 
-from meshmark.plan.rates import Rates, rates
+from meshmark.plan.rates import REACHED, Rates, rates
 from meshmark.spec.hardware import Gpu, gpu
 
 
@@ -38,11 +38,6 @@ _STACKS = {
     **dict.fromkeys(("megatron", "megatron-deepspeed", "megatron-deepspeed-bf16", "mixed20"), Stack.MEGATRON_2021),
 }
 """Stacks by recipe. All other recipes use PyTorch's."""
-_REACHED = 0.9
-"""Share of a limiting network that is reached.
-
-An all-reduce of 256 MB over two nodes of 400 GB/s reached 362 (baselines/papers/nanotron_collective_bandwidth.csv).
-"""
 _FITTED: dict[tuple[str, Stack], str] = {
     ("h100", Stack.COMPOSER): "h100-composer",
     ("a100", Stack.COMPOSER): "a100-composer",
@@ -92,7 +87,8 @@ def rates_for(
     nearest = nearest or ("cpu" if there.name == "cpu" else "h100" if is_modern(there) else "a100")
     given, known = rates(_FITTED.get((nearest, stack), nearest)), gpu(nearest)
     if stack is Stack.XLA:  # hiding tensor-parallel collectives is Transformer Engine's
-        given = given.moved({"network.tensor_overlap": 0.0})
+        # XLA assigns buffers before a step runs: nothing of PyTorch's caching allocator lies between them.
+        given = given.moved({"network.tensor_overlap": 0.0, "memory.fragmentation": 0.0})
     own = stack in _OWN[given.name] and there.peak_flops == known.peak_flops
     return scaled(given if own else _borrowed(given), known, there)
 
@@ -111,7 +107,7 @@ def scaled(given: Rates, known: Gpu, there: Gpu) -> Rates:
     measured on both GPUs.
 
     Bandwidth of collectives scales in proportion to faster links. Slower links may be the limit: collectives then
-    reach `_REACHED` of them, but no more than on the faster ones. A low share of a fast fabric does not imply a low
+    reach `REACHED` of them, but no more than on the faster ones. A low share of a fast fabric does not imply a low
     share of a slower one.
     """
     links, nodes = given.network, there.gpus_per_node / known.gpus_per_node
@@ -135,4 +131,4 @@ def scaled(given: Rates, known: Gpu, there: Gpu) -> Rates:
 
 def _reached(known: float, ratio: float, peak: float) -> float:
     """Return bytes per second of a collective over links `ratio` times as fast as those that reached `known`."""
-    return known * ratio if ratio >= 1.0 else max(known * ratio, min(known, _REACHED * peak))
+    return known * ratio if ratio >= 1.0 else max(known * ratio, min(known, REACHED * peak))

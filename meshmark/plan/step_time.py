@@ -19,18 +19,25 @@ from meshmark.plan.network import (
     ring_attention_seconds,
     tensor_collective_seconds,
 )
-from meshmark.plan.rates import Rates
+from meshmark.plan.rates import REACHED, Rates
 from meshmark.plan.update_time import StageLoad, data_seconds, optimizer_seconds, tied_seconds
 from meshmark.spec.hardware import GPUS, Gpu
-from meshmark.spec.layout import Recompute
+from meshmark.spec.layout import Recompute, RecomputeModule
 from meshmark.spec.model_spec import ModelSpec
-from meshmark.theory.activations import tokens
+from meshmark.theory.activations import (
+    layer_activation_bytes,
+    repeated_layers,
+    repeats_operations,
+    tokens,
+    without_recompute,
+)
 from meshmark.theory.bubble import bubble_seconds
 from meshmark.theory.flops import layer_matrix_parameters
-from meshmark.theory.grid import RECOMPUTES, Column, Grid
+from meshmark.theory.grid import MODULES, RECOMPUTES, Column, Grid
 from meshmark.theory.parameters import stage_experts, stage_parameters
 from meshmark.theory.partition import Stage
 from meshmark.theory.recipe import TrainingRecipe
+from meshmark.theory.recomputed import repeated
 
 _H100 = GPUS["h100"]
 """The GPU whose share of narrower products others take that have none."""
@@ -41,6 +48,7 @@ PARTS = (
     "tensor_communication",
     "context_communication",
     "expert_communication",
+    "activation_offload",
     "launch_floor",
     "point_to_point",
     "bubble",
@@ -49,7 +57,7 @@ PARTS = (
     "optimizer",
     "host",
 )
-STAGE_PARTS = PARTS[:8]
+STAGE_PARTS = PARTS[:9]
 """Parts that a stage spends on every micro-batch."""
 # Collectives in one layer's forward and backward pass. With sequence parallelism: an all-gather and a reduce-scatter
 # in each of two blocks forward, six backward (inputs are gathered again). Without it: four all-reduces, counted twice.
@@ -70,6 +78,8 @@ class StepTime:
     """Sending keys and values around a ring, as far as attention does not hide it."""
     expert_communication: Column
     """Sending tokens to the ranks of their experts and back."""
+    activation_offload: Column
+    """Moving activations to host memory and back, as far as their layers do not hide it."""
     launch_floor: Column
     """Wait of the slowest stage because its kernels are too short."""
     point_to_point: Column
@@ -111,11 +121,15 @@ def _pipeline_time(
     out = {name: m * np.stack([p[name] for p in by_stage])[slowest, columns] for name in STAGE_PARTS}
     out["bubble"] = bubble_seconds(grid, totals, pace)
     num_parameters = np.array([stage_parameters(model, stage) for stage in cut])
-    heaviest = num_parameters.max() / grid.tp
+    held = num_parameters.max() / grid.tp
+    heaviest = held
+    if recipe.adapter_rank:
+        heaviest = max(stage.num_layers for stage in cut) * recipe.adapter_rank * model.adapted_widths / grid.tp
     experts = np.stack([stage_experts(model, stage, grid) for stage in cut]).max(axis=0)
-    embedding = model.vocab_size * model.hidden / grid.tp
+    embedding = (0.0 if recipe.adapter_rank else 1.0) * model.vocab_size * model.hidden / grid.tp
     load = StageLoad(
         num_parameters=heaviest,
+        gathered=held,
         experts=experts,
         embedding=embedding,
         num_layers=max(stage.num_layers for stage in cut),
@@ -165,6 +179,10 @@ class _Pieces:
     """Times and sizes of the building blocks of stages, for one micro-batch."""
 
     layer: dict[str, Column]
+    plain: dict[str, Column]
+    """A layer without recomputation, where only some are repeated."""
+    offloaded: Column
+    """Seconds that offloading one layer's activations adds."""
     head: dict[str, Column]
     embedding: Column
     """Seconds."""
@@ -187,10 +205,14 @@ def _pieces(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rate
         * recipe.activations.element_bytes
         / (1 if recipe.wire.sends_whole else grid.tp)
     )
+    layer = _layer_seconds(model, grid, gpu, recipe, rates)
+    some = (grid.recompute_layers > 0).any()
     return _Pieces(
-        layer=_layer_seconds(model, grid, gpu, recipe, rates),
+        layer=layer,
+        plain=_layer_seconds(model, without_recompute(grid), gpu, recipe, rates) if some else layer,
+        offloaded=_offload_seconds(model, grid, layer, gpu, recipe),
         head=head,
-        embedding=model.vocab_size * model.hidden / grid.tp * 10.0 / memory,
+        embedding=model.vocab_size * model.hidden / grid.tp * (0.0 if recipe.adapter_rank else 10.0) / memory,
         sent_bytes=sent,
         logit_bytes=head["logits"] * recipe.activations.element_bytes,
         hides_sends=recipe.wire.hides_sends,
@@ -202,17 +224,24 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
     t, num_tokens = grid.tp.astype(float), tokens(model, grid)
     peak, memory = gpu.peak(recipe.arithmetic), gpu.memory_bandwidth * rates.kernels.memory_efficiency
     full = grid.recompute == RECOMPUTES.index(Recompute.FULL)
-    core_again = full | (
-        (grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE)) & (not recipe.activations.flash_attention)
-    )
-    some = (grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE)) & recipe.activations.flash_attention
+    kept = recipe.activations.keeps_products
+    half = 3.0 if kept else 3.5  # every second product is repeated, where none is kept as it is
+    core_again = full | (repeats_operations(grid) & (kept or not recipe.activations.flash_attention))
+    core_again = core_again | grid.repeats(RecomputeModule.CORE_ATTN)
+    some = repeats_operations(grid) & recipe.activations.flash_attention
+    again = _repeated_modules(model, grid, recipe)
     weights, reached = layer_matrix_parameters(model) / t, peak * _gemm_efficiency(model, rates)
-    products = 2.0 * num_tokens * weights * np.where(full, 4.0, np.where(some, 3.5, 3.0))
+    frozen = 1.0 if recipe.adapter_rank else 0.0  # products that make gradients of weights, and are not computed
+    products = 2.0 * num_tokens * weights * (np.where(full, 4.0, np.where(some, half, 3.0)) - frozen)
+    adapters = recipe.adapter_rank * model.adapted_widths / t
+    products = products + 6.0 * num_tokens * adapters
+    products = products + 2.0 * num_tokens * again["weights"] / t
     matmul = _linear_seconds(products, model, gpu, recipe, rates)
     # An expert's products are as narrow as the expert.
     if model.routed_width:
         narrower = rates.kernels.gemm_half_width * (1.0 / model.routed_width - 1.0 / model.hidden)
-        routed = products * model.routed_weights / model.layer_matrix_weights
+        times = np.where(full, 4.0, np.where(some, half, 3.0)) * model.routed_weights + again["routed_weights"]
+        routed = 2.0 * num_tokens / t * times
         matmul = matmul + routed * narrower / (peak * rates.kernels.gemm_efficiency)
     core = 2.0 * num_tokens * model.seq_len * model.attention_width / t
     if recipe.activations.flash_attention:
@@ -231,15 +260,24 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
         / 2.0
         * np.where(full | some, 1.4, 1.0)
     )
+    traffic = traffic + num_tokens * again["moved"] / t
+    if recipe.adapter_rank:
+        # Forward, an adapter reads its input, writes its output and adds it (4 outputs in all); backward, it reads the
+        # output's gradient twice and the input, and writes and adds the input's gradient (4 inputs).
+        traffic = traffic + 6.0 * num_tokens * model.adapted_widths * recipe.activations.element_bytes / t
     # Unfused, a weight's gradient is written, read and added to the one that is held.
     written = 0.0 if recipe.activations.fused_elementwise else 8.0
-    own = weights - model.routed_weights / t + model.expert_parameters / (grid.ep * grid.etp)
+    own = (
+        adapters
+        if recipe.adapter_rank
+        else weights - model.routed_weights / t + model.expert_parameters / (grid.ep * grid.etp)
+    )
     accumulate = own * (written + 2.0 * recipe.states.gradient_bytes)
     whole = num_tokens * model.hidden * recipe.activations.element_bytes
     one = tensor_collective_seconds(grid, whole, rates, gpu.gpus_per_node)
     backward = _BACKWARD_COLLECTIVES - 2.0 * recipe.wire.hides_backward_gathers
     count = np.where(grid.sequence_parallel, _FORWARD_COLLECTIVES + backward, 8.0)
-    count = count + np.where(full, _FORWARD_COLLECTIVES, 0.0)
+    count = count + np.where(full, _FORWARD_COLLECTIVES, again["collectives"])
     block = num_tokens * model.kv_hidden * recipe.activations.element_bytes / t
     computed = AttentionTime(total=attention, forward=forward, again=core_again)
     ring = ring_attention_seconds(grid, block, computed, rates, gpu.gpus_per_node)
@@ -251,10 +289,38 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
         "tensor_communication": count * one * (1.0 - rates.network.tensor_overlap),
         "context_communication": ring,
         "expert_communication": expert_seconds(grid, whole / t, model.dispatched, rates, gpu.gpus_per_node)
-        * np.where(full, 1.5, 1.0),
+        * np.where(full | grid.repeats(RecomputeModule.MOE), 1.5, 1.0),
         "floor": np.where(t > 1, floor, 0.0),
         "collective": one,
     }
+
+
+def _repeated_modules(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> dict[str, Column]:
+    """Return what the modules that a layer repeats add up to, by field of `Repeated`."""
+    found = {name: np.zeros(len(grid)) for name in ("weights", "routed_weights", "moved", "collectives")}
+    if grid.recompute_modules.any():
+        for module in MODULES:
+            one = repeated(model, recipe, module)
+            for name, column in found.items():
+                column += np.where(grid.repeats(module), getattr(one, name), 0.0)
+    return found
+
+
+def _offload_seconds(
+    model: ModelSpec, grid: Grid, layer: dict[str, Column], gpu: Gpu, recipe: TrainingRecipe
+) -> Column:
+    """Return the seconds that a layer waits for its activations to leave, and to come back.
+
+    They leave while the next layer's forward pass is computed, and come back during a backward pass, over the link to
+    the host, which reaches `REACHED` of its bandwidth. A forward pass takes a third of a layer's time.
+    """
+    if not grid.offload_layers.any() or gpu.host is None:
+        return np.zeros(len(grid))
+    moved = layer_activation_bytes(model, grid, recipe) / (REACHED * gpu.host.bandwidth)
+    computed = sum((column for name, column in layer.items() if name in STAGE_PARTS), start=np.zeros(len(grid)))
+    forward, backward = computed / 3.0, computed * 2.0 / 3.0
+    waits: Column = np.maximum(moved - forward, 0.0) + np.maximum(moved - backward, 0.0)
+    return waits
 
 
 def _linear_seconds(products: Column, model: ModelSpec, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Column:
@@ -335,10 +401,11 @@ def _head_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe
     memory = gpu.memory_bandwidth * rates.kernels.memory_efficiency
     weights = model.vocab_size * model.hidden / grid.tp
     logits = tokens(model, grid) * model.vocab_size / grid.tp
-    matmul = 6.0 * tokens(model, grid) * weights / (gpu.peak(recipe.arithmetic) * _gemm_efficiency(model, rates))
+    times = 4.0 if recipe.adapter_rank else 6.0
+    matmul = times * tokens(model, grid) * weights / (gpu.peak(recipe.arithmetic) * _gemm_efficiency(model, rates))
     return {
         "matmul": matmul,
-        "elementwise": weights * 16.0 / memory,
+        "elementwise": weights * (0.0 if recipe.adapter_rank else 16.0) / memory,
         "loss": logits * _BYTES_PER_LOGIT / memory,
         "logits": logits,
     }
@@ -348,7 +415,11 @@ def _stage_seconds(
     grid: Grid, stage: Stage, neighbours: int, pieces: _Pieces, gpu: Gpu, rates: Rates
 ) -> dict[str, Column]:
     """Return the parts of one micro-batch on one stage. The larger of `device` and `floor` bounds its time."""
-    n, zero, layer, head = float(stage.num_layers), np.zeros(len(grid)), pieces.layer, pieces.head
+    n, zero, head = float(stage.num_layers), np.zeros(len(grid)), pieces.head
+    layer = pieces.layer
+    if pieces.plain is not layer:  # only some of the stage's layers are repeated
+        share = np.where(grid.recompute_layers > 0, repeated_layers(grid, stage) / max(n, 1.0), 1.0)
+        layer = {name: share * column + (1.0 - share) * pieces.plain[name] for name, column in layer.items()}
     embedding = pieces.embedding if stage.has_embedding else zero
     head_seconds, loss_seconds = float(stage.has_head) * head["elementwise"], float(stage.has_loss) * head["loss"]
     parts = {
@@ -358,6 +429,7 @@ def _stage_seconds(
         "tensor_communication": n * layer["tensor_communication"] + 2.0 * stage.has_head * layer["collective"],
         "context_communication": n * layer["context_communication"],
         "expert_communication": n * layer["expert_communication"],
+        "activation_offload": np.minimum(grid.offload_layers, stage.num_layers) * pieces.offloaded,
     }
     device = sum(parts.values(), start=zero)
     floor = n * layer["floor"]

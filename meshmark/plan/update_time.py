@@ -29,7 +29,9 @@ class StageLoad:
     """Parameters that data parallelism reduces on the heaviest pipeline stage, and the computation that overlaps it."""
 
     num_parameters: Column
-    """Those that every data-parallel rank holds: all but experts."""
+    """Those that every data-parallel rank trains: all but experts, or adapters alone."""
+    gathered: Column
+    """Those that ZeRO-3 gathers."""
     experts: Column
     """Parameters of the experts on one rank."""
     embedding: Column
@@ -48,8 +50,8 @@ def data_seconds(grid: Grid, load: StageLoad, gpu: Gpu, recipe: TrainingRecipe, 
     within = DataGroup(ranks=grid.shards)
     among = DataGroup(ranks=grid.replicas, stride=grid.shards)
 
-    def seconds(bytes_per_parameter: float, group: DataGroup | None = None) -> Column:
-        whole, per_node = load.num_parameters, gpu.gpus_per_node
+    def seconds(bytes_per_parameter: float, group: DataGroup | None = None, whole: Column | None = None) -> Column:
+        whole, per_node = load.num_parameters if whole is None else whole, gpu.gpus_per_node
         found = data_collective_seconds(grid, whole, bytes_per_parameter, rates, per_node, group)
         if group is not among and load.experts.any():
             found = found + data_collective_seconds(grid, load.experts, bytes_per_parameter, rates, per_node, same)
@@ -82,7 +84,7 @@ def data_seconds(grid: Grid, load: StageLoad, gpu: Gpu, recipe: TrainingRecipe, 
     else:
         sharded = np.maximum(scatter - hidden, 0.0) + np.maximum(gather - 0.5 * hidden, 0.0)
     # Weights are gathered for the forward and again for the backward pass of every micro-batch.
-    everything = grid.num_micro_batches * (2.0 * gather + scatter)
+    everything = grid.num_micro_batches * (2.0 * seconds(recipe.wire.gather_bytes, within, load.gathered) + scatter)
     fully = np.maximum(everything - rates.network.overlap * load.step_seconds, 0.0) + scatter / np.maximum(
         load.num_layers, 1
     )

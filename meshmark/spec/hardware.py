@@ -17,22 +17,24 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """Host resources of a node, for offloaded states. Raises `InputError` when a size is not positive."""
+    """Host resources of a node, for offloading. Raises `InputError` when memory or its bandwidth is not positive."""
 
     memory_bytes: float
     """Host memory of one node, in bytes."""
     bandwidth: float
     """Bandwidth in one direction between host memory and one GPU while all GPUs are served, in bytes per second."""
     nvme_bytes: float
-    """Total capacity of one node's NVMe drives, in bytes."""
+    """Total capacity of one node's NVMe drives, in bytes. 0 if unknown, like their bandwidth."""
     nvme_bandwidth: float
     """Bandwidth of one node's drives together, alternating reads and writes, in bytes per second."""
     source: str
 
     def __post_init__(self) -> None:
         for field in ("memory_bytes", "bandwidth", "nvme_bytes", "nvme_bandwidth"):
-            if not 0 < (got := getattr(self, field)) < _LARGEST:
-                raise InputError(f"host of {self.source!r}: {field} is {got}, expected more than 0, in SI units")
+            got, unknown = getattr(self, field), field.startswith("nvme")
+            if not (0 < got < _LARGEST or (unknown and got == 0)):
+                least = "0 (unknown) or more" if unknown else "more than 0"
+                raise InputError(f"host of {self.source!r}: {field} is {got}, expected {least}, in SI units")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +138,11 @@ _DGX_A100_40 = Host(memory_bytes=1024 * GIB, bandwidth=32 * GIGA, nvme_bytes=15.
                     source="NVIDIA DGX A100 320GB datasheet: 1 TB, PCIe 4 x16, 4 x 3.84 TB NVMe")  # fmt: skip
 _DGX_2 = Host(memory_bytes=1536 * GIB, bandwidth=3 * GIGA, nvme_bytes=28 * TERA, nvme_bandwidth=16 * 1.6 * GIGA,
               source="arXiv:2104.07857 fig. 2b: 1.5 and 28 TB; 3.0 and 1.6 GB/s a GPU with all 16 reading")  # fmt: skip
+_DGX_H200 = replace(_DGX_H100, source="NVIDIA DGX H200 datasheet: 2 TB, PCIe 5 x16, 8 x 3.84 TB NVMe")
+_DGX_B200 = replace(_DGX_H100, source="NVIDIA DGX B200 datasheet: 2 TB, PCIe 5 x16, 8 x 3.84 TB NVMe")
+# NVLink-C2C moves 450 GB/s in one direction between a Grace CPU, with its 480 GB, and the two GPUs beside it.
+_NVL72 = Host(memory_bytes=36 * 447 * GIB, bandwidth=225 * GIGA, nvme_bytes=0, nvme_bandwidth=0,
+              source="NVIDIA GB200 and GB300 NVL72 datasheets: 36 Grace CPUs, 17 TB, 900 GB/s")  # fmt: skip
 
 # One program measured all of them (github:stas00/ml-engineering compute/accelerator/README.md, MAMF table, Aug. 2026).
 _MATMUL_SHARES = {
@@ -153,15 +160,18 @@ GPUS: dict[str, Gpu] = {
         _gpu("h100-96", _HOPPER, 94.5, 2400, 450, 50, 8, "torchtitan llama3_h100_202412: HBM2e, 500 W cap, 400 Gb/s",
              _DGX_H100),
         _gpu("h200", _HOPPER, 139.8, 4800, 450, 50, 8, "NVIDIA H200 SXM datasheet; 8 x 400 Gb/s per node",
-             _DGX_H100),
+             _DGX_H200),
         _gpu("h800", _HOPPER, 79.1, 3352, 200, 50, 8, "an H100 SXM5 with NVLink of 400 GB/s in both directions"),
-        _gpu("b200", _BLACKWELL, 178.3, 7700, 900, 50, 8, "NVIDIA HGX B200 datasheet; 8 x 400 Gb/s per node"),
+        _gpu("b200", _BLACKWELL, 178.3, 7700, 900, 50, 8, "NVIDIA HGX B200 datasheet; 8 x 400 Gb/s per node",
+             _DGX_B200),
         _gpu("b300", {**_BLACKWELL, "fp4": 13500.0}, 267.5, 7700, 900, 100, 8,
              "NVIDIA HGX B300 datasheet, 270 GB; 8 x 800 Gb/s per node (ConnectX-8)"),
         _gpu("gb200-nvl72", _GRACE_BLACKWELL, 184.3, 8000, 900, 50, 72,
-             "NVIDIA GB200 NVL72 datasheet: 13.4 TB, 576 and 130 TB/s over 72 GPUs; 400 Gb/s each"),
+             "NVIDIA GB200 NVL72 datasheet: 13.4 TB, 576 and 130 TB/s over 72 GPUs; 400 Gb/s each",
+             _NVL72),
         _gpu("gb300-nvl72", {**_GRACE_BLACKWELL, "fp4": 15000.0}, 267.5, 8000, 900, 100, 72,
-             "NVIDIA GB300 NVL72 datasheet: 130 TB/s over 72 GPUs; 800 Gb/s each (ConnectX-8)"),
+             "NVIDIA GB300 NVL72 datasheet: 130 TB/s over 72 GPUs; 800 Gb/s each (ConnectX-8)",
+             _NVL72),
         _gpu("l40s", {"fp32": 91.6, "tf32": 183.0, "fp16": 362.0, "bf16": 362.0, "fp8": 733.0}, 44.5, 864, 32, 25, 8,
              "NVIDIA L40S datasheet; PCIe 4 x16 without NVLink; 200 Gb/s a GPU"),
         _gpu("mi300x", {"fp32": 163.4, "tf32": 653.7, "fp16": 1307.4, "bf16": 1307.4, "fp8": 2614.9}, 191.5, 5300, 448,

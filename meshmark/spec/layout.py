@@ -41,6 +41,24 @@ class Recompute(StrEnum):
     """Every block is recomputed from its input."""
 
 
+class RecomputeModule(StrEnum):
+    """A module of a layer whose forward pass is repeated in the backward pass: Megatron-Core's `recompute_modules`."""
+
+    CORE_ATTN = "core_attn"
+    """Scores, softmax and their product with the values."""
+    MLP = "mlp"
+    """A dense feed-forward network and, where it is fused with its first product, the norm before it."""
+    MOE = "moe"
+    """A mixture of experts: router, dispatch, routed and shared experts."""
+    MOE_ACT = "moe_act"
+    """The activation function of routed experts."""
+    SHARED_EXPERTS = "shared_experts"
+    LAYERNORM = "layernorm"
+    """Norms that are not fused with a product: before a mixture of experts and before latent attention."""
+    MLA_UP_PROJ = "mla_up_proj"
+    """Queries, keys and values from their latents (arXiv:2405.04434 section 2.1), with their rotation."""
+
+
 class Offload(StrEnum):
     """Where optimizer states and master weights are stored between steps."""
 

@@ -155,6 +155,49 @@ class ModelSpec(ModelConfig):
         return float(self.ffn_hidden)
 
     @property
+    def saved_attention(self) -> float:
+        """Width of what attention keeps of a token: queries, keys, values and its output."""
+        return 2.0 * self.query_hidden + 2.0 * self.kv_hidden
+
+    @property
+    def latent_weights(self) -> float:
+        """Matrix weights of a layer that make queries, keys and values of their latents. 0 without latent attention."""
+        return 0.0
+
+    @property
+    def latent_outputs(self) -> float:
+        """Width of what those make."""
+        return 0.0
+
+    @property
+    def adapted_widths(self) -> float:
+        """Sum of the inputs and outputs of a layer's linear layers: parameters of its LoRA adapters of rank one.
+
+        Queries, keys and values are one linear layer, and so are a gate and what it gates, as in Megatron-Bridge
+        (`linear_qkv`, `linear_proj`, `linear_fc1`, `linear_fc2`; arXiv:2106.09685 section 4.1).
+        """
+        gated = 1 if self.family is Family.GPT else 2
+        attention = self.hidden + self.query_hidden + 2 * self.kv_hidden + self.query_hidden + self.hidden
+        return float(attention + self.hidden + (gated + 1) * self.ffn_hidden + self.hidden)
+
+    @property
+    def routed_ffn(self) -> float:
+        """Inner width of the routed experts that one token goes through, on average over layers: part of
+        `active_ffn`.
+        """
+        return 0.0
+
+    @property
+    def shared_experts_ffn(self) -> float:
+        """The same of the shared experts."""
+        return 0.0
+
+    @property
+    def routing_share(self) -> float:
+        """Share of the layers that have experts."""
+        return 0.0
+
+    @property
     def layer_matrix_weights(self) -> float:
         """Matrix weights of one layer that one token is multiplied with."""
         matrices = 2 if self.family is Family.GPT else 3

@@ -56,7 +56,7 @@ class PlannedModel(ModelSpec):
         return self.head_width or self.hidden // self.num_heads
 
     @property
-    def _routing_share(self) -> float:
+    def routing_share(self) -> float:
         """Share of the layers that have experts."""
         return (self.num_layers - self.dense_layers) / self.num_layers if self.num_experts else 0.0
 
@@ -70,6 +70,28 @@ class PlannedModel(ModelSpec):
         queries = self.query_rank * (h + heads * wide) if self.query_rank else h * heads * wide
         keys = h * (self.kv_rank + self.rotary_width) + self.kv_rank * heads * (self.head_dim + self.value_width)
         return queries + keys + heads * self.value_width * h
+
+    @property
+    def saved_attention(self) -> float:
+        """With latent attention also the latents: inputs of their norms, and of the products after these."""
+        if not self.kv_rank:
+            return super().saved_attention
+        values = self.num_heads * self.value_width
+        return self.latent_outputs + values + 2.0 * (self.query_rank + self.kv_rank) + self.rotary_width
+
+    @property
+    def latent_weights(self) -> float:
+        if not self.kv_rank:
+            return 0.0
+        queries = self.query_rank * self.num_heads * (self.head_dim + self.rotary_width)
+        return float(queries + self.kv_rank * self.num_heads * (self.head_dim + self.value_width))
+
+    @property
+    def latent_outputs(self) -> float:
+        """Queries, keys (each with its rotary part) and values."""
+        if not self.kv_rank:
+            return 0.0
+        return float(self.num_heads * (2 * (self.head_dim + self.rotary_width) + self.value_width))
 
     @property
     def attention_width(self) -> float:
@@ -86,7 +108,15 @@ class PlannedModel(ModelSpec):
     def active_ffn(self) -> float:
         """Inner width of the feed-forward networks that one token goes through, on average over layers."""
         routed = self.experts_per_token * self.expert_ffn + self.shared_ffn
-        return (1.0 - self._routing_share) * self.ffn_hidden + self._routing_share * routed
+        return (1.0 - self.routing_share) * self.ffn_hidden + self.routing_share * routed
+
+    @property
+    def routed_ffn(self) -> float:
+        return self.routing_share * self.experts_per_token * self.expert_ffn
+
+    @property
+    def shared_experts_ffn(self) -> float:
+        return self.routing_share * self.shared_ffn
 
     @property
     def routed_width(self) -> float:
@@ -96,22 +126,22 @@ class PlannedModel(ModelSpec):
     @property
     def routed_weights(self) -> float:
         """Matrix weights of the experts that one token is routed to, of one layer on average."""
-        return 3.0 * self.hidden * self._routing_share * self.experts_per_token * self.expert_ffn
+        return 3.0 * self.hidden * self.routing_share * self.experts_per_token * self.expert_ffn
 
     @property
     def dispatched(self) -> float:
         """Copies of a token that a layer sends to experts, on average."""
-        return self._routing_share * self.experts_per_token
+        return self.routing_share * self.experts_per_token
 
     @property
     def layer_matrix_weights(self) -> float:
-        router = self._routing_share * self.hidden * self.num_experts
+        router = self.routing_share * self.hidden * self.num_experts
         return self._attention_weights + 3.0 * self.hidden * self.active_ffn + router
 
     @property
     def expert_parameters(self) -> float:
         """Parameters of all experts of one layer, on average."""
-        return 3.0 * self.hidden * self._routing_share * self.num_experts * self.expert_ffn
+        return 3.0 * self.hidden * self.routing_share * self.num_experts * self.expert_ffn
 
     @property
     def block_parameters(self) -> int:

@@ -6,12 +6,13 @@ import dataclasses
 
 import numpy as np
 
-from meshmark.spec.layout import Recompute, Schedule
+from meshmark.spec.layout import Recompute, RecomputeModule, Schedule
 from meshmark.spec.model_spec import Family, ModelSpec
-from meshmark.theory.grid import RECOMPUTES, SCHEDULES, Column, Grid
+from meshmark.theory.grid import MODULES, RECOMPUTES, SCHEDULES, Column, Grid
 from meshmark.theory.parameters import stage_parameters
 from meshmark.theory.partition import Stage
 from meshmark.theory.recipe import TrainingRecipe
+from meshmark.theory.recomputed import gate_tensors, kept_product_bytes, repeated
 from meshmark.theory.saved_activations import (
     INDEX_BYTES,
     RNG_STATE_BYTES,
@@ -30,9 +31,10 @@ def layer_activation_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe)
     """Return the bytes that one layer keeps for one micro-batch.
 
     GPT: arXiv:2205.05198 table 2, s b h (10 + 24/t + 5as/ht), all divided by t with sequence parallelism. Without
-    dropout masks the 34 are 32 and the 5 are 4. Flash attention, like selective recomputation, keeps 4a/h instead of
-    the scores. LLaMA: four tensors of h between the parallel regions, q, k, v and the output, and four of f (three if
-    fused). For eager kernels, see `saved_activations.py`.
+    dropout masks the 34 are 32 and the 5 are 4. The 24 are 8 of attention (fewer where queries share keys) and 4f/h.
+    Flash attention, like selective recomputation, keeps 4a/h instead of the scores. LLaMA: four tensors of h between
+    the parallel regions, q, k, v and the output, and `gate_tensors` of f. Modules that are repeated keep less:
+    `recomputed.py`. For eager kernels, see `saved_activations.py`.
     """
     t, h, s = grid.tp.astype(float), model.hidden, model.seq_len / grid.cp
     width = recipe.activations.element_bytes
@@ -40,37 +42,110 @@ def layer_activation_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe)
         kept = block_bytes(model, recipe.eager, t, sequence_shards(grid))
         stream = recipe.eager.stream * h / sequence_shards(grid)
         return tokens(model, grid) * np.where(grid.recompute == RECOMPUTES.index(Recompute.FULL), stream, kept)
+    product = kept_product_bytes(recipe)
     if model.family == "gpt":
-        between, inside = (10.0, 24.0) if recipe.activations.dropout_masks else (8.0, 24.0)
+        between = (5.0 if recipe.activations.dropout_masks else 4.0) * width * h
+        inside = width * (model.saved_attention + gate_tensors(model, recipe) * model.active_ffn)
         scores = 5.0 if recipe.activations.dropout_masks else 4.0
-        between, inside = between * width / 2.0 * h, inside * width / 2.0 * h
     else:
         between = 4.0 * width * h
-        # A fused gate keeps its two inputs, and the product after it its own: SwiGLUFunction of Megatron-LM's
-        # core/fusions/fused_bias_swiglu.py.
-        gated = 3.0 if recipe.activations.fused_elementwise else 4.0
-        inside = width * (2.0 * model.query_hidden + 2.0 * model.kv_hidden + gated * model.active_ffn)
+        inside = width * (model.saved_attention + gate_tensors(model, recipe) * model.active_ffn)
+        # Adapters keep what is between their two matrices; the linear layers' inputs, which the first ones need, are
+        # kept in any case.
+        inside += width * 4.0 * recipe.adapter_rank
         # Tokens as experts get them, and what the experts make of them, which their weights' gradient needs.
         inside += width * 2.0 * model.dispatched * h
         scores = 4.0
-    if recipe.products and recipe.activations.fused_elementwise:
-        # Transformer Engine keeps the inputs of products as it casts them: the outputs of both norms, the input of the
-        # second feed-forward product, and one more of attention's output, which attention keeps in 16 bits.
-        saved = width - recipe.products.num_bytes
+    if product != width:
+        # Of products' inputs, these are the outputs of both norms, the input of the second feed-forward product, and
+        # one more of attention's output, which attention keeps in 16 bits.
+        saved = width - product
         between -= 2.0 * saved * h
-        inside += recipe.products.num_bytes * h - saved * model.active_ffn
+        inside += product * h - saved * model.active_ffn
     core = np.where(_keeps_scores(grid, recipe), scores * width / 2.0 * model.num_heads * s, 4.0 * model.num_heads)
-    per_token = between / np.where(grid.sequence_parallel, t, 1.0) + (inside + core) / t
+    core = np.where(grid.repeats(RecomputeModule.CORE_ATTN), 0.0, core)
+    sp = np.where(grid.sequence_parallel, t, 1.0)
+    per_token = between / sp + (inside + core) / t
     if recipe.activations.flash_attention:
         products = 3.0 * h + 2.0 * model.kv_hidden + 2.0 * model.active_ffn
-        some = width * (h / np.where(grid.sequence_parallel, t, 1.0) + (h + 0.5 * products) / t)
-        per_token = np.where(grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE), some, per_token)
-    full = width * h / np.where(grid.sequence_parallel, t, 1.0)
+        some = width * (h / sp + (h + 0.5 * products) / t)
+        if recipe.activations.keeps_products:
+            # The inputs of both halves of a layer, and of every product with weights its output: q, k, v, attention's
+            # projection, the gate's two (one without a gate) and the feed-forward network's.
+            gated = 1.0 if model.family is Family.GPT else 2.0
+            inner = model.query_hidden + 2.0 * model.kv_hidden + gated * model.active_ffn + model.dispatched * h
+            some = width * (4.0 * h / sp + inner / t)
+        per_token = np.where(repeats_operations(grid), some, per_token)
+    per_token = per_token - module_bytes(model, grid, recipe)
+    full = width * h / sp
     return tokens(model, grid) * np.where(grid.recompute == RECOMPUTES.index(Recompute.FULL), full, per_token)
 
 
+def module_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> Column:
+    """Return the bytes of a token that one layer does not keep because modules of it are repeated, but for scores."""
+    found = np.zeros(len(grid))
+    if grid.recompute_modules.any():
+        sp = np.where(grid.sequence_parallel, grid.tp, 1)
+        for module in MODULES:
+            one = repeated(model, recipe, module)
+            found += np.where(grid.repeats(module), one.between / sp + one.inside / grid.tp, 0.0)
+    return found
+
+
+def repeats_operations(grid: Grid) -> Column:
+    """Return where selective recomputation repeats what the recipe says, and no named modules."""
+    found: Column = (grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE)) & (grid.recompute_modules == 0)
+    return found
+
+
+def without_recompute(grid: Grid) -> Grid:
+    """Return the same layouts, which recompute nothing."""
+    nothing = np.zeros_like(grid.recompute)
+    return dataclasses.replace(grid, recompute=nothing, recompute_modules=nothing)
+
+
+def repeated_layers(grid: Grid, stage: Stage) -> Column:
+    """Return the layers of a stage that full recomputation repeats. Zero where recomputation is not full."""
+    chosen = np.where(grid.recompute_layers > 0, grid.recompute_layers * grid.virtual_stages, stage.num_layers)
+    full = grid.recompute == RECOMPUTES.index(Recompute.FULL)
+    found: Column = np.where(full, np.minimum(chosen, stage.num_layers), 0)
+    return found
+
+
+def stage_layer_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage) -> Column:
+    """Return the bytes that the layers of a stage keep of one micro-batch.
+
+    Full recomputation keeps one input for each unit of layers of a chunk. Layers beyond the first `recompute_layers` of
+    a chunk keep everything.
+    """
+    layer = layer_activation_bytes(model, grid, recipe)
+    every: Column = float(stage.num_layers) * layer
+    if (grid.recompute_layers == 0).all() and (grid.recompute_unit == 1).all():
+        return every
+    again, chunks = repeated_layers(grid, stage), grid.virtual_stages
+    inputs = np.ceil(again / chunks / grid.recompute_unit) * chunks
+    plain = layer_activation_bytes(model, without_recompute(grid), recipe)
+    full = grid.recompute == RECOMPUTES.index(Recompute.FULL)
+    found: Column = np.where(full, inputs * layer + (stage.num_layers - again) * plain, every)
+    return found
+
+
+def offloaded_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage, index: int) -> Column:
+    """Return the bytes of activations that a rank keeps in host memory.
+
+    Two layers of them are on the device as well: one leaves, or comes back, while the next is computed.
+    """
+    if not grid.offload_layers.any() or not stage.num_layers:
+        return np.zeros(len(grid))
+    share = np.minimum(grid.offload_layers, stage.num_layers) / stage.num_layers
+    passes = num_in_flight(grid, index) / grid.virtual_stages
+    found: Column = share * passes * stage_layer_bytes(model, grid, recipe, stage)
+    return found
+
+
 def _keeps_scores(grid: Grid, recipe: TrainingRecipe) -> Column:
-    keeps: Column = (grid.recompute == RECOMPUTES.index(Recompute.NONE)) & (not recipe.activations.flash_attention)
+    kept = (grid.recompute == RECOMPUTES.index(Recompute.NONE)) | (grid.recompute_modules > 0)
+    keeps: Column = kept & (not recipe.activations.flash_attention)
     return keeps
 
 
@@ -83,8 +158,10 @@ def held_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stag
     flight = num_in_flight(grid, index)
     if recipe.eager is None:
         passes = flight / grid.virtual_stages
-        held: Column = passes * stage.num_layers * layer_activation_bytes(model, grid, recipe)
-        held = held + np.ceil(passes) * boundary_bytes(model, grid, recipe)
+        held: Column = passes * stage_layer_bytes(model, grid, recipe, stage)
+        away = offloaded_bytes(model, grid, recipe, stage, index)
+        moving = 2.0 / max(stage.num_layers, 1) * stage_layer_bytes(model, grid, recipe, stage)
+        held = held - np.maximum(away - moving, 0.0) + np.ceil(passes) * boundary_bytes(model, grid, recipe)
         return held
     return passes_in_flight_bytes(model, grid, recipe, index, flight)
 

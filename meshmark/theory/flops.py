@@ -17,16 +17,18 @@ def layer_matrix_parameters(model: ModelSpec) -> int:
     return round(model.layer_matrix_weights)
 
 
-def model_flops_per_token(model: ModelSpec, *, attention: Attention = "full") -> float:
+def model_flops_per_token(model: ModelSpec, *, attention: Attention = "full", adapter_rank: int = 0) -> float:
     """Return the FLOPs of the forward and backward pass of one token, without recomputation.
 
     It is 6 per matrix weight (including the head, excluding the embedding), and 12 s h per layer for the scores and
     their product with the values, or half of it if only the causal half counts. With full attention this is PaLM's
     count (arXiv:2204.02311 appendix B), and for a GPT that of arXiv:2205.05198 appendix A: 72 B L s h^2 (1 + s/6h +
-    V/12hL).
+    V/12hL). With LoRA's adapters, frozen weights have no gradients, and count 4 instead of 6 (arXiv:2106.09685).
     """
     weights = model.num_layers * layer_matrix_parameters(model) + model.vocab_size * model.hidden
     scores = 12.0 * model.num_layers * model.seq_len * model.attention_width * (0.5 if attention == "causal" else 1.0)
+    if adapter_rank:
+        return 4.0 * weights + 6.0 * model.num_layers * adapter_rank * model.adapted_widths + scores
     return 6.0 * weights + scores
 
 

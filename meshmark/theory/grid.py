@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshmark.errors import InputError
-from meshmark.spec.layout import AXES, Axis, Layout, Offload, Recompute, Schedule
+from meshmark.spec.layout import AXES, Axis, Layout, Offload, Recompute, RecomputeModule, Schedule
 from meshmark.spec.model_spec import ModelSpec
 
 Column = npt.NDArray[Any]
@@ -19,6 +19,7 @@ Column = npt.NDArray[Any]
 SCHEDULES = tuple(Schedule)
 RECOMPUTES = tuple(Recompute)
 OFFLOADS = tuple(Offload)
+MODULES = tuple(RecomputeModule)
 SEARCHED_SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
 """Schedules that most frameworks have. GPipe holds more memory for the same bubble, and few have zero bubble."""
 
@@ -48,6 +49,17 @@ class Grid:
     """Expert-parallel degree: ranks of data, context and tensor parallelism that a layer's experts are divided over."""
     etp: Column
     """Tensor-parallel degree of each expert."""
+    recompute_layers: Column
+    """Layers of each chunk that full recomputation repeats, the others keep everything (Megatron's method `block`).
+
+    0 means all.
+    """
+    recompute_unit: Column
+    """Layers from one input that full recomputation keeps to the next (Megatron's method `uniform`)."""
+    recompute_modules: Column
+    """Modules that selective recomputation repeats, as a sum of `module_code`. 0 means what the recipe repeats."""
+    offload_layers: Column
+    """Layers of a rank whose activations are in host memory between their forward and their backward pass."""
 
     def __len__(self) -> int:
         return len(self.dp)
@@ -77,6 +89,19 @@ class Grid:
     def global_batch(self) -> Column:
         """Sequences in one optimizer step."""
         return self.dp * self.micro_batch * self.num_micro_batches
+
+    @property
+    def unplanned_by_eager(self) -> str:
+        """Name of a column that says something and that formulas of eager kernels do not read. Empty if there is
+        none.
+        """
+        usual = {"recompute_layers": 0, "recompute_unit": 1, "recompute_modules": 0, "offload_layers": 0}
+        return next((name for name, value in usual.items() if (getattr(self, name) != value).any()), "")
+
+    def repeats(self, module: RecomputeModule) -> Column:
+        """Return where selective recomputation repeats `module`."""
+        found: Column = (self.recompute_modules & module_code([module])) > 0
+        return found
 
     def take(self, rows: Column) -> Grid:
         """Return the rows at these positions, or where a boolean column is true."""
@@ -125,6 +150,15 @@ class GridColumns(TypedDict, total=False):
     replicas: npt.ArrayLike
     ep: npt.ArrayLike
     etp: npt.ArrayLike
+    recompute_layers: npt.ArrayLike
+    recompute_unit: npt.ArrayLike
+    recompute_modules: npt.ArrayLike
+    offload_layers: npt.ArrayLike
+
+
+def module_code(modules: Iterable[RecomputeModule]) -> int:
+    """Return a set of modules as a number, one bit each, for `Grid.recompute_modules`."""
+    return sum(1 << MODULES.index(module) for module in set(modules))
 
 
 def make_grid(**columns: Unpack[GridColumns]) -> Grid:
@@ -150,6 +184,10 @@ def make_grid(**columns: Unpack[GridColumns]) -> Grid:
         "replicas": 1,
         "ep": 1,
         "etp": 1,
+        "recompute_layers": 0,
+        "recompute_unit": 1,
+        "recompute_modules": 0,
+        "offload_layers": 0,
     }
     if unknown := set(columns) - set(defaults):
         raise InputError(f"a grid has no column {', '.join(sorted(unknown))}; it has {', '.join(defaults)}")
@@ -161,7 +199,19 @@ def make_grid(**columns: Unpack[GridColumns]) -> Grid:
             for k, a in zip(defaults, arrays, strict=True)
         }
     )
-    for name in ("dp", "tp", "pp", "cp", "micro_batch", "num_micro_batches", "virtual_stages", "replicas", "ep", "etp"):
+    for name in (
+        "dp",
+        "tp",
+        "pp",
+        "cp",
+        "micro_batch",
+        "num_micro_batches",
+        "virtual_stages",
+        "replicas",
+        "ep",
+        "etp",
+        "recompute_unit",
+    ):
         if len(grid) and (low := int(getattr(grid, name).min())) < 1:
             raise InputError(f"{name} is {low} in a layout, expected at least 1")
     return grid
@@ -206,6 +256,8 @@ class SearchSpace:
     """Expert-parallel degrees. None means every power of two that divides a model's experts."""
     only: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Allowed values by column of a grid (`tp`, `micro_batch`, ...). Other columns are free."""
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    """Values of columns that are not searched: `replicas`, `etp`, `offload_layers` and those of recomputation."""
 
 
 def enumerate_grid(
@@ -213,7 +265,7 @@ def enumerate_grid(
     space: SearchSpace,
     *,
     max_tp: int,
-    zero_stages: Iterable[int] = (0, 1, 2, 3),
+    zero_stages: Sequence[int] = (0, 1, 2, 3),
     ends_count: bool = False,
 ) -> Grid:
     """Return every layout of `model` in `space` that divides evenly.
@@ -224,6 +276,8 @@ def enumerate_grid(
     more memory.
     """
     global_batch, recomputes = space.global_batch, [RECOMPUTES.index(r) for r in space.recomputes]
+    # Pipelines reduce gradients once a step, for which stage 1 is enough, but for a trainer that has stage 2 alone.
+    only_gradients = tuple(zero_stages) == (2,)
     contexts = (space.contexts or searched_contexts(model.seq_len)) if "cp" in space.axes else (1,)
     parts: list[Grid] = []
     for dp, tp, pp, cp in _degrees(model, space.num_gpus, max_tp if "tp" in space.axes else 1, contexts):
@@ -234,7 +288,7 @@ def enumerate_grid(
         counted = [model.num_layers, *([model.num_layers + 2] if ends_count else [])]
         divides = [v for v in range(2, max(counted) // pp + 1) if any(count % (v * pp) == 0 for count in counted)]
         orders = _orders(space.schedules, divides) if pp > 1 else [(Schedule.ONE_F_ONE_B, 1)]
-        stages = [z for z in zero_stages if (z == 0 or dp * cp > 1) and (z < 2 or pp == 1)]
+        stages = [z for z in zero_stages if (z == 0 or dp * cp > 1) and (z < 2 or pp == 1 or only_gradients)]
         mesh = np.meshgrid(counts, range(len(orders)), stages, recomputes, indexing="ij")
         m, o, z, r = (a.ravel().astype(np.int64) for a in mesh)
         code, v = (np.array([pair[i] for pair in _coded(orders)], dtype=np.int64)[o] for i in (0, 1))

@@ -18,15 +18,18 @@ from meshmark.theory.activations import (
     boundary_bytes,
     held_bytes,
     layer_activation_bytes,
+    module_bytes,
     num_in_flight,
+    offloaded_bytes,
     tokens,
     vocabulary_shards,
+    without_recompute,
 )
 from meshmark.theory.dealt_rows import dealt_parameters
 from meshmark.theory.grid import RECOMPUTES, Column, Grid
 from meshmark.theory.overheads import Overheads
 from meshmark.theory.parameter_order import optimizer_state_bytes
-from meshmark.theory.parameters import stage_experts, stage_parameters
+from meshmark.theory.parameters import stage_adapters, stage_experts, stage_parameters
 from meshmark.theory.partition import Stage
 from meshmark.theory.queued import queued_tensors
 from meshmark.theory.recipe import TrainingRecipe
@@ -75,7 +78,7 @@ class Memory:
     fullest_stage: Column
     """The pipeline stage that these bytes belong to."""
     host_bytes: Column
-    """Moments and master weights in host memory or on NVMe, on the stage that has most of them."""
+    """Moments, master weights and activations in host memory or on NVMe, on the stage that has most of them."""
     released: Column
     """What queued collectives would pin, but the allocator takes back by waiting because it would not fit."""
     first_stage_bytes: Column
@@ -153,14 +156,23 @@ def stage_memory(
     """Return the memory of one stage's ranks, for layouts of one pipeline degree."""
     stage = recipe.cut.stages(model, int(grid.pp[0]))[index]
     num_parameters = stage_parameters(model, stage, grid.tp)
-    states = state_bytes(_stated(num_parameters, model, grid, recipe, stage), grid, recipe)
+    stated = _stated(num_parameters, model, grid, recipe, stage)
+    if recipe.adapter_rank:
+        num_parameters = stage_adapters(model, stage, recipe.adapter_rank, grid.tp)
+        frozen = state_bytes(stated, grid, recipe.frozen)
+        states = {name: held + frozen[name] for name, held in state_bytes(num_parameters, grid, recipe).items()}
+    else:
+        states = state_bytes(stated, grid, recipe)
     if model.expert_parameters:
         routed = state_bytes(stage_experts(model, stage, grid), grid, recipe, grid.expert_shards)
         states = {name: held + routed[name] for name, held in states.items()}
+    updated = states.pop("updated")
     if own := recipe.states.matrix_wise:
         kept = optimizer_state_bytes(own.optimizer, model, stage, own.dtype)
         states["optimizer"] = kept / np.where(grid.zero_stage >= 1, grid.shards.astype(float), 1.0)
     held = held_bytes(model, grid, recipe, stage, index)
+    if recipe.eager is None:
+        states["host_bytes"] = states["host_bytes"] + offloaded_bytes(model, grid, recipe, stage, index)
     logits = _logit_bytes(model, grid, recipe, stage)
     if recipe.eager:
         peak = stage_peak(model, grid, recipe, stage, index) - states["gradients"]
@@ -172,7 +184,7 @@ def stage_memory(
         end = held * (1.0 - 1.0 / num_in_flight(grid, index)) + fresh
         peak = np.maximum(held + np.maximum(logits, _working_bytes(model, grid, recipe, stage)), end)
         roots = states["optimizer"] / 2 if recipe.update is UpdateForm.FOREACH else 0.0  # of AdamW's second moments
-        peak = np.maximum(peak, roots)
+        peak = np.maximum(peak, roots + updated)
         buffers = states["buffers"] + recipe.buffers.flat_buffer_bytes
     # What the peak holds beyond categories at their fullest counts as buffers, what it lacks of them as absent.
     more = peak - held - logits
@@ -237,11 +249,13 @@ def _working_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: 
     block = 3.0 * num_tokens * model.active_ffn * width / t + whole * np.where(t > 1, 4.0, 1.0)
     # A neighbour's keys, values and their gradients, on their way around the ring (arXiv:2310.01889 sec. 3).
     block = block + np.where(grid.cp > 1, 4.0 * num_tokens * model.kv_hidden * width / t, 0.0)
+    # A unit of layers, or the modules of one, as they are when their forward pass has been repeated.
     again = np.where(
         grid.recompute == RECOMPUTES.index(Recompute.NONE),
         0.0,
-        layer_activation_bytes(model, _without_recompute(grid), recipe),
+        layer_activation_bytes(model, without_recompute(grid), recipe) * grid.recompute_unit,
     )
+    again = np.where(grid.recompute_modules > 0, num_tokens * module_bytes(model, grid, recipe), again)
     shards = grid.shards.astype(float)
     largest = max(2 * model.block_parameters, model.vocab_size * model.hidden)
     gathered = np.where(
@@ -250,8 +264,3 @@ def _working_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: 
         0.0,
     )
     return (block + again if stage.num_layers else np.zeros(len(grid))) + gathered
-
-
-def _without_recompute(grid: Grid) -> Grid:
-    columns = {name: getattr(grid, name) for name in grid.__dataclass_fields__}
-    return Grid(**{**columns, "recompute": np.zeros_like(grid.recompute)})

@@ -29,6 +29,15 @@ def stage_parameters(model: ModelSpec, stage: Stage, tp: Column | int = 1) -> Co
     return total
 
 
+def stage_adapters(model: ModelSpec, stage: Stage, rank: int, tp: Column | int = 1) -> Column:
+    """Return the parameters of one stage's LoRA adapters on one tensor-parallel rank.
+
+    Each is two matrices, in x rank and rank x out, and both are divided (Megatron-Bridge's `ParallelLinearAdapter`).
+    """
+    found: Column = stage.num_layers * rank * model.adapted_widths / np.asarray(tp).astype(float)
+    return found
+
+
 def stage_experts(model: ModelSpec, stage: Stage, grid: Grid) -> Column:
     """Return the parameters of one stage's experts on one rank: divided over experts' ranks and their own tensor
     ranks, not over those of attention.

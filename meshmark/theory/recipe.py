@@ -40,7 +40,11 @@ class StateBytes:
     matrix_wise: MatrixWise | None = None
     """Optimizer whose states are planned tensor by tensor, instead of by `moment_bytes`."""
     shard_gradient_bytes: float = 0.0
-    """The optimizer's own copy of the gradients of its shard."""
+    """The optimizer's own copy of the gradients of its shard, which it makes and frees in the update.
+
+    Megatron-Core's `DistributedOptimizer._copy_model_grads_to_main_grads` makes it, and `zero_grad` sets it to None;
+    DeepSpeed's `single_grad_partition` (stage_1_and_2.py) lives as long.
+    """
     gradient_stage: int = 2
     """ZeRO stage from which a rank holds only its own part of the gradients for the update."""
 
@@ -112,6 +116,10 @@ class ActivationBytes:
     """True if the attention core keeps one fp32 statistic per query instead of the scores."""
     dropout_masks: bool = False
     """True if one-byte dropout masks are kept, as arXiv:2205.05198 counts them."""
+    keeps_products: bool = False
+    """True if selective recomputation keeps what products with weights give, and repeats all else: attention's core
+    and element-wise work (JAX's `checkpoint_dots_with_no_batch_dims`, MaxText's policy `minimal`).
+    """
     fused_elementwise: bool = False
     """True if norms, rotation, gate and residual sums are a kernel each, as in Transformer Engine.
 
@@ -216,6 +224,14 @@ class TrainingRecipe:
     """The dtype whose peak the matrix products are compared with."""
     products: NarrowProducts | None = None
     """Narrower products in the blocks' linear layers, or None."""
+    adapter_rank: int = 0
+    """Rank of LoRA's adapters beside every linear layer of the blocks, which alone are trained. 0 trains everything."""
+
+    @property
+    def frozen(self) -> TrainingRecipe:
+        """The recipe of weights that are not trained: no gradients, no masters and no moments."""
+        alone = replace(self.states, gradient_bytes=0, master_bytes=0, moment_bytes=0, shard_gradient_bytes=0)
+        return replace(self, states=alone, buffers=replace(self.buffers, bucket_bytes=0))
 
 
 # As the suites run: fp32 in PyTorch's eager kernels, whose attention keeps no scores on a CPU either.
@@ -319,6 +335,16 @@ RECIPES: dict[str, TrainingRecipe] = {
         # policies/mixed_precision.py): gradients too are reduced in 16 bits.
         replace(_FSDP2, name="fsdp1-bf16", wire=Wire(reduce_bytes=2, gather_bytes=2), deals_rows=False),
         # With plain `torch.optim.AdamW`, not torchtitan's fused one: the update holds the roots of all second moments.
+        # FSDP that keeps gathered weights from forward to backward passes, in interleaved pipelines. Gradients are
+        # accumulated and reduced in fp32, and sharded as the states are (arXiv:2407.21783 sec. 3.3.2).
+        replace(
+            _FSDP2,
+            name="llama3",
+            states=StateBytes(weight_bytes=2, gradient_bytes=4, master_bytes=4),
+            wire=Wire(reduce_bytes=4, gather_bytes=2, hides_sends=True),
+            cut=PipelineCut(ends_count=True),
+            deals_rows=False,
+        ),
         replace(_FSDP2, name="fsdp2-foreach", update=UpdateForm.FOREACH),
         # DDP keeps what FSDP2 does, whole: fp32 weights, gradients (in its buckets) and moments.
         replace(_FSDP2, name="ddp", update=UpdateForm.FOREACH, deals_rows=False),
@@ -348,7 +374,7 @@ RECIPES: dict[str, TrainingRecipe] = {
             name="xla",
             states=StateBytes(weight_bytes=4, gradient_bytes=4, master_bytes=0),
             buffers=BufferBytes(outside_bytes=0.9e9),
-            activations=ActivationBytes(logit_bytes=8, fused_elementwise=True),
+            activations=ActivationBytes(logit_bytes=8, fused_elementwise=True, keeps_products=True),
         ),
         # 4 + 4 + 8 = 16, everything in fp32.
         TrainingRecipe(
@@ -406,6 +432,24 @@ def narrowed(using: TrainingRecipe, precision: str) -> TrainingRecipe:
     if using.eager or using.arithmetic == "fp32":
         raise InputError(f"recipe {using.name!r} has products in fp32, not in {precision}")
     return replace(using, products=NARROW[precision], wire=replace(using.wire, gather_bytes=1.0))
+
+
+def adapted(using: TrainingRecipe, rank: int, model: ModelSpec) -> TrainingRecipe:
+    """Return the recipe that trains LoRA's adapters of this rank alone.
+
+    Raises `InputError` for a rank, a model or a recipe that adapters are not planned for.
+    """
+    if rank == 0:
+        return using
+    most = min(model.hidden, model.ffn_hidden)
+    if not 1 <= rank <= most:
+        raise InputError(f"a LoRA of rank {rank}, expected 1 to {most}, the narrowest linear layer of {model.name!r}")
+    if model.routing_share or model.latent_weights:
+        raise InputError(f"LoRA is not planned for experts or latent attention, which {model.name!r} has")
+    if using.products or using.eager:
+        what = using.products.name if using.products else f"recipe {using.name!r}"
+        raise InputError(f"LoRA is not planned with {what}: name products in bf16, and a recipe that is not eager")
+    return replace(using, adapter_rank=rank)
 
 
 def eager_recipe(case: Case, name: str = "eager", *, casts_weights: bool = False) -> TrainingRecipe:
