@@ -10,6 +10,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Generator, Sequence
+from itertools import islice
 from pathlib import Path
 
 from meshmark.adapter.registry import inference_adapters
@@ -49,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "-k", default="", metavar="TEXT", help="mutants whose name contains TEXT (default: all, and the right engine)"
     )
     parser.add_argument("--all", action="store_true", help="every variant, not the one that is meant for the defect")
+    parser.add_argument(
+        "--first", action="store_true", help="go on at the first verdict that fails: it is the quickest"
+    )
     parser.add_argument("-o", "--output", type=Path, default=KEPT)
     parsed = parser.parse_args(arguments)
     survivors, rows = list[str](), dict[str, str]()
@@ -65,7 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for mutant in [*([] if parsed.k else [right]), *chosen]:
             target = mutant.target if mutant.name else inference_adapters()["paged"]
             variants = [mutant.variant] if mutant.name and not parsed.all else list(VARIANTS)
-            found = {v: list(failures(target, v, *judges[mutant.precision], mutant.precision)) for v in variants}
+            most = 1 if parsed.first and mutant.name else None
+            found = {
+                v: list(islice(failures(target, v, *judges[mutant.precision], mutant.precision), most))
+                for v in variants
+            }
             if not mutant.name:
                 others = [p for p in judges if p != "fp32"]
                 found |= {f"plain, {p}": list(failures(target, "plain", *judges[p], p)) for p in others}

@@ -17,7 +17,14 @@ class Paged(InferenceAdapter):
     """The paged engine on one rank."""
 
     requires = (Requirement(module="safetensors", distribution="safetensors"),)
-    precisions: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp8-cache", "int8-weights", "int4-weights")
+    precisions: ClassVar[tuple[str, ...]] = (
+        "fp32",
+        "bf16",
+        "fp8-cache",
+        "int8-weights",
+        "int4-weights",
+        "bf16-int4-weights",
+    )
     promises: ClassVar[dict[str, str]] = {
         "copies": "seed + index",
         "sharing": "full blocks of the prompt",

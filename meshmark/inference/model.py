@@ -34,6 +34,7 @@ _COMMON = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "llama-tiny": {"model_type": "llama", **_COMMON},
+    "llama-tiny-2k": {"model_type": "llama", **_COMMON, "max_position_embeddings": 2048},
     "qwen2-tiny": {"model_type": "qwen2", **_COMMON},
     "qwen3-tiny": {"model_type": "qwen3", **_COMMON},
 }
@@ -58,6 +59,7 @@ PRECISIONS = {
     "fp8-cache": Precision(dtype=torch.float32, cache_dtype=torch.float8_e4m3fn),
     "int8-weights": Precision(dtype=torch.float32, weight_bits=8),
     "int4-weights": Precision(dtype=torch.float32, weight_bits=4),
+    "bf16-int4-weights": Precision(dtype=torch.bfloat16, weight_bits=4),
 }
 GROUP_SIZE = 32
 """Inputs that share a scale where weights have 4 bits; where they have 8, all inputs of an output do."""
