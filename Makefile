@@ -146,8 +146,10 @@ pairs: install  ## Resume, where every two of nine variations meet; what fails i
 power: install  ## Engines broken on purpose must be caught, correct runs must pass: reports/power.md.
 	$(BIN)/python -m benchmarks.power
 
-inference-power: install  ## The paged engine with one defect each must be caught; `make inference` shows the record (K=NAME).
+inference-power: install  ## The paged engine with one defect each must be caught; waste and false alarms (K=NAME: a defect alone).
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.inference_power $(if $(K),-k $(K))
+	$(if $(K),,OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.inference_waste)
+	$(if $(K),,OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.inference_alarms)
 
 power-page: install  ## The page of what the last `make power` has measured.
 	$(BIN)/python -m benchmarks.power --page

@@ -10,7 +10,7 @@ import torch
 
 from meshmark.adapter.capabilities import Requirement
 from meshmark.inference.contract import CacheUse, Emitted, Engine, EngineOptions, InferenceAdapter, Request
-from meshmark.inference.model import DTYPES, left_padded, load_model
+from meshmark.inference.model import PRECISIONS, left_padded, load_model
 
 
 class TransformersGenerate(InferenceAdapter):
@@ -22,7 +22,7 @@ class TransformersGenerate(InferenceAdapter):
     promises = {"copies": "seed + index"}  # of the adapter: it draws each copy under its own seed
 
     def build(self, model: Path, options: EngineOptions) -> Engine:
-        return GenerateEngine(load_model(model, DTYPES[options.precision]), options)
+        return GenerateEngine(load_model(model, PRECISIONS[options.precision].dtype), options)
 
 
 class GenerateEngine(Engine):

@@ -10,13 +10,14 @@ import json
 import sys
 import tempfile
 from collections.abc import Generator, Sequence
+from itertools import islice
 from pathlib import Path
 
 from meshmark.adapter.registry import inference_adapters
 from meshmark.inference.clauses import judge_engine
 from meshmark.inference.judge import Judge
 from meshmark.inference.local import LocalEngine
-from meshmark.inference.model import write_model
+from meshmark.inference.model import PRECISIONS, write_model
 from meshmark.inference.process import EngineError, EngineProcess, load_engine
 from meshmark.inference.run import VARIANTS, InferenceCase
 from tests.broken.paged import MUTANTS, PagedMutant
@@ -25,9 +26,9 @@ KEPT = Path(__file__).parents[1] / "reports" / "records" / "inference-mutants.js
 NUM_LEAK = 60
 
 
-def failures(target: str, variant: str, judge: Judge, folder: Path) -> Generator[str]:
+def failures(target: str, variant: str, judge: Judge, folder: Path, precision: str = "fp32") -> Generator[str]:
     """Yield the names of verdicts that an engine fails in a variant, as soon as each is judged."""
-    case = InferenceCase(engine="paged", target=target, variant=variant)
+    case = InferenceCase(engine="paged", target=target, variant=variant, precision=precision)
     try:
         if load_engine(target).tp > 1:
             process = EngineProcess(target, folder, case.options(), folder / "log")
@@ -49,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "-k", default="", metavar="TEXT", help="mutants whose name contains TEXT (default: all, and the right engine)"
     )
     parser.add_argument("--all", action="store_true", help="every variant, not the one that is meant for the defect")
+    parser.add_argument(
+        "--first", action="store_true", help="go on at the first verdict that fails: it is the quickest"
+    )
     parser.add_argument("-o", "--output", type=Path, default=KEPT)
     parsed = parser.parse_args(arguments)
     survivors, rows = list[str](), dict[str, str]()
@@ -57,12 +61,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [mutant for mutant in MUTANTS if parsed.k in mutant.name]
     right = PagedMutant(name="", text="nothing is wrong")
     with tempfile.TemporaryDirectory() as name:
-        folder = write_model("llama-tiny", Path(name))
-        judge = Judge(folder, "fp32")
+        judges = dict[str, tuple[Judge, Path]]()
+        for precision in dict.fromkeys(["fp32", *(mutant.precision for mutant in chosen)]):
+            bits = PRECISIONS[precision].weight_bits
+            folder = write_model("llama-tiny", Path(name) / precision, weight_bits=bits)
+            judges[precision] = Judge(folder, precision), folder
         for mutant in [*([] if parsed.k else [right]), *chosen]:
             target = mutant.target if mutant.name else inference_adapters()["paged"]
             variants = [mutant.variant] if mutant.name and not parsed.all else list(VARIANTS)
-            found = {variant: list(failures(target, variant, judge, folder)) for variant in variants}
+            most = 1 if parsed.first and mutant.name else None
+            found = {
+                v: list(islice(failures(target, v, *judges[mutant.precision], mutant.precision), most))
+                for v in variants
+            }
+            if not mutant.name:
+                others = [p for p in judges if p != "fp32"]
+                found |= {f"plain, {p}": list(failures(target, "plain", *judges[p], p)) for p in others}
             found = {variant: verdicts for variant, verdicts in found.items() if verdicts}
             rows[mutant.name] = json.dumps({"name": mutant.name, "text": mutant.text, "caught": found})
             if bool(found) != bool(mutant.name):

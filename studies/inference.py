@@ -16,7 +16,9 @@ from pathlib import Path
 
 from meshmark.inference.clauses import LENGTHS, NEW_TOKENS
 from meshmark.inference.judge import FACTOR
+from meshmark.inference.model import PRECISIONS
 from meshmark.inference.run import LOAD, InferenceRecord, read_inference
+from meshmark.inference.waste import LIMIT, MEAN_NEW, MEAN_PROMPT, NUM_REQUESTS, Sharing, Waste
 from meshmark.records.judged_case import CaseVerdict
 from meshmark.report.markdown import inline
 from meshmark.report.markdown import table as markdown
@@ -26,14 +28,16 @@ ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "reports" / "inference.md", ROOT / "results" / "inference"
 KEPT = ROOT / "reports" / "records" / "inference.jsonl"
 MUTANTS = ROOT / "reports" / "records" / "inference-mutants.jsonl"
-"""Of `make inference-power`."""
+"""Of `make inference-power`, and so are the next two."""
+WASTE = ROOT / "reports" / "records" / "inference-waste.jsonl"
+ALARMS = ROOT / "reports" / "records" / "inference-alarms.jsonl"
 
 
 def run() -> None:
     """Run the suite over all engines, and keep its records."""
     (RESULTS / "records.jsonl").unlink(missing_ok=True)
     base = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", "suites/test_inference.py"]
-    subprocess.run([*base, "--precision", "fp32,bf16", "--results", str(RESULTS)], check=False, cwd=ROOT)
+    subprocess.run([*base, "--precision", ",".join(PRECISIONS), "--results", str(RESULTS)], check=False, cwd=ROOT)
     shutil.copy(RESULTS / "records.jsonl", KEPT)
 
 
@@ -66,6 +70,7 @@ log probability that fails: {FACTOR:g} times the noise of Transformers' own ways
 
 {markdown([_memory(record) for record in records])}
 
+{_waste()}
 ## Speed
 
 {number} requests of {length} tokens arrive at once, and {new} tokens follow each; the second of two runs. The model is
@@ -78,7 +83,8 @@ a toy, so these are times of schedulers and Python, not of products of matrices.
 {markdown(_clauses(records))}
 
 {_failures(records)}
-{_gaps(records)}{_detects()}"""
+{_gaps(records)}{_detects()}
+{_alarms()}"""
 
 
 def _name(record: InferenceRecord) -> dict[str, object]:
@@ -192,6 +198,84 @@ def _detects() -> str:
 
 The paged engine with one defect each: **{caught} of {len(planted)} are caught**. Without a defect it {alarms}. Each
 defect runs in the variant that is meant for it, in fp32 on llama-tiny. Made by `make inference-power`.
+
+{markdown(rows)}
+"""
+
+
+def _waste() -> str:
+    """Return the tables of what a paged cache wastes and what sharing saves."""
+    lines = [json.loads(line) for line in WASTE.read_text().splitlines()]
+    commits = sorted({line["commit"] for line in lines})
+    found: dict[str, list[dict[str, object]]] = {"waste": [], "sharing": []}
+    for line in lines:
+        kind, _, _ = line.pop("table"), line.pop("engine"), line.pop("commit")
+        found[kind].append(_waste_row(Waste(**line)) if kind == "waste" else _sharing_row(Sharing(**line)))
+    return f"""### Waste
+
+{NUM_REQUESTS} requests arrive at once at the paged engine. Lengths are exponentially distributed. Their means are
+{MEAN_PROMPT} tokens of a prompt and {MEAN_NEW} of a completion, as in PagedAttention's ShareGPT load
+(arXiv:2309.06180), whose waste is under 4 %. Bytes are means over the engine's steps. Blocks in use are read from the
+engine's pool, and at every step are those of each sequence's tokens. *contiguous* reserves {LIMIT} tokens for each
+sequence. By `make inference-power` at {", ".join(commits)}.
+
+{markdown(found["waste"])}
+
+Blocks in use at the peak where sequences begin alike: parallel samples, and a prefix cache.
+
+{markdown(found["sharing"])}
+"""
+
+
+def _waste_row(row: Waste) -> dict[str, object]:
+    return {
+        "block": row.block_size,
+        "reserved": f"{row.reserved_bytes:,.0f} bytes",
+        "used": f"{row.used_bytes:,.0f} bytes",
+        "waste": f"{row.waste:.1%}",
+        "contiguous": f"{row.contiguous_bytes:,.0f} bytes",
+        "its waste": f"{row.contiguous_waste:.1%}",
+    }
+
+
+def _sharing_row(row: Sharing) -> dict[str, object]:
+    found = f"{row.blocks}" if row.blocks == row.closed_form else f"**{row.blocks}**"
+    return {
+        "load": row.kind,
+        "block": row.block_size,
+        "blocks": found,
+        "closed form": row.closed_form,
+        "without sharing": row.unshared,
+        "saved": f"{row.saved:.0%}",
+    }
+
+
+def _alarms() -> str:
+    """Return how often correct engines were accused, and how much room the tolerance leaves."""
+    lines = [json.loads(line) for line in ALARMS.read_text().splitlines()]
+    commits = sorted({line["commit"] for line in lines})
+    rows = []
+    for engine, precision in dict.fromkeys((line["engine"], line["precision"]) for line in lines):
+        part = [line for line in lines if (line["engine"], line["precision"]) == (engine, precision)]
+        rows.append(
+            {
+                "engine": engine,
+                "precision": precision,
+                "runs": len(part),
+                "accused": sum(bool(line["accused"]) for line in part),
+                **{
+                    f"{text} / noise": f"{max(line[name] for line in part):.2f}"
+                    for name, text in (("largest", "largest error"), ("rms", "mean error"), ("apart", "half of apart"))
+                },
+            }
+        )
+    accused = sum(bool(line["accused"]) for line in lines)
+    return f"""## False alarms
+
+**{accused} of {len(lines)} correct runs are accused.** Each seed is a model and prompts of its own, served by two
+engines. Judged are log probabilities, greedy tokens, and the same requests one after the other in reverse. The last
+columns are the largest of all runs, where {FACTOR:g} fails: so much room does the factor leave.
+By `make inference-power` at {", ".join(commits)}.
 
 {markdown(rows)}
 """

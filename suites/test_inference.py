@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshmark.adapter.registry import inference_adapters
-from meshmark.inference.model import DTYPES
+from meshmark.inference.model import PRECISIONS
 from meshmark.inference.process import load_engine
 from meshmark.inference.run import VARIANTS, InferenceCase, run_case
 from meshmark.pytest_plugin.expect import StaleGapWarning
@@ -20,11 +20,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "inference_case" not in metafunc.fixturenames:
         return
     known = inference_adapters()
-    precisions = [name for name in metafunc.config.getoption("--precision").split(",") if name in DTYPES]
+    precisions = [name for name in metafunc.config.getoption("--precision").split(",") if name in PRECISIONS]
     cases = [
         InferenceCase(engine=name, target=known[name], precision=precision, variant=variant)
         for name in chosen_engines(metafunc.config)
         for precision in precisions
+        if precision in load_engine(known[name]).precisions
         for variant in VARIANTS
         if variant == "plain" or (load_engine(known[name]).pages and precision == precisions[0])
     ]

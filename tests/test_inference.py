@@ -8,15 +8,19 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.inference_power import failures
 from meshmark.adapter.registry import inference_adapters
+from meshmark.inference import quantized
 from meshmark.inference.contract import CacheUse, EngineOptions, Request, Served
 from meshmark.inference.judge import Judge, cache_bytes, peak_blocks
-from meshmark.inference.model import prompts, shape_of, write_model
+from meshmark.inference.local import LocalEngine
+from meshmark.inference.model import PRECISIONS, Truth, prompts, shape_of, write_model
 from meshmark.inference.process import EngineError, EngineProcess, load_engine
 from meshmark.inference.run import InferenceCase, read_inference, run_case, with_gap
 from meshmark.inference.serving import serve
+from meshmark.inference.waste import load, measure_sharing, measure_waste, waste_options
 from meshmark.records.judged_case import CaseVerdict
 from tests.broken.paged import BY_NAME
 
@@ -87,13 +91,60 @@ def test_wrong_bytes_blocks_and_leaks_are_seen(served: Served) -> None:
         ("KeyWithoutPast", "prompts that look alike"),
         ("EvictedDraws", "eviction"),
         ("StaleKey", "prefix cache under eviction"),
+        ("ScaleOfNextGroup", "log probabilities"),
+        ("WeightOffset", "log probabilities"),
+        ("BeamsForget", "beams"),
     ],
 )
-def test_a_planted_defect_fails_its_verdict_first(model: Path, name: str, verdict: str) -> None:
+def test_a_planted_defect_fails_its_verdict_first(model: Path, tmp_path: Path, name: str, verdict: str) -> None:
     """`make inference-power` runs them all."""
-    mutant = BY_NAME[name]
-    with contextlib.closing(failures(mutant.target, mutant.variant, Judge(model, "fp32"), model)) as failed:
+    mutant, folder = BY_NAME[name], model
+    if bits := PRECISIONS[mutant.precision].weight_bits:
+        folder = write_model("llama-tiny", tmp_path, weight_bits=bits)
+    judge = Judge(folder, mutant.precision)
+    with contextlib.closing(failures(mutant.target, mutant.variant, judge, folder, mutant.precision)) as failed:
         assert next(failed, None) == verdict
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_integers_are_the_weights_rounded_to_their_scales(bits: int) -> None:
+    weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+    packed = quantized.quantize({"a.q_proj.weight": weight, "norm.weight": weight[0]}, bits, 32)
+    assert packed["a.q_proj.weight_packed"].shape == (6, 64 * bits // 32)
+    found = quantized.dequantize(packed)
+    assert set(found) == {"a.q_proj.weight", "norm.weight"} and torch.equal(found["norm.weight"], weight[0])
+    scale = packed["a.q_proj.weight_scale"]
+    off = (found["a.q_proj.weight"] - weight).view(*scale.shape, -1).abs() / scale[..., None]
+    assert scale.shape == (6, 2 if bits == 4 else 1) and 0.4 < off.max() <= 0.55  # scales have 8 bits
+
+
+def test_an_fp8_cache_is_judged_by_the_roundings_that_the_engine_took(model: Path) -> None:
+    """A value near the middle of two numbers may be either; one that is not may not."""
+    tokens, dtype = prompts([40])[0], torch.float8_e4m3fn
+    truth, exact = Truth(model, dtype), Truth(model)
+    rows, ties = truth._pass(tokens)
+    assert ties and (rows - exact.logprobs(tokens)).abs().max() > 1e-2
+    taken = torch.tensor(tokens[1:])[:, None]
+    others = (truth._pass(tokens, frozenset([tie]))[0] for tie in ties)
+    other = next(found for found in others if (found - rows)[:-1].gather(1, taken).abs().max() > 1e-4)
+    followed = truth.logprobs(tokens, other[:-1].gather(1, taken)[:, 0].tolist())
+    assert (followed - other).abs().max() < 2e-5
+    unrounded = exact.logprobs(tokens)[:-1].gather(1, taken)[:, 0]
+    followed = truth.logprobs(tokens, unrounded.tolist())
+    assert (followed[:-1].gather(1, taken)[:, 0] - unrounded).abs().max() > 1e-2
+
+
+def test_waste_and_sharing_of_blocks_are_their_closed_forms(tmp_path: Path) -> None:
+    folder, adapter = write_model("llama-tiny-2k", tmp_path), load_engine(inference_adapters()["paged"])()
+    plain, prefix = (LocalEngine(adapter.build(folder, waste_options(16, caching))) for caching in (False, True))
+    served, shape = plain.serve(load(6, scale=0.2)), shape_of("llama-tiny-2k")
+    waste = measure_waste(served, 16, shape)
+    assert waste.reserved_bytes == pytest.approx(waste.closed_form_bytes) and 0 < waste.waste < waste.contiguous_waste
+    leaking = dataclasses.replace(served, used_blocks=(*served.used_blocks[:-1], 1))
+    with pytest.raises(ValueError, match="1 blocks of 16 in use after step"):
+        measure_waste(leaking, 16, shape)
+    for found in measure_sharing(plain, prefix, 16):
+        assert found.blocks == found.closed_form < found.unshared
 
 
 def test_a_known_gap_covers_its_own_symptom_alone() -> None:

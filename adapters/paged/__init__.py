@@ -17,7 +17,19 @@ class Paged(InferenceAdapter):
     """The paged engine on one rank."""
 
     requires = (Requirement(module="safetensors", distribution="safetensors"),)
-    promises: ClassVar[dict[str, str]] = {"copies": "seed + index", "sharing": "full blocks of the prompt"}
+    precisions: ClassVar[tuple[str, ...]] = (
+        "fp32",
+        "bf16",
+        "fp8-cache",
+        "int8-weights",
+        "int4-weights",
+        "bf16-int4-weights",
+    )
+    promises: ClassVar[dict[str, str]] = {
+        "copies": "seed + index",
+        "sharing": "full blocks of the prompt",
+        "beams": "the most probable, of one length",
+    }
 
     def build(self, model: Path, options: EngineOptions) -> Engine:
         from meshmark.adapters.paged.engine import PagedEngine
@@ -29,3 +41,4 @@ class PagedTensorParallel(Paged):
     """The paged engine on two tensor-parallel ranks, each a process."""
 
     tp = 2
+    precisions = ("fp32", "bf16", "fp8-cache")  # a group of weights with one scale is not cut

@@ -29,12 +29,16 @@ class Sample:
     draws: torch.Generator | None = None
     prompt_logprobs: list[float] = field(default_factory=list)
     waits_for_copies: bool = False
-    """True until the prompt is computed, if parallel samples are to follow it."""
+    """True until the prompt is computed, if parallel samples or beams are to follow it."""
+    logprobs: list[float] = field(default_factory=list)
+    """Of a beam's generated tokens."""
+    row: Tensor | None = None
+    """Log probabilities of a beam's next token, until all beams of its request have theirs."""
 
     @property
     def size(self) -> int:
         """Sequences that this one stands for in a batch."""
-        return self.request.copies if self.waits_for_copies else 1
+        return self.request.num_sequences if self.waits_for_copies else 1
 
 
 class PagedEngine(Engine):
@@ -58,10 +62,14 @@ class PagedEngine(Engine):
         if not 0 <= min(request.prompt) <= max(request.prompt) < vocabulary:
             wrong = next(token for token in request.prompt if not 0 <= token < vocabulary)
             raise ValueError(f"token {wrong} is not in the vocabulary of {vocabulary}")
-        needed = self._blocks_for(min(limit, len(request.prompt) + request.max_new_tokens - 1))
+        if request.beams > 1 and (request.temperature or request.stop or request.copies > 1):
+            raise ValueError("beams with a temperature, stop tokens or copies; expected none of them")
+        needed = request.beams * self._blocks_for(min(limit, len(request.prompt) + request.max_new_tokens - 1))
         if needed > self.options.num_blocks:
             raise ValueError(f"a request that needs {needed} blocks; the cache has {self.options.num_blocks}")
-        sample = Sample(request=request, copy=0, tokens=list(request.prompt), waits_for_copies=request.copies > 1)
+        sample = Sample(
+            request=request, copy=0, tokens=list(request.prompt), waits_for_copies=request.num_sequences > 1
+        )
         sample.draws = self.draws(request, 0)
         self._waiting.append(sample)
 
@@ -87,6 +95,10 @@ class PagedEngine(Engine):
             sample.computed += count
             self.remember(sample)
             if sample.computed == len(sample.tokens):
+                if sample.request.beams > 1:
+                    sample.row = rows[-1]
+                    self._advance_beams(sample.request, emit)
+                    continue
                 forks = self.fork(sample) if sample.waits_for_copies else []
                 for each in (sample, *forks):
                     self._advance(each, rows[-1], emit)
@@ -177,6 +189,7 @@ class PagedEngine(Engine):
     def evict(self, sample: Sample) -> None:
         """Take a sequence's blocks away. It is computed again, with what it has generated, when there is room."""
         self._preemptions += 1
+        sample.row = None
         self.release(sample)
         self._waiting.insert(0, sample)
 
@@ -215,6 +228,50 @@ class PagedEngine(Engine):
         if finish:
             self._running.remove(sample)
             self.release(sample)
+
+    def _advance_beams(self, request: Request, emit: Callable[[Emitted], None]) -> None:
+        """Choose the next tokens of a request's beams, once each has its log probabilities."""
+        beams = [each for each in (*self._running, *self._waiting) if each.request is request]
+        if any(beam.row is None for beam in beams):
+            return
+        chosen = [
+            Sample(
+                request=request,
+                copy=copy,
+                tokens=[*parent.tokens, token],
+                computed=parent.computed,
+                blocks=[self.pool.share(block) for block in parent.blocks],
+                logprobs=[*parent.logprobs, logprob],
+            )
+            for copy, (parent, token, logprob) in enumerate(self.best(beams, request.beams))
+        ]
+        at = min(self._running.index(beam) for beam in beams)
+        for beam in beams:
+            self._running.remove(beam)
+            self.release(beam)
+        finish = self.finish(chosen[0])
+        for beam in chosen:
+            if finish:
+                generated = tuple(beam.tokens[len(request.prompt) :])
+                emit(
+                    Emitted(
+                        request=request.name,
+                        copy=beam.copy,
+                        tokens=generated,
+                        logprobs=tuple(beam.logprobs),
+                        finish=finish,
+                    )
+                )
+                self.release(beam)
+        if not finish:
+            self._running[at:at] = chosen
+
+    def best(self, beams: list[Sample], count: int) -> list[tuple[Sample, int, float]]:
+        """Return the `count` most probable continuations of beams by a token: beam, token and its log probability."""
+        scores = torch.stack([sum(beam.logprobs) + beam.row.double() for beam in beams])  # type: ignore[union-attr]
+        order = scores.flatten().topk(count).indices.tolist()
+        pairs = [divmod(index, scores.shape[1]) for index in order]
+        return [(beams[beam], token, float(beams[beam].row[token])) for beam, token in pairs]
 
     def choose(self, sample: Sample, row: Tensor) -> int:
         """Return a sequence's next token, from log probabilities of shape (vocabulary,)."""

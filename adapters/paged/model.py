@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshmark.inference.contract import EngineOptions
-from meshmark.inference.model import DTYPES
+from meshmark.inference.model import PRECISIONS
+from meshmark.inference.quantized import unpack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +50,18 @@ class PagedLlama:
         self.config: Mapping[str, Any] = json.loads((folder / "config.json").read_text())
         if self.config["model_type"] != "llama":
             raise ValueError(f"a model of type {self.config['model_type']!r}; the paged engine serves 'llama'")
-        self.dtype, self.tp, self.rank = DTYPES[options.precision], options.tp, rank
+        precision = PRECISIONS[options.precision]
+        self.dtype, self.tp, self.rank = precision.dtype, options.tp, rank
+        self._weight_bits = precision.weight_bits
         self._block_size = options.block_size
         self.head_size: int = self.config["head_dim"]
         self.heads = self.config["num_attention_heads"] // self.tp
         self.kv_heads = self.config["num_key_value_heads"] // self.tp
         whole = load_file(folder / "model.safetensors")
-        self._weights = {name: self._share(name, w).to(self.dtype).contiguous() for name, w in whole.items()}
+        self._weights = {name: self._share(name, w).contiguous() for name, w in whole.items()}
+        self._weights = {n: w.to(self.dtype) if w.is_floating_point() else w for n, w in self._weights.items()}
         shape = (self.num_layers, 2, options.num_blocks, options.block_size, self.kv_heads, self.head_size)
-        self.cache = torch.zeros(shape, dtype=self.dtype)
+        self.cache = torch.zeros(shape, dtype=precision.cache_dtype or self.dtype)
         theta = self.config["rope_parameters"]["rope_theta"]
         self._frequencies = 1.0 / (theta ** (torch.arange(0, self.head_size, 2).float() / self.head_size))
 
@@ -67,6 +71,8 @@ class PagedLlama:
 
     def _share(self, name: str, weight: Tensor) -> Tensor:
         """Return this rank's part: heads and hidden units are dealt out, the rest is whole."""
+        if name.endswith("weight_shape"):
+            return weight
         if any(part in name for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
             return weight.chunk(self.tp, 0)[self.rank]
         if "o_proj" in name or "down_proj" in name:
@@ -114,8 +120,13 @@ class PagedLlama:
         """Write keys and values of shape (tokens, KV heads, head size) to a span's blocks."""
         where = torch.arange(span.start, span.start + len(span.tokens))
         blocks, offsets = torch.tensor(span.blocks)[where // self._block_size], where % self._block_size
-        self.cache[layer, 0, blocks, offsets] = k.to(self.cache.dtype)
-        self.cache[layer, 1, blocks, offsets] = v.to(self.cache.dtype)
+        self.cache[layer, 0, blocks, offsets] = self.narrow(k)
+        self.cache[layer, 1, blocks, offsets] = self.narrow(v)
+
+    def narrow(self, x: Tensor) -> Tensor:
+        """Return keys or values in the cache's format, with what is too large for it as its largest number."""
+        limits = torch.finfo(self.cache.dtype)
+        return x.clamp(limits.min, limits.max).to(self.cache.dtype)
 
     def attend(self, layer: int, span: Span, q: Tensor) -> Tensor:
         """Return the attention of queries of shape (tokens, heads, head size) to all tokens up to each."""
@@ -144,7 +155,16 @@ class PagedLlama:
         return x
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
-        return functional.linear(x, self._weights[name + ".weight"])
+        return functional.linear(x, self.weight(name))
+
+    def weight(self, name: str) -> Tensor:
+        """Return a layer's weight, from integers and scales if it is kept so: they are never whole for two layers."""
+        packed = self._weights.get(name + ".weight_packed")
+        if packed is None:
+            return self._weights[name + ".weight"]
+        scale = self._weights[name + ".weight_scale"]
+        codes = unpack(packed, self._weight_bits).to(self.dtype)
+        return (codes.view(*scale.shape, -1) * scale[..., None]).view(len(codes), -1)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         y = x.float()

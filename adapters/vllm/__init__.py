@@ -14,8 +14,6 @@ from typing import Any
 from meshmark.inference.contract import CacheUse, Emitted, Engine, EngineOptions, InferenceAdapter, Request
 from meshmark.spec.known_gap import KnownGap
 
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-
 
 class VLLM(InferenceAdapter):
     """vLLM on one rank."""
@@ -57,10 +55,14 @@ class VLLM(InferenceAdapter):
     def build(self, model: Path, options: EngineOptions) -> Engine:
         from vllm import EngineArgs, LLMEngine
 
+        from meshmark.inference.model import PRECISIONS
+
+        precision = PRECISIONS[options.precision]
         arguments = EngineArgs(
             model=str(model),
             skip_tokenizer_init=True,
-            dtype=_DTYPES[options.precision],
+            dtype=str(precision.dtype).removeprefix("torch."),
+            kv_cache_dtype="fp8" if precision.cache_dtype else "auto",
             tensor_parallel_size=self.tp,
             block_size=options.block_size,
             num_gpu_blocks_override=options.num_blocks,

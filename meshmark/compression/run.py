@@ -71,17 +71,7 @@ def make_workload(hidden: int = 128) -> Workload:
 def train(task: Workload, steps: int = STEPS) -> nn.Module:
     """Return the model of `task` after `steps` steps of its own optimizer, in float32."""
     model = build_model(task.model)
-    drawn = torch.Generator().manual_seed(task.seed)
-    assert isinstance(task.model, ModelSpec)
-    for parameter in model.parameters():
-        with torch.no_grad():
-            if parameter.ndim > 1:
-                parameter.normal_(0, task.model.init_std, generator=drawn)
-            else:
-                parameter.zero_()
-    for module in model.modules():
-        if isinstance(module, nn.LayerNorm):
-            nn.init.ones_(module.weight)
+    model.initialize(task.seed)
     optimizer = build_optimizer(task.optimizer, model.named_parameters())
     compute = gradients_of(task)
     for step in range(steps):

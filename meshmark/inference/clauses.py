@@ -185,6 +185,31 @@ def _copies(around: _Around) -> CaseVerdict:
     return dataclasses.replace(found, passed=passed, text=text)
 
 
+def _beams(around: _Around) -> CaseVerdict:
+    """Search with beams beside other requests, and hold beams and log probabilities against float64.
+
+    Where the engine pages, the blocks of the prompt must be there once.
+    """
+    if "beams" not in around.setting.adapter.promises:
+        return CaseVerdict(name="beams", passed=True, text="the engine has no beam search")
+    request = Request(name="beams", prompt=prompts([77], seed=9)[0], max_new_tokens=8, beams=4, wants_prompt=False)
+    alone = around.engine.serve([request])
+    beside = around.engine.serve([*requests_of()[:3], request, *requests_of()[3:6]])
+    found = around.judge.beams(request, alone.completions, around.noise)
+    told = around.judge.logprobs([request], [*alone.completions, *beside.completions], around.noise)
+    again = [c.tokens for c in beside.completions if c.request == request.name]
+    passed, text = found.passed and told.passed and again == [c.tokens for c in alone.completions], found.text
+    if not told.passed:
+        text += f"; log probabilities: {told.text}"
+    if around.setting.adapter.pages:
+        size = around.setting.options.block_size
+        each, shared = -(-(len(request.prompt) + request.max_new_tokens - 1) // size), len(request.prompt) // size
+        most, used = shared + request.beams * (each - shared), max(alone.used_blocks)
+        text += f"; {used} blocks at the peak, at most {most} if the prompt's are shared"
+        passed = passed and used <= most and alone.blocks_after == alone.blocks_before
+    return dataclasses.replace(found, passed=passed, text=text)
+
+
 def _leaks(around: _Around) -> CaseVerdict:
     number = around.setting.num_leak
     many = [
@@ -293,11 +318,11 @@ def _bad_request(name: str, bad: Request, judge: Judge, before: tuple[Serves, Se
 
 
 _CLAUSES: dict[str, Sequence[Callable[[_Around], CaseVerdict]]] = {
-    "plain": (_alone, _arrival, _stops, _context_limit, _seeds, _temperature, _copies, _leaks),
+    "plain": (_alone, _arrival, _stops, _context_limit, _seeds, _temperature, _copies, _beams, _leaks),
     "chunked": (_arrival,),
     "prefix": (_prefix_caching, _look_alike, _copies),
     "small-cache": (_eviction,),
-    "large-blocks": (_copies,),
+    "large-blocks": (_copies, _beams),
     "all-at-once": (_arrival, _look_alike, _cache_under_eviction, _eviction),
 }
 """Clauses by the variant that they are judged in."""

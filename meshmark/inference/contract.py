@@ -18,7 +18,7 @@ class EngineOptions:
     """How an engine is built."""
 
     precision: str = "fp32"
-    """Of weights, computation and KV cache: fp32 or bf16."""
+    """A name of `model.PRECISIONS`: formats of computation, weights and KV cache."""
     block_size: int = 32
     """Tokens of one block of the KV cache."""
     num_blocks: int = 64
@@ -50,10 +50,17 @@ class Request:
     """Token ids that end the completion, and are its last token."""
     copies: int = 1
     """Parallel samples of one prompt."""
+    beams: int = 1
+    """Beams of a beam search that returns them all, the most probable first. It draws nothing and stops at no token."""
     wants_prompt: bool = True
     """True if the log probabilities of the prompt are asked for. Engines with a prefix cache do not use it then."""
     arrives: int = 0
     """Step of the engine before which the request is submitted."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Completions that the request has: parallel samples or beams."""
+        return max(self.copies, self.beams)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +115,9 @@ class Served:
     steps: int
     used_blocks: tuple[int, ...]
     """Blocks in use after each step."""
+    live_tokens: tuple[tuple[int, ...], ...]
+    """After each step, the tokens of each unfinished sequence whose keys and values are needed: all but the last one
+    generated. Of sequences without a generated token nothing is known, and they are left out."""
     blocks_before: int
     blocks_after: int
     preemptions: int = 0
@@ -161,10 +171,13 @@ class InferenceAdapter(ABC):
     """Tensor-parallel ranks that this adapter stands for."""
     block_sizes: ClassVar[tuple[int, ...]] = (32,)
     """Block sizes that it is judged at. 1 for a cache without blocks."""
+    precisions: ClassVar[tuple[str, ...]] = ("fp32", "bf16")
+    """Names of `model.PRECISIONS` that the engine computes in."""
     pages: ClassVar[bool] = True
     """True if the cache has blocks that are given out one by one."""
     promises: ClassVar[Mapping[str, str]] = {}
-    """What the engine says of itself: of "copies", seeds of parallel samples; of "sharing", the blocks they share."""
+    """What the engine says of itself: of "copies", seeds of parallel samples; of "sharing", the blocks they share; of
+    "beams", how it searches."""
     spare_blocks: ClassVar[int] = 0
     """Blocks of `num_blocks` that the engine keeps for itself."""
     known_gaps: ClassVar[tuple[KnownGap, ...]] = ()

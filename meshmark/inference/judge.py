@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
 from meshmark.inference.contract import Completion, Request, Served
-from meshmark.inference.model import Narrow, Shape, Truth
+from meshmark.inference.model import PRECISIONS, Narrow, Shape, Truth
 from meshmark.records.judged_case import CaseVerdict
 
 FACTOR = 3.0
@@ -38,19 +39,18 @@ class Judge:
     """Judges engines that serve one model in one precision."""
 
     def __init__(self, folder: Path, precision: str) -> None:
-        self.truth, self._narrow = Truth(folder), Narrow(folder, precision)
+        self.truth, self._narrow = Truth(folder, PRECISIONS[precision].cache_dtype), Narrow(folder, precision)
 
     def noise(self, requests: Sequence[Request], completions: Sequence[Completion]) -> Noise:
         """Measure the noise at the tokens that an engine produced."""
         pairs = _pairs(requests, completions)
         sequences = [[*r.prompt, *c.tokens] for r, c in pairs]
-        exact = [self.truth.logprobs(tokens) for tokens in sequences]
         rms, largest = [], []
         for rows in self._narrow.logprobs(sequences, [len(r.prompt) for r, _ in pairs]).values():
             off = np.concatenate(
                 [
-                    np.abs(_taken(row, tokens) - _taken(right, tokens))
-                    for row, right, tokens in zip(rows, exact, sequences, strict=True)
+                    np.abs(told - _taken(self.truth.logprobs(tokens, told.tolist()), tokens))
+                    for told, tokens in zip(map(_taken, rows, sequences), sequences, strict=True)
                 ]
             )
             rms.append(float(np.sqrt(np.mean(off**2))))
@@ -62,8 +62,8 @@ class Judge:
         off, worst = list[float](), ("", 0, 0.0)
         for request, completion in _pairs(requests, completions):
             tokens = [*request.prompt, *completion.tokens]
-            exact = _taken(self.truth.logprobs(tokens), tokens)
             told = [*completion.prompt_logprobs, *completion.logprobs]
+            exact = _taken(self.truth.logprobs(tokens, told), tokens)
             if not completion.prompt_logprobs:
                 exact = exact[len(request.prompt) - 1 :]
             if len(told) != len(exact):
@@ -86,7 +86,8 @@ class Judge:
         """Judge that every token is the most probable one, or as near to it as noise can move both."""
         wrong, same, total = list[str](), 0, 0
         for request, completion in _pairs(requests, completions):
-            rows = self.truth.logprobs([*request.prompt, *completion.tokens])[len(request.prompt) - 1 : -1]
+            told = [*completion.prompt_logprobs, *completion.logprobs]
+            rows = self.truth.logprobs([*request.prompt, *completion.tokens], told)[len(request.prompt) - 1 : -1]
             for index, (row, token) in enumerate(zip(rows, completion.tokens, strict=True)):
                 behind = float(row.max() - row[token])
                 total, same = total + 1, same + (behind == 0)
@@ -129,6 +130,40 @@ class Judge:
         return CaseVerdict(
             name=name, passed=passed, text=text, numbers={"apart": worst, "bits": bits, "tokens": parted}
         )
+
+    def beams(self, request: Request, completions: Sequence[Completion], noise: Noise) -> CaseVerdict:
+        """Judge beams: those that a beam search in float64 finds, in its order.
+
+        Where the search itself is within noise of another choice, the request says nothing and fails.
+        """
+        found = [tuple(c.tokens) for c in sorted(completions, key=lambda c: c.copy)]
+        expected, gap = self.search(request)
+        tolerance = 2 * noise.tolerance * request.max_new_tokens
+        same = sum(one == other for one, other in zip(found, expected, strict=False))
+        passed = found == expected and gap > tolerance
+        text = f"{same} of {request.beams} beams are float64's; its nearest other choice is {gap:.1e} less probable"
+        if gap <= tolerance:
+            text += f", within noise of {tolerance:.1e}: another prompt is needed"
+        return CaseVerdict(name="beams", passed=passed, text=text, numbers={"same": same, "gap": gap})
+
+    def search(self, request: Request) -> tuple[list[tuple[int, ...]], float]:
+        """Return the beams of a search in float64, and the smallest lead of a choice over the next candidate."""
+        gap = math.inf
+        beams: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+        for _ in range(request.max_new_tokens):
+            candidates = sorted(
+                (
+                    (score + float(row[token]), (*tokens, token))
+                    for score, tokens in beams
+                    for row in [self.truth.logprobs([*request.prompt, *tokens])[-1]]
+                    for token in row.topk(request.beams + 1).indices.tolist()
+                ),
+                reverse=True,
+            )
+            beams = candidates[: request.beams]
+            scores = [score for score, _ in candidates[: request.beams + 1]]
+            gap = min([gap, *(one - other for one, other in pairwise(scores))])
+        return [tokens for _, tokens in beams], gap
 
     def frequencies(self, prompt: Sequence[int], temperature: float, drawn: Sequence[int]) -> CaseVerdict:
         """Judge tokens that were drawn after one prompt: chi-square against float64, over bins of equal weight."""

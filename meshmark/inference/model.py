@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshmark.inference import quantized
 from meshmark.reference.own_model import InFloat64
 
 _COMMON = {
@@ -33,11 +34,40 @@ _COMMON = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "llama-tiny": {"model_type": "llama", **_COMMON},
+    "llama-tiny-2k": {"model_type": "llama", **_COMMON, "max_position_embeddings": 2048},
     "qwen2-tiny": {"model_type": "qwen2", **_COMMON},
     "qwen3-tiny": {"model_type": "qwen3", **_COMMON},
 }
 """Configs by name. Qwen2 has biases of queries, keys and values; Qwen3 has norms of queries and keys."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Formats of an engine's numbers."""
+
+    dtype: torch.dtype
+    """Of computation; of weights and of the KV cache too, unless they are narrower."""
+    weight_bits: int = 0
+    """Bits of weights of linear layers in blocks: whole multiples of a scale. 0 if they are of `dtype`."""
+    cache_dtype: torch.dtype | None = None
+    """Of keys and values in the cache, if it is another: they are rounded to it as they are, without a scale."""
+
+
+PRECISIONS = {
+    "fp32": Precision(dtype=torch.float32),
+    "bf16": Precision(dtype=torch.bfloat16),
+    "fp8-cache": Precision(dtype=torch.float32, cache_dtype=torch.float8_e4m3fn),
+    "int8-weights": Precision(dtype=torch.float32, weight_bits=8),
+    "int4-weights": Precision(dtype=torch.float32, weight_bits=4),
+    "bf16-int4-weights": Precision(dtype=torch.bfloat16, weight_bits=4),
+}
+GROUP_SIZE = 32
+"""Inputs that share a scale where weights have 4 bits; where they have 8, all inputs of an output do."""
+TIE_ROOM = 1e-5
+"""Error of a key or value in float32, relative to the largest of its head: rotary angles of late positions are off
+by as much. Values nearer than this to the middle of two numbers of a narrow cache may be rounded either way."""
+FOLLOWED = 1e-5
+"""Error of a log probability that roundings of ties are not looked for to explain: a few times that of float32."""
 _GAIN = 1.6
 """Of queries and keys: the deviation of attention scores is its square."""
 
@@ -52,7 +82,9 @@ class Shape:
 
     def token_bytes(self, precision: str, tp: int = 1) -> int:
         """Return the bytes of one token's keys and values on one of `tp` ranks."""
-        return 2 * self.layers * (self.kv_heads // tp) * self.head_dim * DTYPES[precision].itemsize
+        formats = PRECISIONS[precision]
+        dtype = formats.cache_dtype or formats.dtype
+        return 2 * self.layers * (self.kv_heads // tp) * self.head_dim * dtype.itemsize
 
 
 def shape_of(name: str) -> Shape:
@@ -63,8 +95,11 @@ def shape_of(name: str) -> Shape:
     )
 
 
-def write_model(name: str, folder: Path, seed: int = 0) -> Path:
-    """Write a model's config and weights to a folder, as `from_pretrained` reads them. Returns the folder."""
+def write_model(name: str, folder: Path, seed: int = 0, weight_bits: int = 0) -> Path:
+    """Write a model's config and weights to a folder, as `from_pretrained` reads them. Returns the folder.
+
+    With `weight_bits` it is a checkpoint of packed integers and scales (`quantized`), which engines decode themselves.
+    """
     import transformers
 
     values = dict(MODELS[name])
@@ -76,7 +111,14 @@ def write_model(name: str, folder: Path, seed: int = 0) -> Path:
             parameter.copy_(_initial(path, parameter, drawn))
     model.save_pretrained(folder)
     written = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**written, "torch_dtype": "float32", "dtype": "float32"}))
+    written |= {"torch_dtype": "float32", "dtype": "float32"}
+    if weight_bits:
+        from safetensors.torch import load_file, save_file
+
+        weights = folder / "model.safetensors"
+        save_file(quantized.quantize(load_file(weights), weight_bits, GROUP_SIZE), weights, {"format": "pt"})
+        written["quantization_config"] = quantized.config(weight_bits, GROUP_SIZE)
+    (folder / "config.json").write_text(json.dumps(written))
     return folder
 
 
@@ -92,33 +134,134 @@ def _initial(path: str, parameter: Tensor, drawn: torch.Generator) -> Tensor:
 
 
 def load_model(folder: Path, dtype: torch.dtype, attention: str = "sdpa") -> nn.Module:
-    """Return the model in a folder, for evaluation."""
+    """Return the model in a folder, for evaluation. Integer weights become what they stand for."""
     import transformers
 
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation=attention
-    )
+    if "quantization_config" in json.loads((folder / "config.json").read_text()):
+        from safetensors.torch import load_file
+
+        config = transformers.AutoConfig.from_pretrained(folder)
+        del config.quantization_config
+        loaded = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=attention
+        )
+        loaded.load_state_dict(quantized.dequantize(load_file(folder / "model.safetensors")))
+    else:
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation=attention
+        )
     model: nn.Module = loaded.to(dtype).eval()
     return model
 
 
 class Truth:
-    """The model in float64, each sequence alone and in one pass, without a cache."""
+    """The model in float64, each sequence alone and in one pass.
 
-    def __init__(self, folder: Path) -> None:
+    With `cache_dtype`, keys and values are rounded to it. Where a value is within float32's error of the middle of two
+    numbers of that format, a correct engine may take either, and what follows is judged with the one that it took.
+    """
+
+    def __init__(self, folder: Path, cache_dtype: torch.dtype | None = None) -> None:
         self._model = load_model(folder, torch.float64, "eager")
-        self._kept: dict[tuple[int, ...], Tensor] = {}
+        self._cache_dtype = cache_dtype
+        self._kept: dict[tuple[tuple[int, ...], tuple[float, ...]], Tensor] = {}
+
+    @property
+    def rounds_cache(self) -> bool:
+        """Whether keys and values are rounded, so that two correct runs may differ by more than noise."""
+        return self._cache_dtype is not None
+
+    def logprobs(self, tokens: Sequence[int], told: Sequence[float] = ()) -> Tensor:
+        """Return log probabilities of shape (len(tokens), vocabulary): row i is of what follows token i.
+
+        `told` is what an engine said of the last tokens. By it roundings are chosen that could go either way.
+        """
+        key = tuple(tokens), tuple(told) if self.rounds_cache else ()
+        if key not in self._kept:
+            self._kept[key] = self._followed(*key) if key[1] else self._pass(key[0])[0]
+        return self._kept[key]
 
     @torch.no_grad()
-    def logprobs(self, tokens: Sequence[int]) -> Tensor:
-        """Return log probabilities of shape (len(tokens), vocabulary): row i is of what follows token i."""
-        key = tuple(tokens)
-        if key not in self._kept:
-            with InFloat64():
-                logits = self._model(input_ids=torch.tensor([key]), use_cache=False).logits
-            assert logits.dtype is torch.float64
-            self._kept[key] = logits[0].log_softmax(-1)
-        return self._kept[key]
+    def _pass(self, tokens: Sequence[int], others: frozenset[Place] = frozenset()) -> tuple[Tensor, list[Place]]:
+        """Return log probabilities and the places of values that could be rounded either way, the likeliest first."""
+        cache = rounded_cache(self._cache_dtype, others) if self._cache_dtype else None
+        ids = torch.tensor([tuple(tokens)])
+        with InFloat64():
+            logits = self._model(input_ids=ids, past_key_values=cache, use_cache=cache is not None).logits
+        assert logits.dtype is torch.float64
+        return logits[0].log_softmax(-1), [place for _, place in sorted(cache.ties)] if cache else []
+
+    def _followed(self, tokens: Sequence[int], told: Sequence[float]) -> Tensor:
+        """Return log probabilities with those roundings of ties by which they are nearest to what an engine told."""
+        if len(told) >= len(tokens):
+            return self._pass(tokens)[0]
+        found, at = torch.tensor(told, dtype=torch.float64), torch.arange(len(tokens) - 1)[-len(told) :]
+        taken = torch.tensor(tokens)[at + 1]
+
+        def errors(rows: Tensor) -> Tensor:
+            return (rows[at, taken] - found).abs()
+
+        others: frozenset[Place] = frozenset()
+        rows, ties = self._pass(tokens)
+        tried: set[Place] = set()
+        while len(wrong := (errors(rows) > FOLLOWED).nonzero()):
+            # What is rounded at a position changes nothing before it.
+            left = [place for place in ties if place not in tried and place[2] <= int(at[wrong[0]])]
+            if not left:
+                break
+            tried.add(left[0])
+            rows_other, ties_other = self._pass(tokens, others | {left[0]})
+            if float(errors(rows_other).square().sum()) < float(errors(rows).square().sum()):
+                others, rows, ties = others | {left[0]}, rows_other, ties_other
+        return rows
+
+
+Place = tuple[int, int, int, int, int]
+"""Of an element in a KV cache: layer, 0 for keys and 1 for values, position, head, index in the head."""
+
+
+def rounded_cache(dtype: torch.dtype, others: frozenset[Place] = frozenset()) -> Any:  # noqa: ANN401
+    """Return a cache of Transformers that rounds keys and values to a narrow format when they are written.
+
+    In float64 it notes where the rounding could go either way: `ties` has the distance to the middle and the place. It
+    goes the other way at the places in `others`.
+    """
+    import transformers
+
+    class RoundedCache(transformers.DynamicCache):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.ties: list[tuple[float, Place]] = []
+
+        def update(
+            self,
+            key_states: Tensor,
+            value_states: Tensor,
+            layer_idx: int,
+            *args: Any,  # noqa: ANN401
+            **kwargs: Any,  # noqa: ANN401
+        ) -> Any:  # noqa: ANN401
+            start = self.get_seq_length(layer_idx)
+            both = [self._rounded(x, (layer_idx, i), start) for i, x in enumerate((key_states, value_states))]
+            return super().update(*both, layer_idx, *args, **kwargs)
+
+        def _rounded(self, x: Tensor, where: tuple[int, int], start: int) -> Tensor:
+            """Round keys or values of shape (rows, heads, tokens, head size)."""
+            nearest = x.to(dtype).to(x.dtype)
+            if x.dtype is not torch.float64:
+                return nearest
+            room = TIE_ROOM * x.abs().amax(-1, keepdim=True).expand_as(x)
+            low, high = ((x + sign * room).to(dtype).to(x.dtype) for sign in (-1, 1))
+            other = torch.where(nearest == low, high, low)
+            distance = ((low + high) / 2 - x).abs() / room
+            for at in map(tuple, (low != high).nonzero().tolist()):
+                place = (*where, start + at[2], at[1], at[3])
+                self.ties.append((float(distance[at]), place))
+                if place in others:
+                    nearest[at] = other[at]
+            return nearest
+
+    return RoundedCache()
 
 
 class Narrow:
@@ -127,8 +270,14 @@ class Narrow:
     WAYS = ("one pass", "eager attention", "with a cache", "in a batch")
 
     def __init__(self, folder: Path, precision: str) -> None:
-        dtype = DTYPES[precision]
+        dtype, self._cache_dtype = PRECISIONS[precision].dtype, PRECISIONS[precision].cache_dtype
         self._sdpa, self._eager = load_model(folder, dtype), load_model(folder, dtype, "eager")
+
+    def _cache(self) -> dict[str, Any]:
+        """Return what makes a model round keys and values, if the precision does."""
+        if self._cache_dtype is None:
+            return {"use_cache": False}
+        return {"use_cache": True, "past_key_values": rounded_cache(self._cache_dtype)}
 
     def logprobs(self, sequences: Sequence[Sequence[int]], num_prompt: Sequence[int]) -> dict[str, list[Tensor]]:
         """Return the log probabilities of each sequence by each way, as `Truth.logprobs` does."""
@@ -142,12 +291,12 @@ class Narrow:
 
     @torch.no_grad()
     def _of(self, model: nn.Module, ids: Tensor) -> Tensor:
-        return _log_softmax(model(input_ids=ids, use_cache=False).logits[0])
+        return _log_softmax(model(input_ids=ids, **self._cache()).logits[0])
 
     @torch.no_grad()
     def _cached(self, ids: Tensor, num_prompt: int) -> Tensor:
         """Return log probabilities of a prompt in one pass and of each further token by its own."""
-        out = self._sdpa(input_ids=ids[:, :num_prompt], use_cache=True)
+        out = self._sdpa(input_ids=ids[:, :num_prompt], **{**self._cache(), "use_cache": True})
         rows = [out.logits[0]]
         for index in range(num_prompt, ids.shape[1]):
             out = self._sdpa(input_ids=ids[:, index : index + 1], past_key_values=out.past_key_values, use_cache=True)
@@ -159,7 +308,7 @@ class Narrow:
         longest = max(map(len, sequences))
         ids, mask = left_padded(sequences, longest)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        logits = self._eager(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        logits = self._eager(input_ids=ids, attention_mask=mask, position_ids=positions, **self._cache()).logits
         return [_log_softmax(row[longest - len(tokens) :]) for row, tokens in zip(logits, sequences, strict=True)]
 
 

@@ -14,7 +14,7 @@ from meshmark.adapter.registry import inference_adapters
 from meshmark.inference.clauses import Setting, judge_engine
 from meshmark.inference.contract import EngineOptions, Request
 from meshmark.inference.judge import Judge
-from meshmark.inference.model import prompts, shape_of, write_model
+from meshmark.inference.model import PRECISIONS, prompts, shape_of, write_model
 from meshmark.inference.process import EngineError, EngineProcess, load_engine
 from meshmark.records.judged_case import CaseVerdict, JudgedCase, newest_lines
 from meshmark.spec.known_gap import KnownGap
@@ -95,9 +95,10 @@ def with_gap(verdict: CaseVerdict, gaps: Sequence[KnownGap]) -> CaseVerdict:
 
 def run_case(case: InferenceCase, results: Path, num_leak: int = 1000) -> InferenceRecord:
     """Run a case and append its record to `results`/records.jsonl. One clause serves `num_leak` requests."""
-    folder = results / "models" / case.model
+    bits = PRECISIONS[case.precision].weight_bits
+    folder = results / "models" / (f"{case.model}-int{bits}" if bits else case.model)
     if not (folder / "config.json").exists():
-        write_model(case.model, folder)
+        write_model(case.model, folder, weight_bits=bits)
     verdicts, speed, versions, error = list[CaseVerdict](), dict[str, float](), dict[str, str](), ""
     try:
         with EngineProcess(case.target, folder, case.options(), results / "logs" / f"{case.id}.log") as engine:

@@ -19,9 +19,12 @@ def serve(engine: Engine, requests: Sequence[Request]) -> Served:
     """
     begun, before = time.perf_counter(), engine.used_blocks()
     preempted, cached = engine.preemptions(), engine.cached_tokens()
-    completions = {(r.name, copy): Completion(request=r.name, copy=copy) for r in requests for copy in range(r.copies)}
+    completions = {
+        (r.name, copy): Completion(request=r.name, copy=copy) for r in requests for copy in range(r.num_sequences)
+    }
     waiting = sorted(requests, key=lambda request: request.arrives)
-    used = list[int]()
+    prompt_of = {request.name: len(request.prompt) for request in requests}
+    used, live = list[int](), list[tuple[int, ...]]()
 
     def emit(emitted: Emitted) -> None:
         key = (emitted.request, emitted.copy)
@@ -41,16 +44,18 @@ def serve(engine: Engine, requests: Sequence[Request]) -> Served:
     while waiting or engine.is_busy():
         while waiting and waiting[0].arrives <= step:
             request = waiting.pop(0)
-            for copy in range(request.copies):
+            for copy in range(request.num_sequences):
                 completions[request.name, copy].arrived = time.perf_counter() - begun
             try:
                 engine.submit(request)
             except ValueError as error:
-                for copy in range(request.copies):
+                for copy in range(request.num_sequences):
                     completions[request.name, copy].error = f"{type(error).__name__}: {error}"
         if engine.is_busy():
             engine.step(emit)
             used.append(engine.used_blocks())
+            running = (c for c in completions.values() if c.tokens and not c.finish)
+            live.append(tuple(prompt_of[c.request] + len(c.tokens) - 1 for c in running))
         step += 1
         if step > MOST_STEPS:
             raise RuntimeError(f"the engine is still busy after {MOST_STEPS} steps")
@@ -59,6 +64,7 @@ def serve(engine: Engine, requests: Sequence[Request]) -> Served:
         seconds=time.perf_counter() - begun,
         steps=step,
         used_blocks=tuple(used),
+        live_tokens=tuple(live),
         blocks_before=before,
         blocks_after=engine.used_blocks(),
         preemptions=engine.preemptions() - preempted,

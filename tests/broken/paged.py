@@ -27,6 +27,7 @@ class PagedMutant:
     text: str
     variant: str = "plain"
     tp: int = 1
+    precision: str = "fp32"
     model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Methods of `PagedLlama` that are replaced."""
     pool: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -119,6 +120,37 @@ def _rows_mixed(self: PagedLlama, batch: Batch) -> list[Tensor]:
 
 def _no_copies(self: PagedLlama, batch: Batch) -> list[Tensor]:
     return PagedLlama.logprobs(self, dataclasses.replace(batch, copies=()))
+
+
+def _truncates(self: PagedLlama, x: Tensor) -> Tensor:
+    """What is narrower is rounded towards zero."""
+    nearest = PagedLlama.narrow(self, x)
+    return torch.where(nearest.float().abs() > x.abs(), nearest.float() * (1 - 2.0**-4), nearest.float()).to(
+        self.cache.dtype
+    )
+
+
+def _other_format(self: PagedLlama, x: Tensor) -> Tensor:
+    return x.to(torch.float8_e5m2).to(self.cache.dtype)
+
+
+def _weight_of_next_scale(self: PagedLlama, name: str) -> Tensor:
+    """The groups of one layer's first output have one another's scales."""
+    weight = PagedLlama.weight(self, name)
+    scale = self._weights.get(name + ".weight_scale")
+    if scale is not None and name.endswith("0.mlp.down_proj"):
+        groups = weight.view(*scale.shape, -1)
+        groups[0] *= (scale.roll(1, -1) / scale)[0][:, None]
+    return weight
+
+
+def _weight_of_offset(self: PagedLlama, name: str) -> Tensor:
+    """Numbers of one layer are one too large."""
+    weight = PagedLlama.weight(self, name)
+    scale = self._weights.get(name + ".weight_scale")
+    if scale is not None and name.endswith("1.self_attn.v_proj"):
+        weight = (weight.view(*scale.shape, -1) + scale[..., None]).view(weight.shape)
+    return weight
 
 
 # --- Blocks.
@@ -270,6 +302,30 @@ def _no_limit(self: PagedEngine, sample: Sample) -> str:
     return "length" if given >= sample.request.max_new_tokens else ""
 
 
+def _beams_forget(self: PagedEngine, beams: list[Sample], count: int) -> list[tuple[Sample, int, float]]:
+    """Candidates are compared by their last token alone."""
+    for beam in beams:
+        beam.logprobs, beam.scored = [], [*getattr(beam, "scored", []), *beam.logprobs]  # type: ignore[attr-defined]
+    found = PagedEngine.best(self, beams, count)
+    for beam in beams:
+        beam.logprobs = beam.scored  # type: ignore[attr-defined]
+    return found
+
+
+def _beams_alone(self: PagedEngine, beams: list[Sample], count: int) -> list[tuple[Sample, int, float]]:
+    """Each beam goes on with its own best token, once there are enough."""
+    if len(beams) < count:
+        return PagedEngine.best(self, beams, count)
+    return [PagedEngine.best(self, [beam], 1)[0] for beam in beams]
+
+
+def _beams_change_blocks(self: PagedEngine, beams: list[Sample], count: int) -> list[tuple[Sample, int, float]]:
+    """Two beams' blocks change places when they are chosen."""
+    if len(beams) > 1:
+        beams[0].blocks, beams[1].blocks = beams[1].blocks, beams[0].blocks
+    return PagedEngine.best(self, beams, count)
+
+
 def _takes_any_token(self: PagedEngine, request: Request) -> None:
     """Unknown tokens become the last one."""
     PagedEngine.submit(self, dataclasses.replace(request, prompt=tuple(min(t, 319) for t in request.prompt)))
@@ -385,6 +441,35 @@ MUTANTS: list[PagedMutant] = [
     PagedMutant(name="StopsByPrompt", text="a stop token in the prompt ends it", engine={"finish": _stops_in_prompt}),
     PagedMutant(name="OneMore", text="one token more than asked", engine={"finish": _one_token_more}),
     PagedMutant(name="NoLimit", text="the context limit is ignored", engine={"finish": _no_limit}),
+    PagedMutant(
+        name="CacheTruncates",
+        text="keys and values are truncated to 8 bits, not rounded",
+        precision="fp8-cache",
+        model={"narrow": _truncates},
+    ),
+    PagedMutant(
+        name="CacheFormat",
+        text="keys and values are rounded to e5m2, not e4m3",
+        precision="fp8-cache",
+        model={"narrow": _other_format},
+    ),
+    PagedMutant(
+        name="ScaleOfNextGroup",
+        text="groups of 4-bit weights have another group's scale, for one output",
+        precision="int4-weights",
+        model={"weight": _weight_of_next_scale},
+    ),
+    PagedMutant(
+        name="WeightOffset",
+        text="8-bit weights of one layer are one step too large",
+        precision="int8-weights",
+        model={"weight": _weight_of_offset},
+    ),
+    PagedMutant(name="BeamsForget", text="beams are compared by their last token", engine={"best": _beams_forget}),
+    PagedMutant(name="BeamsAlone", text="each beam goes on by itself", engine={"best": _beams_alone}),
+    PagedMutant(
+        name="BeamsChangeBlocks", text="two beams' blocks change places", engine={"best": _beams_change_blocks}
+    ),
     PagedMutant(name="AnyToken", text="an unknown token is taken for another", engine={"submit": _takes_any_token}),
 ]
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}

@@ -1,0 +1,87 @@
+"""How often correct engines are accused: many models, prompts and precisions, through the verdicts on every run.
+
+python -m benchmarks.inference_alarms        # reports/records/inference-alarms.jsonl, which reports/inference.md shows
+
+Each run has a model of its own (weights by the seed) and prompts of its own. The tolerance is a factor times the noise,
+so the largest ratio of a correct engine's error to the noise says how much room the factor leaves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshmark.adapter.registry import inference_adapters
+from meshmark.environment import describe
+from meshmark.inference.contract import EngineOptions, Request
+from meshmark.inference.judge import Judge
+from meshmark.inference.local import LocalEngine
+from meshmark.inference.model import prompts, write_model
+from meshmark.inference.process import load_engine
+
+KEPT = Path(__file__).parents[1] / "reports" / "records" / "inference-alarms.jsonl"
+ENGINES, PRECISIONS = ("paged", "transformers-generate"), ("fp32", "bf16")
+LENGTHS, NEW_TOKENS = (1, 7, 31, 33, 65), 8
+
+
+def run(seed: int) -> list[dict[str, object]]:
+    """Return what each correct engine is accused of on one model, and its errors over the noise."""
+    rows = list[dict[str, object]]()
+    requests = [
+        Request(name=f"p{index}", prompt=prompt, max_new_tokens=NEW_TOKENS)
+        for index, prompt in enumerate(prompts(LENGTHS, seed=seed))
+    ]
+    apart = [dataclasses.replace(request, arrives=20 * index) for index, request in enumerate(requests[::-1])]
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_model("llama-tiny", Path(name), seed=seed)
+        for precision in PRECISIONS:
+            judge = Judge(folder, precision)
+            for engine in ENGINES:
+                adapter = load_engine(inference_adapters()[engine])
+                options = EngineOptions(precision=precision, block_size=adapter.block_sizes[0])
+                with LocalEngine(adapter().build(folder, options)) as served_by:
+                    served, again = served_by.serve(requests), served_by.serve(apart)
+                noise = judge.noise(requests, served.completions)
+                logprobs = judge.logprobs(requests, served.completions, noise)
+                same = judge.same("alone", requests, (served, again), noise)
+                verdicts = [logprobs, judge.greedy(requests, served.completions, noise), same]
+                rows.append(
+                    {
+                        "seed": seed,
+                        "engine": engine,
+                        "precision": precision,
+                        "accused": [verdict.name for verdict in verdicts if not verdict.passed],
+                        "largest": logprobs.numbers.get("largest", 0.0) / noise.largest,
+                        "rms": logprobs.numbers.get("rms", 0.0) / noise.rms,
+                        "apart": same.numbers.get("apart", 0.0) / (2 * noise.largest),
+                    }
+                )
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.inference_alarms", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--seeds", type=int, default=60, help="models, each served by two engines in two precisions")
+    parser.add_argument("-o", "--output", type=Path, default=KEPT)
+    parsed = parser.parse_args(arguments)
+    commit = describe("cpu", "", 1).commit
+    parsed.output.write_text("")
+    accused = 0
+    for seed in range(1, parsed.seeds + 1):
+        for row in run(seed):
+            accused += bool(row["accused"])
+            with parsed.output.open("a") as file:
+                file.write(json.dumps({**row, "commit": commit}) + "\n")
+        print(seed, accused, flush=True)
+    return 1 if accused else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
