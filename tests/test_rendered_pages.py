@@ -153,7 +153,7 @@ def by_ranks(name: str, least_columns: int) -> dict[tuple[str, str], str]:
 
 
 def test_pages_say_one_number_of_memory_by_ranks_or_why_not() -> None:
-    """Computed numbers are the same on both pages; a measured one differs by more than BEYOND only where a page says why."""
+    """Numbers of both pages are the same; a measured one differs by more than `BEYOND` only where a page says why."""
     first, second = by_ranks("report", 8), by_ranks("scale", 8)
     explained = {row for name in ("report", "scale") for row in _beyond(name)}
     shared = first.keys() & second.keys()
