@@ -54,18 +54,59 @@ def test_what_is_clipped_is_found(browser: Any, tmp_path: Path, body: str, found
     assert (not said) if not found else any(found in one for one in said), said
 
 
-@pytest.mark.slow
-def test_nothing_on_any_page_of_the_site_is_clipped(browser: Any, tmp_path: Path) -> None:  # noqa: ANN401
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the site. Returns its folder."""
     pytest.importorskip("mkdocs", reason="make docs installs it")
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    folder = tmp_path_factory.mktemp("site")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     subprocess.run(build, cwd=ROOT, check=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
-    shown = [*sorted(tmp_path.rglob("*.html")), *sorted(tmp_path.glob("reports/*.svg"))]
+    return folder
+
+
+@pytest.mark.slow
+def test_nothing_on_any_page_of_the_site_is_clipped(browser: Any, site: Path) -> None:  # noqa: ANN401
+    shown = [*sorted(site.rglob("*.html")), *sorted(site.glob("reports/*.svg"))]
     assert len(shown) > 50
     problems = []
     for width in WIDTHS:
         page = opened(browser, width)
         for path in shown:
             page.goto(path.as_uri())
-            problems += [f"{path.relative_to(tmp_path)} at {width} pixels: {one}" for one in clipped(page)]
+            problems += [f"{path.relative_to(site)} at {width} pixels: {one}" for one in clipped(page)]
         page.close()
     assert not problems, "\n".join(problems)
+
+
+@pytest.mark.slow
+def test_the_site_is_searched_without_a_server(browser: Any, site: Path) -> None:  # noqa: ANN401
+    page = opened(browser, 1280)
+    page.goto((site / "index.html").as_uri())
+    page.click(".md-search__input")
+    page.keyboard.type("resume exactly")
+    found = page.wait_for_selector(".md-search-result__item a")
+    assert "Which framework?" in found.inner_text()
+    found.click()
+    page.wait_for_url("**/reports/which.html*")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("link", "answer"),
+    [
+        ("Which framework?", "Train llama-7b on 8 a100-40"),
+        ("Which framework?", "Resume exactly from a checkpoint"),
+        ("Which framework?", "Change the least of a plain PyTorch loop"),
+        ("Which framework?", "Train in bf16"),
+        ("Memory as ranks are added", "deepspeed ZeRO-1"),
+        ("all defects", "defects in"),
+    ],
+)
+def test_one_link_of_the_first_page_leads_to_an_answer(browser: Any, site: Path, link: str, answer: str) -> None:  # noqa: ANN401
+    """The answer is in view, without scrolling, in a window of 1280 x 900."""
+    page = opened(browser, 1280)
+    page.goto((site / "index.html").as_uri())
+    page.click(f"article a:has-text('{link}')")
+    page.wait_for_load_state()
+    at = page.locator(f"article :is(li, td, p):has-text('{answer}')").first.bounding_box()
+    assert at and 0 < at["y"] < 900 - at["height"], at

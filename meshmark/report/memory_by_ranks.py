@@ -33,8 +33,8 @@ NOTE = (
     "closed form that gave the plan of the measured ones. The closed form divides evenly and pads nothing. A measured "
     "number may therefore be larger than a computed one of the same number of ranks, here or on another page: the last "
     "table lists by how much, and why. The difference grows with the size of a tensor over that of a rank's share. At "
-    "512 ranks of gpt-tiny, where a share has 464 elements, the plans of two adapters do not hold: FSDP1's last rank "
-    "has no parameters, because its shard is padding, and FSDP2's peak has tensors that are padded to 512 rows."
+    "512 ranks of gpt-tiny two plans do not hold: FSDP1's last rank holds no bytes of parameters where 1,851 are "
+    "planned, and FSDP2's peak is above its plan. Padding of the shards is a likely cause, which nobody has proved."
 )
 
 

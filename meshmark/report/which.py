@@ -54,11 +54,11 @@ class Need:
 
 NEEDS = (
     Need(title="Resume exactly from a checkpoint", clauses=("resume",)),
+    Need(title="Train in bf16", clauses=("bf16 masters", "bf16 states")),
     Need(title="Resume exactly on another number of ranks", clauses=("reshard",)),
     Need(title="Go on after a lost rank or an error", clauses=("recovery", "error")),
     Need(title="Rows of unequal length, and gradient accumulation", clauses=("uneven tokens", "accumulation")),
     Need(title="Frozen, unused and tied parameters", clauses=("frozen", "unused", "tied embeddings")),
-    Need(title="Train in bf16", clauses=("bf16 masters", "bf16 states")),
     Need(title="Reduce gradients in bf16", clauses=("bf16 reduction",)),
     Need(title="fp16 with loss scaling", clauses=("fp16 overflow",)),
     Need(title="Dropout, also where activations are recomputed", clauses=("dropout", "recomputed dropout")),
@@ -193,11 +193,11 @@ def which_page(
     plans = dict(_plans(cluster))
     answers = [_fits(plans, cluster)]
     answers += _least(correct, _state_bytes, "Fit a larger model into the same memory", "model states a rank")
+    answers += [_simplest(code := read_loops())]
+    answers += [_kept(need, found) for need in NEEDS if _asked(need, found)]
     answers += _least(correct, sent_bytes, "Send less over the network", "bytes sent a rank")
     replicas = [r for r in correct if r.case.layout.dp == r.case.world_size]
     answers += _least(replicas, sent_bytes, "Send less, by data parallelism alone", "bytes sent a rank")
-    answers += [_simplest(code := read_loops())]
-    answers += [_kept(need, found) for need in NEEDS if _was_run(need, found)]
     parts = ["# Which framework?", _introduction(in_reports), "\n".join(answers)]
     parts += _planned(plans, cluster)
     parts += ["## Memory and traffic, measured", _MEASURED, table(measured_rows(correct), keys=3)]
