@@ -77,6 +77,19 @@ def test_a_repeated_module_of_a_dense_model_keeps_its_input_alone(module: Recomp
     assert layer_activation_bytes(SMALL, grid, CORE)[0] == pytest.approx(LAYER - SEQ * kept_less)
 
 
+def test_selective_without_modules_is_what_the_framework_means_by_it() -> None:
+    grid = make_grid(recompute=SELECTIVE)
+    core = make_grid(recompute=SELECTIVE, recompute_modules=module_code([RecomputeModule.CORE_ATTN]))
+    found = layer_activation_bytes(SMALL, grid, CORE)
+    assert found == layer_activation_bytes(SMALL, core, CORE) == pytest.approx(LAYER - SEQ * 4 * 16)
+    # torchtitan keeps two tensors of h, and every second product's output; MaxText the inputs of a layer's halves, and
+    # the outputs of all products: q, k, v, projection, gate and up, down.
+    every_second = 2 * (2 * H + (3 * H + 2 * KV + 2 * F) / 2)
+    assert layer_activation_bytes(SMALL, grid, recipe("fsdp2")) == pytest.approx(SEQ * every_second)
+    products = 2 * (4 * H + H + 2 * KV + 2 * F)
+    assert layer_activation_bytes(SMALL, grid, recipe("xla")) == pytest.approx(SEQ * products)
+
+
 def test_repeated_modules_of_deepseek_keep_as_much_less_as_they_hold() -> None:
     model = plan_model("deepseek-v3")
     h, heads, latents = 7168, 128, 1536 + 512

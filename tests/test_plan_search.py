@@ -164,7 +164,7 @@ def test_a_prediction_carries_its_interval_and_borrowed_rates_a_wider_one(
     assert "Error bar: nine in ten such runs are expected to take " in capsys.readouterr().out
     write_rates(tmp_path / "own.json", Rates(name="own"))
     assert main(["plan", "--gpus", "8", "--gpu", "h100", "--top", "1", "--rates", str(tmp_path / "own.json")]) == 0
-    assert "is not known of rates own" in capsys.readouterr().out
+    assert "no run has been compared with rates own" in capsys.readouterr().out
 
 
 def test_a_search_is_narrowed_by_what_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

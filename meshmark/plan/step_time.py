@@ -27,6 +27,7 @@ from meshmark.spec.model_spec import ModelSpec
 from meshmark.theory.activations import (
     layer_activation_bytes,
     repeated_layers,
+    repeats_core,
     repeats_operations,
     tokens,
     without_recompute,
@@ -226,9 +227,9 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
     full = grid.recompute == RECOMPUTES.index(Recompute.FULL)
     kept = recipe.activations.keeps_products
     half = 3.0 if kept else 3.5  # every second product is repeated, where none is kept as it is
-    core_again = full | (repeats_operations(grid) & (kept or not recipe.activations.flash_attention))
-    core_again = core_again | grid.repeats(RecomputeModule.CORE_ATTN)
-    some = repeats_operations(grid) & recipe.activations.flash_attention
+    core_again = full | (repeats_operations(grid, recipe) & (kept or not recipe.activations.flash_attention))
+    core_again = core_again | repeats_core(grid, recipe)
+    some = repeats_operations(grid, recipe) & recipe.activations.flash_attention
     again = _repeated_modules(model, grid, recipe)
     weights, reached = layer_matrix_parameters(model) / t, peak * _gemm_efficiency(model, rates)
     frozen = 1.0 if recipe.adapter_rank else 0.0  # products that make gradients of weights, and are not computed

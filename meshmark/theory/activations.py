@@ -63,7 +63,7 @@ def layer_activation_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe)
         between -= 2.0 * saved * h
         inside += product * h - saved * model.active_ffn
     core = np.where(_keeps_scores(grid, recipe), scores * width / 2.0 * model.num_heads * s, 4.0 * model.num_heads)
-    core = np.where(grid.repeats(RecomputeModule.CORE_ATTN), 0.0, core)
+    core = np.where(repeats_core(grid, recipe), 0.0, core)
     sp = np.where(grid.sequence_parallel, t, 1.0)
     per_token = between / sp + (inside + core) / t
     if recipe.activations.flash_attention:
@@ -75,7 +75,7 @@ def layer_activation_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe)
             gated = 1.0 if model.family is Family.GPT else 2.0
             inner = model.query_hidden + 2.0 * model.kv_hidden + gated * model.active_ffn + model.dispatched * h
             some = width * (4.0 * h / sp + inner / t)
-        per_token = np.where(repeats_operations(grid), some, per_token)
+        per_token = np.where(repeats_operations(grid, recipe), some, per_token)
     per_token = per_token - module_bytes(model, grid, recipe)
     full = width * h / sp
     return tokens(model, grid) * np.where(grid.recompute == RECOMPUTES.index(Recompute.FULL), full, per_token)
@@ -92,9 +92,17 @@ def module_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> Column
     return found
 
 
-def repeats_operations(grid: Grid) -> Column:
-    """Return where selective recomputation repeats what the recipe says, and no named modules."""
-    found: Column = (grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE)) & (grid.recompute_modules == 0)
+def repeats_operations(grid: Grid, recipe: TrainingRecipe) -> Column:
+    """Return where selective recomputation repeats the operations that a recipe chooses, and no modules."""
+    unnamed = (grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE)) & (grid.recompute_modules == 0)
+    found: Column = unnamed & (not recipe.activations.selective_core)
+    return found
+
+
+def repeats_core(grid: Grid, recipe: TrainingRecipe) -> Column:
+    """Return where selective recomputation repeats the attention core, by name or because the recipe does."""
+    unnamed = (grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE)) & (grid.recompute_modules == 0)
+    found: Column = grid.repeats(RecomputeModule.CORE_ATTN) | (unnamed & recipe.activations.selective_core)
     return found
 
 

@@ -21,6 +21,7 @@ from meshmark.theory.activations import (
     module_bytes,
     num_in_flight,
     offloaded_bytes,
+    repeats_core,
     tokens,
     vocabulary_shards,
     without_recompute,
@@ -255,7 +256,11 @@ def _working_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: 
         0.0,
         layer_activation_bytes(model, without_recompute(grid), recipe) * grid.recompute_unit,
     )
-    again = np.where(grid.recompute_modules > 0, num_tokens * module_bytes(model, grid, recipe), again)
+    # Of the attention core that is its output: flash attention makes no scores.
+    core = np.where(repeats_core(grid, recipe), width * model.query_hidden / t, 0.0)
+    named = num_tokens * (module_bytes(model, grid, recipe) + core)
+    modules = (grid.recompute_modules > 0) | repeats_core(grid, recipe)
+    again = np.where(modules & recipe.activations.flash_attention, named, again)
     shards = grid.shards.astype(float)
     largest = max(2 * model.block_parameters, model.vocab_size * model.hidden)
     gathered = np.where(

@@ -120,6 +120,11 @@ class ActivationBytes:
     """True if selective recomputation keeps what products with weights give, and repeats all else: attention's core
     and element-wise work (JAX's `checkpoint_dots_with_no_batch_dims`, MaxText's policy `minimal`).
     """
+    selective_core: bool = False
+    """True if selective recomputation without named modules repeats the attention core also where no scores are kept.
+
+    Megatron-Core's `recompute_modules` is `["core_attn"]` if none are named.
+    """
     fused_elementwise: bool = False
     """True if norms, rotation, gate and residual sums are a kernel each, as in Transformer Engine.
 
@@ -286,7 +291,7 @@ RECIPES: dict[str, TrainingRecipe] = {
             states=StateBytes(weight_bytes=2, gradient_bytes=2, master_bytes=4, shard_gradient_bytes=4),
             buffers=BufferBytes(outside_bytes=0.9e9),
             wire=Wire(hides_backward_gathers=True, hides_sends=True),
-            activations=ActivationBytes(logit_bytes=6, fused_elementwise=True),
+            activations=ActivationBytes(logit_bytes=6, fused_elementwise=True, selective_core=True),
             cut=PipelineCut(ends_count=True),
         ),
         # Megatron-DeepSpeed of 2022, ZeRO-1: an fp32 copy of a rank's share of the gradients (its stage_1_and_2.py), a
