@@ -194,7 +194,7 @@ def which_page(
     answers = [_fits(plans, cluster)]
     answers += _least(correct, _state_bytes, "Fit a larger model into the same memory", "model states a rank")
     answers += [_simplest(code := read_loops())]
-    answers += [_kept(need, found) for need in NEEDS if _asked(need, found)]
+    answers += [_kept(need, found) for need in NEEDS if _was_run(need, found)]
     answers += _least(correct, sent_bytes, "Send less over the network", "bytes sent a rank")
     replicas = [r for r in correct if r.case.layout.dp == r.case.world_size]
     answers += _least(replicas, sent_bytes, "Send less, by data parallelism alone", "bytes sent a rank")
