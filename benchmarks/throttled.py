@@ -112,7 +112,7 @@ def throttle(nodes: Sequence[int], switch: int, megabits: int) -> None:
 def step_seconds(ranks: Sequence[Rank], name: str) -> float:
     """Of the slowest rank."""
     for rank in ranks:
-        rank.told.send(name)
+        rank.connection.send(name)
     return max([rank.hear() for rank in ranks])
 
 
@@ -127,7 +127,7 @@ def ranks_in(networks: Sequence[int]) -> Iterator[list[Rank]]:
                 process = fork.Process(target=_serve, args=(number, network, theirs, Path(scratch)), daemon=True)
                 process.start()
                 theirs.close()
-                found.append(Rank(process=process, told=ours))
+                found.append(Rank(process=process, connection=ours))
             for rank in found:
                 rank.hear()
             yield found

@@ -88,7 +88,7 @@ def test_a_page_of_its_own_has_the_scripts(tmp_path: Path) -> None:
 
 def trial(framework: str, outcome: Outcome, torch: str = "2.13.0") -> Trial:
     versions = {"deepspeed": framework, "torch": torch}
-    return Trial(reproducer=ONE.name, digest=ONE.digest, versions=versions, outcome=outcome, said="")
+    return Trial(reproducer=ONE.name, digest=ONE.digest, versions=versions, outcome=outcome, last_line="")
 
 
 ONE = next(each for each in REPRODUCERS if each.name == "deepspeed_one_cycle_betas")

@@ -119,7 +119,7 @@ def attempt(launcher: MutatingLauncher, framework: str, mutation: Mutation, foun
         after=after,
         end=end or End.SURVIVED,
         by=by if end else "",
-        told=_of_any_machine(told.partition("\n")[0])[:300] if end else "",
+        message=_of_any_machine(told.partition("\n")[0])[:300] if end else "",
         tried=tried,
         seconds=round(time.monotonic() - started, 1),
     )

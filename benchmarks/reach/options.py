@@ -389,7 +389,7 @@ class Excluded:
     """Options of one source that need not be judged, and why."""
 
     source: str
-    standing: OptionStatus
+    status: OptionStatus
     reason: str
     options: tuple[str, ...]
 
@@ -411,7 +411,7 @@ def status(source: str, option: str, default: str, values: Mapping[str, object])
     """Return the standing of an option, and its reason or the values that judged passes gave it."""
     for entry in excluded():
         if entry.source == source and option in entry.options:
-            return entry.standing, entry.reason
+            return entry.status, entry.reason
     if others := [value for value in values if value != default]:
         return OptionStatus.JUDGED, ", ".join(others[:3])
     return OptionStatus.NOT_ASKED, "at its default alone" if values else ""
