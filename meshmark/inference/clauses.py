@@ -198,7 +198,10 @@ def _beams(around: _Around) -> CaseVerdict:
     found = around.judge.beams(request, alone.completions, around.noise)
     told = around.judge.logprobs([request], [*alone.completions, *beside.completions], around.noise)
     again = [c.tokens for c in beside.completions if c.request == request.name]
-    passed, text = found.passed and told.passed and again == [c.tokens for c in alone.completions], found.text
+    same = again == [c.tokens for c in alone.completions] or not found.numbers["decided"]
+    passed, text = found.passed and told.passed and same, found.text
+    if not same:
+        text += "; others beside other requests"
     if not told.passed:
         text += f"; log probabilities: {told.text}"
     if around.setting.adapter.pages:
