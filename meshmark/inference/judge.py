@@ -16,7 +16,8 @@ from meshmark.inference.model import PRECISIONS, Narrow, Shape, Truth
 from meshmark.records.judged_case import CaseVerdict
 
 FACTOR = 3.0
-"""An engine may round this many times as much as the noisiest of the ways in which Transformers computes the same."""
+"""An engine may round this many times as much as the noisiest of the ways in which Transformers computes the same.
+Of 240 correct runs (benchmarks/inference_alarms.py) the largest was 1.75 times as noisy."""
 BINS = 8
 MOST_CHI_SQUARE = (0.0, 23.9, 27.6, 30.7, 33.4, 35.9, 38.3, 40.5)
 """What chi-square of 0 to 7 degrees of freedom exceeds once in a million."""
@@ -126,6 +127,8 @@ class Judge:
                 pairs += zip(one.prompt_logprobs, other.prompt_logprobs, strict=True)
             worst = max([worst, *(abs(a - b) for a, b in pairs)])
         passed = worst <= 2 * noise.tolerance
+        if not passed and self.truth.rounds_cache:  # the runs may round ties differently: each is held against float64
+            passed = all(self.logprobs(requests, run.completions, noise).passed for run in runs)
         text = f"{worst:.1e} apart at most; bits differ in {bits} of {len(runs[1].completions)}, tokens in {parted}"
         return CaseVerdict(
             name=name, passed=passed, text=text, numbers={"apart": worst, "bits": bits, "tokens": parted}
