@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from benchmarks.inference_power import failures
-from meshmark.adapter.registry import inference_adapters
+from meshmark.adapter.registry import ENGINE_PRECISIONS, inference_adapters
 from meshmark.inference import quantized
-from meshmark.inference.contract import ENGINE_PRECISIONS, CacheUse, EngineOptions, Request, Served
+from meshmark.inference.contract import CacheUse, EngineOptions, Request, Served
 from meshmark.inference.judge import Judge, cache_bytes, peak_blocks
 from meshmark.inference.local import LocalEngine
 from meshmark.inference.model import PRECISIONS, Truth, prompts, shape_of, write_model

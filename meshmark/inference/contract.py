@@ -12,9 +12,6 @@ from meshmark.adapter.capabilities import Requirement
 from meshmark.environment import interpreter_of
 from meshmark.spec.known_gap import KnownGap
 
-ENGINE_PRECISIONS = ("fp8-cache", "int8-weights", "int4-weights", "bf16-int4-weights")
-"""Names of `model.PRECISIONS` that no training has, to be told apart without importing torch."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshmark.adapter.registry import inference_adapters
-from meshmark.inference.contract import ENGINE_PRECISIONS
+from meshmark.adapter.registry import ENGINE_PRECISIONS, inference_adapters
 
 _CHOSEN = pytest.StashKey[list[str]]()
 _PRECISIONS = pytest.StashKey[list[str]]()
