@@ -13,14 +13,14 @@ from meshmark.inference.model import PRECISIONS
 from meshmark.inference.process import load_engine
 from meshmark.inference.run import VARIANTS, InferenceCase, run_case
 from meshmark.pytest_plugin.expect import StaleGapWarning
-from meshmark.pytest_plugin.inference import chosen_engines
+from meshmark.pytest_plugin.inference import chosen_engines, chosen_precisions
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "inference_case" not in metafunc.fixturenames:
         return
     known = inference_adapters()
-    precisions = [name for name in metafunc.config.getoption("--precision").split(",") if name in PRECISIONS]
+    precisions = [name for name in chosen_precisions(metafunc.config) if name in PRECISIONS]
     cases = [
         InferenceCase(engine=name, target=known[name], precision=precision, variant=variant)
         for name in chosen_engines(metafunc.config)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.inference_power import failures
-from meshmark.adapter.registry import inference_adapters
+from meshmark.adapter.registry import ENGINE_PRECISIONS, inference_adapters
 from meshmark.inference import quantized
 from meshmark.inference.contract import CacheUse, EngineOptions, Request, Served
 from meshmark.inference.judge import Judge, cache_bytes, peak_blocks
@@ -68,6 +68,10 @@ def test_wrong_log_probabilities_tokens_and_results_are_seen(model: Path, served
     second.completions[2].tokens[2] = int(row.argsort()[-2])
     assert not judge.greedy(REQUESTS, second.completions, noise).passed
     assert not judge.same("other", REQUESTS, (served, second), noise).passed
+
+
+def test_precisions_of_engines_alone_are_those_that_no_training_has() -> None:
+    assert set(ENGINE_PRECISIONS) == set(PRECISIONS) - {"fp32", "bf16"}
 
 
 def test_wrong_bytes_blocks_and_leaks_are_seen(served: Served) -> None:

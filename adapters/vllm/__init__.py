@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from meshmark.inference.contract import CacheUse, Emitted, Engine, EngineOptions, InferenceAdapter, Request
 from meshmark.spec.known_gap import KnownGap
@@ -20,6 +20,7 @@ class VLLM(InferenceAdapter):
 
     virtual_environment = "vllm"
     block_sizes = (32,)
+    precisions: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "bf16-int4-weights")
     spare_blocks = 1  # the null block of its pool
     promises = {"copies": "seed + index"}
     known_gaps = (
@@ -82,6 +83,7 @@ class VLLMTensorParallel(VLLM):
     """vLLM on two tensor-parallel ranks."""
 
     tp = 2
+    precisions = ("fp32", "bf16")
 
 
 class VLLMEngine(Engine):

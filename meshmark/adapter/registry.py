@@ -16,6 +16,9 @@ from meshmark.import_target import import_module_of
 GROUP = "meshmark.adapters"
 """Entry points of a distribution that brings adapters: `name = "package.module:Class"`."""
 
+ENGINE_PRECISIONS = ("fp8-cache", "int8-weights", "int4-weights", "bf16-int4-weights")
+"""Names of `meshmark.inference.model.PRECISIONS` that no training has, to be told apart without importing torch."""
+
 
 def load_adapter(target: str) -> type[Adapter]:
     """The class behind "package.module:Class" or "path/to/file.py:Class".

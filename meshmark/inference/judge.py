@@ -16,7 +16,8 @@ from meshmark.inference.model import PRECISIONS, Narrow, Shape, Truth
 from meshmark.records.judged_case import CaseVerdict
 
 FACTOR = 3.0
-"""An engine may round this many times as much as the noisiest of the ways in which Transformers computes the same."""
+"""An engine may round this many times as much as the noisiest of the ways in which Transformers computes the same.
+Of 240 correct runs (benchmarks/inference_alarms.py) the largest was 1.75 times as noisy."""
 BINS = 8
 MOST_CHI_SQUARE = (0.0, 23.9, 27.6, 30.7, 33.4, 35.9, 38.3, 40.5)
 """What chi-square of 0 to 7 degrees of freedom exceeds once in a million."""
@@ -126,6 +127,8 @@ class Judge:
                 pairs += zip(one.prompt_logprobs, other.prompt_logprobs, strict=True)
             worst = max([worst, *(abs(a - b) for a, b in pairs)])
         passed = worst <= 2 * noise.tolerance
+        if not passed and self.truth.rounds_cache:  # the runs may round ties differently: each is held against float64
+            passed = all(self.logprobs(requests, run.completions, noise).passed for run in runs)
         text = f"{worst:.1e} apart at most; bits differ in {bits} of {len(runs[1].completions)}, tokens in {parted}"
         return CaseVerdict(
             name=name, passed=passed, text=text, numbers={"apart": worst, "bits": bits, "tokens": parted}
@@ -134,17 +137,22 @@ class Judge:
     def beams(self, request: Request, completions: Sequence[Completion], noise: Noise) -> CaseVerdict:
         """Judge beams: those that a beam search in float64 finds, in its order.
 
-        Where the search itself is within noise of another choice, the request says nothing and fails.
+        Where float64 itself is within noise of another choice, they must only differ and be in order of their scores.
         """
-        found = [tuple(c.tokens) for c in sorted(completions, key=lambda c: c.copy)]
+        ordered = sorted(completions, key=lambda c: c.copy)
+        found = [tuple(c.tokens) for c in ordered]
         expected, gap = self.search(request)
         tolerance = 2 * noise.tolerance * request.max_new_tokens
+        decided = gap > tolerance
+        scores = [sum(c.logprobs) for c in ordered]
+        passed = found == expected if decided else len(set(found)) == request.beams
+        passed = passed and all(one >= other for one, other in pairwise(scores))
         same = sum(one == other for one, other in zip(found, expected, strict=False))
-        passed = found == expected and gap > tolerance
         text = f"{same} of {request.beams} beams are float64's; its nearest other choice is {gap:.1e} less probable"
-        if gap <= tolerance:
-            text += f", within noise of {tolerance:.1e}: another prompt is needed"
-        return CaseVerdict(name="beams", passed=passed, text=text, numbers={"same": same, "gap": gap})
+        if not decided:
+            text += f", within noise of {tolerance:.1e}: which beams they are is not judged"
+        numbers = {"same": same, "gap": gap, "decided": float(decided)}
+        return CaseVerdict(name="beams", passed=passed, text=text, numbers=numbers)
 
     def search(self, request: Request) -> tuple[list[tuple[int, ...]], float]:
         """Return the beams of a search in float64, and the smallest lead of a choice over the next candidate."""

@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import pytest
 
-from meshmark.adapter.registry import inference_adapters
+from meshmark.adapter.registry import ENGINE_PRECISIONS, inference_adapters
 
 _CHOSEN = pytest.StashKey[list[str]]()
+_PRECISIONS = pytest.StashKey[list[str]]()
 
 
 def take_engines(config: pytest.Config) -> None:
-    """Take names of inference engines out of `--adapters`, so that the other suites see adapters for training alone."""
+    """Take engines out of `--adapters` and their own precisions out of `--precision`.
+
+    So the other suites see what is for training alone.
+    """
     if _CHOSEN in config.stash:
         return
     known, given = inference_adapters(), (config.getoption("--adapters") or "").split(",")
     config.stash[_CHOSEN] = [name for name in given if name in known]
     if config.stash[_CHOSEN]:
         config.option.adapters = ",".join(name for name in given if name not in known) or None
+    config.stash[_PRECISIONS] = config.getoption("--precision").split(",")
+    if any(name in ENGINE_PRECISIONS for name in config.stash[_PRECISIONS]):
+        left = [name for name in config.stash[_PRECISIONS] if name not in ENGINE_PRECISIONS]
+        config.option.precision = ",".join(left) or "fp32"
 
 
 def chosen_engines(config: pytest.Config) -> list[str]:
     """Return the engines that `--adapters` names, or all."""
     take_engines(config)
     return config.stash[_CHOSEN] or list(inference_adapters())
+
+
+def chosen_precisions(config: pytest.Config) -> list[str]:
+    """Return the precisions that `--precision` names, engines' own included."""
+    take_engines(config)
+    return config.stash[_PRECISIONS]
