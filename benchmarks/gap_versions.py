@@ -87,7 +87,8 @@ def try_one(reproducer: Reproducer, python: str, overlay: Path | None) -> Trial 
         except OSError as error:
             outcome, said = Outcome.CANNOT_RUN, str(error)
     said = said.replace(str(ROOT), ".")[:300]
-    trial = Trial(reproducer=reproducer.name, digest=reproducer.digest, versions=versions, outcome=outcome, last_line=said)
+    name, digest = reproducer.name, reproducer.digest
+    trial = Trial(reproducer=name, digest=digest, versions=versions, outcome=outcome, last_line=said)
     keep_trials([trial])
     print(f"{reproducer.name}: {' '.join(f'{n} {v}' for n, v in versions.items())}: {outcome}: {said}", flush=True)
     return trial

@@ -263,5 +263,5 @@ def test_the_command_line_works_in_an_empty_folder(installed: Installed, tmp_pat
     *chosen, told, count = cases.splitlines()
     assert chosen == ["ddp-dp2.mb2-gpt-tiny-fp32", "mine-dp2.zero1.mb2-gpt-tiny-fp32"]
     assert told.endswith("2 are chosen") and count == "2 cases"
-    assert re.search(r"^dp64\.\S+ +\d+ of \d+ seq +[\d.]+ +[\d.]+%", plan, re.MULTILINE)
+    assert re.search(r"^dp64\.\S+ +\d+ +[\d.]+ +[\d.]+%", plan, re.MULTILINE)
     assert list(tmp_path.iterdir()) == []
