@@ -291,7 +291,7 @@ def every_run_lines() -> list[str]:
     ]
     for i, (row, error) in enumerate(zip(found.rows, found.errors, strict=True)):
         degrees = {name: row[name] for name in ("dp", "tp", "pp", "cp")} | {"v": row["virtual_stages"]}
-        layout = ".".join(f"{name}{value}" for name, value in degrees.items() if value != 1) or "dp1"
+        layout = ".".join(f"{name}{value}" for name, value in degrees.items() if str(value) != "1") or "dp1"
         layout += f".zero{row['zero_stage']}" + (f".replicas{row['replicas']}" if row.get("replicas") else "")
         layout += f".ep{row['ep']}" if row.get("ep") else ""
         layout += f".recompute_{row['recompute']}" if row["recompute"] != "none" else ""
