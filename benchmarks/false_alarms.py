@@ -120,7 +120,7 @@ def count_alarms(lines: Sequence[Line]) -> FalseAlarms:
         machines=sorted({line.machine for line in once}),
         torch=sorted({line.torch for line in once}),
         design_effect=round(design_effect([g.excesses for g in groups]), 3),
-        count_alarms=merged(
+        counted=merged(
             [
                 AlarmCounts(
                     what=g.what, problems=1, tolerance_models=g.tolerance_models, runs=len(g.excesses), alarms=g.alarms

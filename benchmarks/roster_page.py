@@ -215,7 +215,7 @@ def _overview(
     right = sum(not wrong(record) for record in cases)
     findings = [finding for c in columns(records) if c.base.adapter == name for finding in c.findings.items()]
     for clause, finding in findings:
-        _note(name, clause, finding, found)
+        _note_finding(name, clause, finding, found)
     timed = [record for record in own if record.task is Task.TIME and record.outcome.status is Status.OK]
     fastest = max(timed, key=lambda record: throughput(record).per_second, default=None)
     return {
@@ -227,7 +227,7 @@ def _overview(
     }
 
 
-def _note(name: str, clause: str, finding: Finding, found: Footnotes) -> None:
+def _note_finding(name: str, clause: str, finding: Finding, found: Footnotes) -> None:
     if finding.result in _RESULTS["gap"]:
         _note(found.gaps, f"{clause}: {finding.evidence}", name)
     elif finding.result in (*_RESULTS["**no**"], *_RESULTS["stale gap"]):

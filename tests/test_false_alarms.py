@@ -36,13 +36,13 @@ def test_no_alarm_bounds_the_rate_by_three_over_the_number_of_runs(num_runs: int
 
 
 def test_the_bound_is_printed_and_not_the_aim() -> None:
-    found = FalseAlarms(version=FORMAT, machines=[], torch=[], count_alarms=[])
+    found = FalseAlarms(version=FORMAT, machines=[], torch=[], counted=[])
     assert (found.bound, str(found)) == (1.0, "not counted yet: run make power-long")
     some = [
         AlarmCounts(what="a", problems=1, tolerance_models=1, runs=400, alarms=0),
         AlarmCounts(what="b", problems=1, tolerance_models=2, runs=600, alarms=1),
     ]
-    told = str(FalseAlarms(version=FORMAT, machines=[], torch=[], design_effect=2.5, count_alarms=some))
+    told = str(FalseAlarms(version=FORMAT, machines=[], torch=[], design_effect=2.5, counted=some))
     assert told == "1 alarm in 1,000 correct runs, which show as much as 400 independent ones: below 0.0093 (95%)"
 
 

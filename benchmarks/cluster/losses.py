@@ -82,7 +82,7 @@ def _struck(
             told = f"{last.status}: {last.message}"
             wrong += [] if last.status is Status.NODE_LOST else [f"expected node lost, got {told}"]
     kept = "nothing" if first is Status.OK else "the case before"
-    return Row(engine="by hand", shape=SHAPE, fault=fault, seconds=seconds, told=told, node_losses=kept, wrong=wrong)
+    return Row(engine="by hand", shape=SHAPE, fault=fault, seconds=seconds, told=told, lost=kept, wrong=wrong)
 
 
 def unlike(folder: Path, networks: Sequence[int]) -> dict[str, Callable[[], Row]]:
