@@ -82,9 +82,7 @@ def test_an_entry_for_an_option_that_is_gone_is_stale(monkeypatch: pytest.Monkey
 
 
 def test_every_exclusion_has_a_reason_and_is_no_judged_or_unjudged_standing() -> None:
-    assert all(
-        each.reason and each.status in (OptionStatus.REFUSED, OptionStatus.NOT_TRAINING) for each in excluded()
-    )
+    assert all(each.reason and each.status in (OptionStatus.REFUSED, OptionStatus.NOT_TRAINING) for each in excluded())
     names = [(each.source, option) for each in excluded() for option in each.options]
     assert len(names) == len(set(names)), "an option is excluded once"
 
