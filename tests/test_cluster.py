@@ -364,7 +364,7 @@ class Ranks:
     """Ranks of one node that are no processes: each leaves a report at once and ends, or never ends."""
 
     grace_seconds = 0.0
-    lost = False
+    is_gone = False
 
     def __init__(self, ranks: Sequence[RankInfo], hang: bool) -> None:
         self.ranks, self.hang = ranks, hang

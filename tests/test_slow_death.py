@@ -18,7 +18,7 @@ from tests.test_launchers import make_request
 class Dying:
     """Rank 0 has lost its peer; rank 1 is alive until it is killed, and `dies` of something else."""
 
-    grace_seconds, lost = 0.0, False
+    grace_seconds, is_gone = 0.0, False
 
     def __init__(self, dies: int) -> None:
         self._dies, self._ended = dies, False
