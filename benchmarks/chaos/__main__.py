@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from benchmarks.chaos.deck import Deck
 from benchmarks.chaos.faults import Fault, Filled, ResultsGone
 from benchmarks.chaos.nodes import NodeStruck, run_nodes
 from benchmarks.chaos.page import Sitting, is_good, page, read_series, write_line
-from benchmarks.chaos.session import Session
+from benchmarks.chaos.session import ROOT, Session
 from benchmarks.chaos.settings import PLAIN, Setting
 from meshmark.environment import describe
 
@@ -134,6 +135,8 @@ class Campaign:
         self._add(Results(trials=[trial]))
 
     def _add(self, results: Results) -> None:
+        results.complaints = [self._without_places(text) for text in results.complaints]
+        results.trials = [replace(trial, complaint=self._without_places(trial.complaint)) for trial in results.trials]
         with self._lock:
             self._sessions += 1
             self._trials += len(results.trials)
@@ -142,6 +145,12 @@ class Campaign:
             print(f"session {self._sessions}: {self._trials} of {self._deck.size} faults", flush=True)
             for text in wrong:
                 print(f"  {' '.join(text.split())[:2000]}", flush=True)
+
+    def _without_places(self, text: str) -> str:
+        """Return `text` without the absolute paths of this machine, which a committed page must not name."""
+        for place, name in ((self._folder, "FOLDER"), (ROOT, "."), (Path(sys.prefix), ".venv")):
+            text = text.replace(str(place), name)
+        return text
 
 
 def _names(setting: Setting, plan: list[Fault | None], draw: random.Random) -> list[str]:
