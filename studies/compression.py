@@ -144,7 +144,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--page-only", action="store_true", help="write the page from the committed records")
     parser.add_argument("--only", default="", help="methods to run, separated by commas")
     options = parser.parse_args(arguments)
-    right = options.page_only or run([name for name in options.only.split(",") if name])
+    only, known = [name for name in options.only.split(",") if name], compression_methods()
+    if unknown := [name for name in only if name not in known]:
+        parser.error(f"--only {unknown[0]}: no such method; there are {', '.join(known)}")
+    right = options.page_only or run(only)
     PAGE.write_text(page(read_compression(KEPT)), encoding="utf-8")
     return 0 if right else 1
 

@@ -33,12 +33,17 @@ WASTE = ROOT / "reports" / "records" / "inference-waste.jsonl"
 ALARMS = ROOT / "reports" / "records" / "inference-alarms.jsonl"
 
 
-def run() -> None:
-    """Run the suite over all engines, and keep its records."""
-    (RESULTS / "records.jsonl").unlink(missing_ok=True)
+def run() -> bool:
+    """Run the suite over all engines, and keep its records. Return whether all are right."""
+    records = RESULTS / "records.jsonl"
+    records.unlink(missing_ok=True)
     base = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", "suites/test_inference.py"]
-    subprocess.run([*base, "--precision", ",".join(PRECISIONS), "--results", str(RESULTS)], check=False, cwd=ROOT)
-    shutil.copy(RESULTS / "records.jsonl", KEPT)
+    command = [*base, "--precision", ",".join(PRECISIONS), "--results", str(RESULTS)]
+    done = subprocess.run(command, check=False, cwd=ROOT)
+    if not records.exists():
+        raise SystemExit("no engine was judged: see what pytest says above")
+    shutil.copy(records, KEPT)
+    return done.returncode == 0
 
 
 def page(records: Sequence[InferenceRecord]) -> str:
@@ -285,10 +290,9 @@ By `make inference-power` at {", ".join(commits)}.
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m studies.inference", description=__doc__.partition("\n")[0])
     parser.add_argument("--page-only", action="store_true", help="write the page from the committed records")
-    if not parser.parse_args(arguments).page_only:
-        run()
+    right = parser.parse_args(arguments).page_only or run()
     PAGE.write_text(page(read_inference(KEPT)), encoding="utf-8")
-    return 0
+    return 0 if right else 1
 
 
 if __name__ == "__main__":

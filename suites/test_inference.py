@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from meshmark.adapter.registry import inference_adapters
-from meshmark.inference.model import PRECISIONS
 from meshmark.inference.process import load_engine
 from meshmark.inference.run import VARIANTS, InferenceCase, run_case
 from meshmark.pytest_plugin.expect import StaleGapWarning
@@ -20,15 +19,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "inference_case" not in metafunc.fixturenames:
         return
     known = inference_adapters()
-    precisions = [name for name in chosen_precisions(metafunc.config) if name in PRECISIONS]
-    cases = [
-        InferenceCase(engine=name, target=known[name], precision=precision, variant=variant)
-        for name in chosen_engines(metafunc.config)
-        for precision in precisions
-        if precision in load_engine(known[name]).precisions
-        for variant in VARIANTS
-        if variant == "plain" or (load_engine(known[name]).pages and precision == precisions[0])
-    ]
+    cases = []
+    for name in chosen_engines(metafunc.config):
+        adapter = load_engine(known[name])
+        precisions = [each for each in chosen_precisions(metafunc.config) if each in adapter.precisions]
+        cases += [
+            InferenceCase(engine=name, target=known[name], precision=precision, variant=variant)
+            for precision in precisions
+            for variant in VARIANTS
+            if variant == "plain" or (adapter.pages and precision == precisions[0])
+        ]
+    if not cases:
+        engines = "; ".join(f"{name} has {', '.join(load_engine(known[name]).precisions)}" for name in known)
+        given = ",".join(chosen_precisions(metafunc.config))
+        raise pytest.Collector.CollectError(f"--adapters names no engine with a precision of {given}: {engines}")
     metafunc.parametrize("inference_case", cases, ids=lambda case: case.id)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import studies.compression
 from meshmark.adapter.registry import compression_methods
 from meshmark.compression import adamw8bit
 from meshmark.compression.contract import CompressionAdapter, OptimizerAdapter
@@ -101,6 +102,12 @@ def one_weight_wrongly_masked(model: nn.Module) -> None:
     mask[0, int(mask[0].argmax())] = 0
 
 
+def not_a_number_in_the_first_layer(model: nn.Module) -> None:
+    next(iter(linears(model).values())).weight_orig[0, 0] = torch.nan
+    for layer in linears(model).values():
+        layer.weight = layer.weight_orig * layer.weight_mask
+
+
 def original_kept(model: nn.Module) -> None:
     layer = layer_of(model)
     layer.register_buffer("copy", torch.zeros(layer.out_features, layer.in_features))
@@ -128,6 +135,7 @@ MUTANTS: list[tuple[str, Broken, str]] = [
     ("bitsandbytes-nf4-double", mean_forgotten, "weights"),
     ("weight-masks", original_kept, "bytes"),
     ("weight-masks", one_weight_wrongly_masked, "layers"),
+    ("weight-masks", not_a_number_in_the_first_layer, "weights"),
     ("torch-pruning", channels_of_down_in_another_order, "weights"),
     ("torch-pruning", bias_of_removed_channels, "logits"),
 ]
@@ -213,6 +221,12 @@ def test_tables_of_codes_are_those_of_the_package() -> None:
         table: Tensor = create_dynamic_map(signed).double()
         assert (table - dynamic_codes(signed)).abs().max() < 2**-24
     assert torch.equal(get_4bit_type("nf4", device="cpu").data, torch.tensor(NF4))
+
+
+def test_an_unknown_method_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        studies.compression.main(["--only", "nf5"])
+    assert "--only nf5: no such method; there are torchao-int8" in capsys.readouterr().err
 
 
 def distillation() -> Any:  # noqa: ANN401

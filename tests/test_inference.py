@@ -12,8 +12,10 @@ import torch
 
 from benchmarks.inference_power import failures
 from meshmark.adapter.registry import ENGINE_PRECISIONS, inference_adapters
+from meshmark.adapters.paged.engine import PagedEngine
 from meshmark.inference import quantized
-from meshmark.inference.contract import CacheUse, EngineOptions, Request, Served
+from meshmark.inference.clauses import judge_engine
+from meshmark.inference.contract import CacheUse, Completion, EngineOptions, Request, Served
 from meshmark.inference.judge import Judge, cache_bytes, peak_blocks
 from meshmark.inference.local import LocalEngine
 from meshmark.inference.model import PRECISIONS, Truth, prompts, shape_of, write_model
@@ -49,6 +51,7 @@ def test_a_real_engine_in_its_own_process_passes_every_verdict(tmp_path: Path, e
     if variant == "plain":
         assert len(record.verdicts) >= 12 and record.speed["decode"] > 0
     assert read_inference(tmp_path / "records.jsonl") == [record]
+    assert [path.name for path in (tmp_path / "models").iterdir()] == ["llama-tiny"]
 
 
 def test_wrong_log_probabilities_tokens_and_results_are_seen(model: Path, served: Served) -> None:
@@ -63,6 +66,15 @@ def test_wrong_log_probabilities_tokens_and_results_are_seen(model: Path, served
     assert not found.passed and "token 10 of p7" in found.text
     off.completions[1].logprobs.pop()
     assert not judge.logprobs(REQUESTS, off.completions, noise).passed
+    assert "6, then 5 log probabilities" in judge.same("less", REQUESTS, (served, off), noise).text
+    off = copy.deepcopy(served)
+    off.completions[1].logprobs[3] = float("nan")
+    assert not judge.same("nan", REQUESTS, (served, off), noise).passed
+    off.completions[1] = dataclasses.replace(served.completions[1], prompt_logprobs=[])
+    assert "6 log probabilities of 12 tokens" in judge.logprobs(REQUESTS, off.completions, noise).text
+    assert not judge.same("no prompt", REQUESTS, (served, off), noise).passed
+    off.completions[1] = Completion(request="p7", error="ValueError: no seeds")
+    assert "p7: no tokens; ValueError: no seeds" in judge.logprobs(REQUESTS, off.completions, noise).text
     second = copy.deepcopy(served)
     row = judge.truth.logprobs([*REQUESTS[2].prompt, *second.completions[2].tokens[:2]])[-1]
     second.completions[2].tokens[2] = int(row.argsort()[-2])
@@ -98,6 +110,11 @@ def test_wrong_bytes_blocks_and_leaks_are_seen(served: Served) -> None:
         ("ScaleOfNextGroup", "log probabilities"),
         ("WeightOffset", "log probabilities"),
         ("BeamsForget", "beams"),
+        ("SeedsEveryToken", "temperature"),
+        ("TemperatureOfFirst", "temperature"),
+        ("EvictedLeak", "blocks left over"),
+        ("NeverInChunks", "tokens of a step"),
+        ("NoPromptLogprobs", "log probabilities"),
     ],
 )
 def test_a_planted_defect_fails_its_verdict_first(model: Path, tmp_path: Path, name: str, verdict: str) -> None:
@@ -159,6 +176,32 @@ def test_a_known_gap_covers_its_own_symptom_alone() -> None:
     assert with_gap(dataclasses.replace(found, name="alone"), gaps).fails
     stale = with_gap(dataclasses.replace(found, passed=True), gaps)
     assert stale.gap and stale.passed and not stale.fails
+
+
+def test_an_engine_that_ended_says_so_when_it_is_asked_again(model: Path, tmp_path: Path) -> None:
+    fatal = [Request(name="fatal", prompt=(5, -1000), max_new_tokens=2)]
+    with EngineProcess(GENERATE, model, EngineOptions(), tmp_path / "log") as engine:
+        with pytest.raises(EngineError, match="the engine failed: IndexError"):
+            engine.serve(fatal)
+        engine._process.wait(20)
+        with pytest.raises(EngineError, match="the engine's process ended"):
+            engine.serve(REQUESTS)
+
+
+def test_an_engine_that_refuses_what_is_not_greedy_is_judged_to_the_end(model: Path) -> None:
+    class Greedy(PagedEngine):
+        def submit(self, request: Request) -> None:
+            if request.temperature or request.num_sequences > 1:
+                raise ValueError("no draws, no copies")
+            super().submit(request)
+
+    setting = InferenceCase(engine="paged", target=inference_adapters()["paged"]).setting(num_leak=20)
+    with LocalEngine(Greedy(model, EngineOptions())) as engine:
+        found = {verdict.name: verdict for verdict in judge_engine(engine, Judge(model, "fp32"), setting)}
+    failed = {name for name, verdict in found.items() if not verdict.passed}
+    assert failed == {"seeds", "temperature", "parallel samples", "beams"}
+    assert "no draws, no copies" in found["temperature"].text
+    assert "a token that is unknown" in found
 
 
 def test_an_engine_that_cannot_be_built_says_why(model: Path, tmp_path: Path) -> None:

@@ -70,8 +70,8 @@ def _weights(
         ties += int((right != layer.stored.values).sum())
         total += weight.numel()
         size = right.abs().max()
-        error = float(((weight.double() - right).abs() / size).max())
-        if not error <= off:
+        error = float(((weight.double() - right).abs() / size).nan_to_num(torch.inf).max())
+        if error > off:
             off, worst = error, name
     allowed = FACTOR * ROUNDINGS * HALF_ULP
     text = f"off by {off:.1e} of a layer's largest weight{f' in {worst}' if worst else ''}, {ties} of {total} at ties"

@@ -17,7 +17,9 @@ LENGTHS = (1, 2, 5, 31, 32, 33, 63, 64, 65, 100, 150, 200)
 """Tokens of the prompts: around the ends of blocks, and longer than one step of "chunked"."""
 NEW_TOKENS = 16
 DRAWS = 256
-"""Tokens that are drawn after one prompt, to hold their frequencies against float64."""
+"""Requests that draw after one prompt, to hold frequencies against float64."""
+TEMPERATURES = (0.5, 2.0)
+"""Of the draws: one that favours the most probable tokens, and one by which all are about as likely."""
 BAD = {
     "a prompt that is too long": Request(name="too long", prompt=prompts([400])[0], max_new_tokens=4),
     "a token that is unknown": Request(name="unknown token", prompt=(5, 1_000_000), max_new_tokens=4),
@@ -55,9 +57,10 @@ def requests_of(lengths: Sequence[int] = LENGTHS) -> list[Request]:
 def judge_engine(engine: Serves, judge: Judge, setting: Setting) -> Iterator[CaseVerdict]:
     """Judge an engine: what holds of every variant, and the clauses that its variant is for."""
     adapter, options, requests = setting.adapter, setting.options, requests_of()
+    engine = _Watched(engine)
     served = engine.serve(requests)
-    if refused := [c for c in served.completions if c.error]:
-        yield CaseVerdict(name="serves", passed=False, text=f"{refused[0].request}: {refused[0].error}")
+    if refused := [c for c in served.completions if c.error or not c.tokens]:
+        yield CaseVerdict(name="serves", passed=False, text=f"{refused[0].request}: {refused[0].error or 'no tokens'}")
         return
     noise = judge.noise(requests, served.completions)
     yield judge.logprobs(requests, served.completions, noise)
@@ -67,15 +70,32 @@ def judge_engine(engine: Serves, judge: Judge, setting: Setting) -> Iterator[Cas
     if not adapter.pages:  # one batch, padded to its longest prompt
         blocks = len(requests) * (max(LENGTHS) + NEW_TOKENS - 1)
     yield cache_bytes(served, setting.shape, options.precision, options.tp, blocks)
+    if adapter.pages and options.max_step_tokens < EngineOptions().max_step_tokens:
+        yield _step_tokens(requests, served, options.max_step_tokens)
     if setting.variant == "plain" and adapter.pages:
         yield peak_blocks(served, requests, options.block_size)
     for clause in _CLAUSES.get(setting.variant, ()):
         if clause is _beams and "beams" not in adapter.promises:
             continue
         yield clause(_Around(engine=engine, judge=judge, setting=setting, served=served, noise=noise))
+    if adapter.pages:
+        text = f"{engine.left} blocks in use after all requests of a load have ended"
+        yield CaseVerdict(name="blocks left over", passed=engine.left == 0, text=text)
     if setting.variant == "plain":
         for name, bad in BAD.items():
             yield _bad_request(name, bad, judge, (engine, served), noise)
+
+
+class _Watched:
+    """Serves with an engine, and keeps the most blocks that were in use after a load."""
+
+    def __init__(self, engine: Serves) -> None:
+        self._engine, self.left = engine, 0
+
+    def serve(self, requests: Sequence[Request]) -> Served:
+        served = self._engine.serve(requests)
+        self.left = max(self.left, served.blocks_after)
+        return served
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +118,14 @@ def _lengths(requests: Sequence[Request], served: Served) -> CaseVerdict:
     if wrong:
         text += f"; {wrong[0].request} has {len(wrong[0].tokens)} of {asked[wrong[0].request]} ({wrong[0].finish!r})"
     return CaseVerdict(name="numbers of tokens", passed=not wrong, text=text)
+
+
+def _step_tokens(requests: Sequence[Request], served: Served, most: int) -> CaseVerdict:
+    """Judge that steps are as many as the tokens that are computed need, at most `most` in each."""
+    tokens = sum(len(request.prompt) + request.max_new_tokens - 1 for request in requests)
+    needed = -(-tokens // most)
+    text = f"{served.steps} steps for {tokens} tokens, at least {needed} of at most {most} tokens"
+    return CaseVerdict(name="tokens of a step", passed=served.steps >= needed, text=text)
 
 
 def _alone(around: _Around) -> CaseVerdict:
@@ -152,39 +180,47 @@ def _drawn(lengths: Sequence[int], seed: int) -> list[Request]:
 
 
 def _temperature(around: _Around) -> CaseVerdict:
-    """Draw one token often, and hold frequencies and log probabilities against float64."""
-    prompt, temperature = prompts([20], seed=6)[0], 0.5
-    base = Request(name="", prompt=prompt, max_new_tokens=1, temperature=temperature, wants_prompt=False)
-    requests = [dataclasses.replace(base, name=f"draw-{index}", seed=100 + index) for index in range(DRAWS)]
-    done = around.engine.serve(requests).completions
-    told = around.judge.logprobs(requests, done, around.noise)
-    found = around.judge.frequencies(prompt, temperature, [c.tokens[0] for c in done])
-    text = found.text if told.passed else f"log probabilities: {told.text}"
-    return dataclasses.replace(found, passed=found.passed and told.passed, text=text)
+    """Draw two tokens often, and hold frequencies and log probabilities against float64."""
+    (prompt,) = prompts([20], seed=6)
+    texts = list[str]()
+    for temperature in TEMPERATURES:
+        base = Request(name="", prompt=prompt, max_new_tokens=2, temperature=temperature, wants_prompt=False)
+        requests = [dataclasses.replace(base, name=f"draw-{index}", seed=100 + index) for index in range(DRAWS)]
+        done = around.engine.serve(requests).completions
+        told = around.judge.logprobs(requests, done, around.noise)
+        if not told.passed:
+            return dataclasses.replace(told, name="temperature", text=f"log probabilities: {told.text}")
+        found = around.judge.draws(requests, done)
+        texts.append(f"at {temperature:g}: {found.text}")
+        if not found.passed:
+            break
+    return dataclasses.replace(found, text="; ".join(texts))
 
 
 def _copies(around: _Around) -> CaseVerdict:
-    """Serve parallel samples, and each of them as a request of its own with the seed that the engine promises.
+    """Serve parallel samples, and hold them against requests of their own with `seed + index` where that is promised.
 
     Where the engine shares blocks, the peak must be what the samples need together.
     """
     prompt, copies = prompts([77], seed=3)[0], 3
     base = Request(name="copies", prompt=prompt, max_new_tokens=NEW_TOKENS, seed=11, **_SAMPLED)  # type: ignore[arg-type]
     together = around.engine.serve([dataclasses.replace(base, copies=copies)])
-    apart = around.engine.serve([dataclasses.replace(base, name=f"copy-{i}", seed=11 + i) for i in range(copies)])
-    for index, completion in enumerate(apart.completions):
-        completion.request, completion.copy = "copies", index
-    found = around.judge.same("parallel samples", [base], (together, apart), around.noise)
+    found = around.judge.logprobs([base], together.completions, around.noise)
+    if found.passed and around.setting.adapter.promises.get("copies") == "seed + index":
+        apart = around.engine.serve([dataclasses.replace(base, name=f"copy-{i}", seed=11 + i) for i in range(copies)])
+        for index, completion in enumerate(apart.completions):
+            completion.request, completion.copy = "copies", index
+        found = around.judge.same("parallel samples", [base], (together, apart), around.noise)
     distinct = len({tuple(c.tokens) for c in together.completions})
     passed, text = found.passed and distinct == copies, f"{found.text}; {distinct} distinct"
     if around.setting.adapter.pages:
         size = around.setting.options.block_size
         each, shared = -(-(len(prompt) + NEW_TOKENS - 1) // size), len(prompt) // size
-        needed, used = shared + copies * (each - shared), max(together.used_blocks)
+        needed, used = shared + copies * (each - shared), max(together.used_blocks, default=0)
         text += f"; {used} blocks at the peak, {needed} with shared blocks, {copies * each} without"
         if "sharing" in around.setting.adapter.promises:
             passed = passed and used == needed
-    return dataclasses.replace(found, passed=passed, text=text)
+    return dataclasses.replace(found, name="parallel samples", passed=passed, text=text)
 
 
 def _beams(around: _Around) -> CaseVerdict:
@@ -207,7 +243,7 @@ def _beams(around: _Around) -> CaseVerdict:
     if around.setting.adapter.pages:
         size = around.setting.options.block_size
         each, shared = -(-(len(request.prompt) + request.max_new_tokens - 1) // size), len(request.prompt) // size
-        most, used = shared + request.beams * (each - shared), max(alone.used_blocks)
+        most, used = shared + request.beams * (each - shared), max(alone.used_blocks, default=0)
         text += f"; {used} blocks at the peak, at most {most} if the prompt's are shared"
         passed = passed and used <= most and alone.blocks_after == alone.blocks_before
     return dataclasses.replace(found, passed=passed, text=text)
@@ -226,14 +262,18 @@ def _leaks(around: _Around) -> CaseVerdict:
     if not right.passed:
         text += f"; log probabilities: {right.text}"
     passed = complete == number and after.blocks_after == after.blocks_before == 0 and right.passed
+    if around.setting.adapter.pages:
+        most = around.setting.options.max_batch
+        needed = -(-2 * number // most)  # a step computes a token of each of `most` requests
+        text += f"; {after.steps} steps, at least {needed} with {most} requests at once"
+        passed = passed and after.steps >= needed
     return CaseVerdict(name="nothing leaks", passed=passed, text=text)
 
 
 def _prefix_caching(around: _Around) -> CaseVerdict:
-    requests = requests_of()
-    bare = [dataclasses.replace(request, wants_prompt=False) for request in requests]
+    bare = [dataclasses.replace(request, wants_prompt=False) for request in requests_of()]
     first, second = around.engine.serve(bare), around.engine.serve(bare)
-    same = around.judge.same("prefix caching", requests, (first, second), around.noise)
+    same = around.judge.same("prefix caching", bare, (first, second), around.noise)
     text = f"{same.text}; {second.cached_tokens} tokens of prompts came from the cache"
     return dataclasses.replace(same, passed=same.passed and second.cached_tokens > 0, text=text)
 
@@ -317,7 +357,10 @@ def _bad_request(name: str, bad: Request, judge: Judge, before: tuple[Serves, Se
     refused = [c.request for c in mixed.completions if c.error] == [bad.name]
     same = judge.same(name, requests, (served, mixed), noise)
     text = f"{'refused' if refused else 'not refused'}; of the others: {same.text}"
-    return dataclasses.replace(same, passed=same.passed and refused, text=text)
+    left = mixed.blocks_after - mixed.blocks_before
+    if left:
+        text += f"; {left} blocks are left over"
+    return dataclasses.replace(same, passed=same.passed and refused and not left, text=text)
 
 
 _CLAUSES: dict[str, Sequence[Callable[[_Around], CaseVerdict]]] = {

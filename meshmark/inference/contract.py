@@ -176,8 +176,8 @@ class InferenceAdapter(ABC):
     pages: ClassVar[bool] = True
     """True if the cache has blocks that are given out one by one."""
     promises: ClassVar[Mapping[str, str]] = {}
-    """What the engine says of itself: of "copies", seeds of parallel samples; of "sharing", the blocks they share; of
-    "beams", how it searches."""
+    """What the engine says of itself: of "copies", seeds of parallel samples ("seed + index" is judged); of "sharing",
+    the blocks they share; of "beams", how it searches."""
     spare_blocks: ClassVar[int] = 0
     """Blocks of `num_blocks` that the engine keeps for itself."""
     known_gaps: ClassVar[tuple[KnownGap, ...]] = ()

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from scipy.stats import chi2, poisson
 from torch import Tensor
 
 from meshmark.inference.contract import Completion, Request, Served
@@ -19,8 +20,8 @@ FACTOR = 3.0
 """An engine may round this many times as much as the noisiest of the ways in which Transformers computes the same.
 Of 240 correct runs (benchmarks/inference_alarms.py) the largest was 1.75 times as noisy."""
 BINS = 8
-MOST_CHI_SQUARE = (0.0, 23.9, 27.6, 30.7, 33.4, 35.9, 38.3, 40.5)
-"""What chi-square of 0 to 7 degrees of freedom exceeds once in a million."""
+RARE = 1e-6
+"""Share of correct engines whose draws fail one of the tests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +63,13 @@ class Judge:
         """Judge log probabilities of prompts and of generated tokens, at the run's own tokens."""
         off, worst = list[float](), ("", 0, 0.0)
         for request, completion in _pairs(requests, completions):
+            if not completion.tokens:
+                text = f"{request.name}: no tokens; {completion.error or completion.finish or 'it did not end'}"
+                return CaseVerdict(name="log probabilities", passed=False, text=text)
             tokens = [*request.prompt, *completion.tokens]
             told = [*completion.prompt_logprobs, *completion.logprobs]
             exact = _taken(self.truth.logprobs(tokens, told), tokens)
-            if not completion.prompt_logprobs:
+            if not request.wants_prompt:
                 exact = exact[len(request.prompt) - 1 :]
             if len(told) != len(exact):
                 text = f"{request.name}: {len(told)} log probabilities of {len(exact)} tokens"
@@ -114,18 +118,23 @@ class Judge:
                 parted += 1
                 before = [*request.prompt, *one.tokens[:common]]
                 row = self.truth.logprobs(before)[-1]
-                apart = abs(float(row[one.tokens[common]] - row[other.tokens[common]]))
-                if request.temperature or apart > 2 * noise.tolerance:
-                    text = f"{request.name}: token {common} is another, and they are {apart:.1e} apart"
+                behind = abs(float(row[one.tokens[common]] - row[other.tokens[common]]))
+                if request.temperature or behind > 2 * noise.tolerance:
+                    text = f"{request.name}: token {common} is another, and they are {behind:.1e} apart"
                     return CaseVerdict(name=name, passed=False, text=text)
-            pairs = list(zip(one.logprobs, other.logprobs, strict=False))[:common]
-            if one.prompt_logprobs and other.prompt_logprobs:
-                lengths = len(one.prompt_logprobs), len(other.prompt_logprobs)
-                if lengths[0] != lengths[1]:
-                    text = f"{request.name}: {lengths[0]}, then {lengths[1]} log probabilities of its prompt"
+            for of, a, b in (
+                ("", one.logprobs, other.logprobs),
+                (" of its prompt", one.prompt_logprobs, other.prompt_logprobs),
+            ):
+                if len(a) != len(b):
+                    text = f"{request.name}: {len(a)}, then {len(b)} log probabilities{of}"
                     return CaseVerdict(name=name, passed=False, text=text)
-                pairs += zip(one.prompt_logprobs, other.prompt_logprobs, strict=True)
-            worst = max([worst, *(abs(a - b) for a, b in pairs)])
+            pairs = [
+                *list(zip(one.logprobs, other.logprobs, strict=True))[:common],
+                *zip(one.prompt_logprobs, other.prompt_logprobs, strict=True),
+            ]
+            apart = [abs(a - b) for a, b in pairs]
+            worst = max([worst, *(value if math.isfinite(value) else math.inf for value in apart)])
         passed = worst <= 2 * noise.tolerance
         if not passed and self.truth.rounds_cache:  # the runs may round ties differently: each is held against float64
             passed = all(self.logprobs(requests, run.completions, noise).passed for run in runs)
@@ -173,19 +182,45 @@ class Judge:
             gap = min([gap, *(one - other for one, other in pairwise(scores))])
         return [tokens for _, tokens in beams], gap
 
-    def frequencies(self, prompt: Sequence[int], temperature: float, drawn: Sequence[int]) -> CaseVerdict:
-        """Judge tokens that were drawn after one prompt: chi-square against float64, over bins of equal weight."""
-        expected = (self.truth.logprobs(prompt)[-1] / temperature).softmax(-1)
-        order = expected.argsort(descending=True)
-        bins = np.minimum((expected[order].cumsum(0) * BINS).floor().int().numpy(), BINS - 1)
-        bin_of = dict(zip(order.tolist(), bins.tolist(), strict=True))
-        weights = np.bincount(bins, weights=expected[order].numpy(), minlength=BINS)
-        counts = np.bincount([bin_of[token] for token in drawn], minlength=BINS)
-        held = weights > 0
-        off = float(((counts[held] - len(drawn) * weights[held]) ** 2 / (len(drawn) * weights[held])).sum())
-        limit = MOST_CHI_SQUARE[int(held.sum()) - 1]
-        text = f"chi-square {off:.1f} of {len(drawn)} draws in {held.sum()} bins; more than {limit:.1f} fails"
-        return CaseVerdict(name="temperature", passed=off <= limit, text=text, numbers={"chi_square": off})
+    def draws(self, requests: Sequence[Request], completions: Sequence[Completion]) -> CaseVerdict:
+        """Judge the first two tokens that each request drew, against float64 at the run's own tokens.
+
+        In the order of their probabilities, tokens divide the numbers from 0 to 1 into intervals. A drawn token becomes
+        a number at random in its own interval. These numbers must be uniform (chi-square), and those of first and
+        second tokens independent. The second token is the first one again no more often than by chance. Improbable
+        tokens must be drawn too: the largest number shows a cut-off by probability or rank.
+        """
+        drawn = np.random.default_rng(0)
+        where, again, chance = list[list[float]](), 0, 0.0
+        for request, completion in _pairs(requests, completions):
+            if len(completion.tokens) < 2:
+                text = f"{request.name}: {len(completion.tokens)} tokens, expected 2"
+                return CaseVerdict(name="temperature", passed=False, text=text)
+            first, second = completion.tokens[:2]
+            rows = self.truth.logprobs([*request.prompt, first, second])[len(request.prompt) - 1 : -1]
+            expected = (rows / request.temperature).softmax(-1)
+            above = [float(row[row > row[token]].sum()) for row, token in zip(expected, (first, second), strict=True)]
+            sizes = [float(row[token]) for row, token in zip(expected, (first, second), strict=True)]
+            where.append([low + size * drawn.random() for low, size in zip(above, sizes, strict=True)])
+            again, chance = again + (first == second), chance + float(expected[1, first])
+        bins = np.minimum((np.array(where) * BINS).astype(int), BINS - 1)
+        coarse = bins // (BINS // 4)
+        tables = (np.bincount(bins[:, 0], minlength=BINS), np.bincount(bins[:, 1], minlength=BINS))
+        off = [
+            float(np.square(table - table.mean()).sum() / table.mean())
+            for table in (*tables, np.bincount(4 * coarse[:, 0] + coarse[:, 1], minlength=16))
+        ]
+        limits = [float(chi2.isf(RARE, size - 1)) for size in (BINS, BINS, 16)]
+        most = int(poisson.isf(RARE, chance))
+        last, least = float(np.max(where)), RARE ** (1 / bins.size)
+        passed = all(one <= limit for one, limit in zip(off, limits, strict=True)) and again <= most and last >= least
+        shown = ", ".join(f"{one:.1f} ({limit:.1f} fails)" for one, limit in zip(off, limits, strict=True))
+        text = (
+            f"chi-square of {len(where)} first tokens, second tokens and both together {shown}; "
+            f"{again} tokens are drawn twice in a row, at most {most}; the least probable is at {last:.4f} of the order, "
+            f"at least {least:.4f}"
+        )
+        return CaseVerdict(name="temperature", passed=passed, text=text, numbers={"chi_square": max(off)})
 
 
 def cache_bytes(served: Served, shape: Shape, precision: str, tp: int, num_blocks: int) -> CaseVerdict:

@@ -80,7 +80,10 @@ class EngineProcess:
 
     def serve(self, requests: Sequence[Request]) -> Served:
         """Serve requests to their ends. Raises `EngineError` if the engine fails."""
-        self._connection.send(list(requests))
+        try:
+            self._connection.send(list(requests))
+        except ConnectionError as error:  # it failed in an earlier call, and has ended
+            raise EngineError(f"the engine's process ended; see {self._log}") from error
         served = self._answer(SERVE_SECONDS)
         assert isinstance(served, Served)
         return served

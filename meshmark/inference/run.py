@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,8 +99,13 @@ def run_case(case: InferenceCase, results: Path, num_leak: int = 1000) -> Infere
     """Run a case and append its record to `results`/records.jsonl. One clause serves `num_leak` requests."""
     bits = PRECISIONS[case.precision].weight_bits
     folder = results / "models" / (f"{case.model}-int{bits}" if bits else case.model)
-    if not (folder / "config.json").exists():
-        write_model(case.model, folder, weight_bits=bits)
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # It gets its name when it is whole: a run that is ended meanwhile leaves no half of it for the next one.
+        with tempfile.TemporaryDirectory(dir=folder.parent) as name:
+            whole = write_model(case.model, Path(name) / folder.name, weight_bits=bits)
+            with contextlib.suppress(OSError):  # another process was faster
+                whole.rename(folder)
     verdicts, speed, versions, error = list[CaseVerdict](), dict[str, float](), dict[str, str](), ""
     try:
         with EngineProcess(case.target, folder, case.options(), results / "logs" / f"{case.id}.log") as engine:
@@ -136,6 +143,8 @@ def _speed(engine: EngineProcess) -> dict[str, float]:
     ]
     engine.serve(requests)
     done = engine.serve(requests).completions
+    if not all(c.tokens for c in done):
+        return {}  # what is refused is judged, not timed
     firsts, lasts = [c.first_token - c.arrived for c in done], [c.last_token for c in done]
     start = max(c.first_token for c in done)
     return {

@@ -244,6 +244,38 @@ def _leaks(self: PagedEngine, sample: Sample) -> None:
     PagedEngine.release(self, sample)
 
 
+def _evicts_all_but_one(self: PagedEngine, sample: Sample) -> None:
+    """An evicted sequence keeps its last block."""
+    if len(sample.blocks) > 2:
+        sample.blocks.pop()
+    PagedEngine.evict(self, sample)
+
+
+def _keeps_block_of_refused(self: PagedEngine, request: Request) -> None:
+    """A block is taken before the request is looked at."""
+    block = self.pool.take()
+    PagedEngine.submit(self, request)
+    self.pool.release(block)
+
+
+def _never_in_chunks(self: PagedEngine) -> list[tuple[Sample, int]]:
+    given, self.options = self.options, dataclasses.replace(self.options, max_step_tokens=10**6)
+    chosen = PagedEngine._schedule(self)
+    self.options = given
+    return chosen
+
+
+def _batch_without_limit(self: PagedEngine) -> list[tuple[Sample, int]]:
+    given, self.options = self.options, dataclasses.replace(self.options, max_batch=10**6)
+    chosen = PagedEngine._schedule(self)
+    self.options = given
+    return chosen
+
+
+def _no_prompt_logprobs(self: PagedEngine, sample: Sample, rows: Tensor) -> None:
+    """Log probabilities of prompts are not told."""
+
+
 def _one_seed(self: PagedEngine, request: Request, copy: int) -> torch.Generator | None:
     """All requests draw from one generator."""
     if not hasattr(self, "_generator"):
@@ -266,6 +298,26 @@ def _evicts_one_token(self: PagedEngine, sample: Sample) -> None:
     PagedEngine.evict(self, sample)
     if len(sample.tokens) > len(sample.request.prompt):
         sample.tokens.pop()
+
+
+def _seeds_every_token(self: PagedEngine, sample: Sample, row: Tensor) -> int:
+    """Each token is drawn with the first random numbers of its seed."""
+    sample.draws = self.draws(sample.request, sample.copy)
+    return PagedEngine.choose(self, sample, row)
+
+
+def _temperature_of_first_token(self: PagedEngine, sample: Sample, row: Tensor) -> int:
+    is_first = len(sample.tokens) == len(sample.request.prompt)
+    return PagedEngine.choose(self, sample, row) if is_first else _ignores_temperature(self, sample, row)
+
+
+def _draws_of_most_probable(self: PagedEngine, sample: Sample, row: Tensor) -> int:
+    """The last 5 % of the probability are never drawn, as with `top_p` 0.95, which nobody asked for."""
+    if sample.draws is not None:
+        ordered = (row / sample.request.temperature).softmax(-1).sort(descending=True)
+        row = row.clone()
+        row[ordered.indices[ordered.values.cumsum(0) - ordered.values >= 0.95]] = -torch.inf
+    return PagedEngine.choose(self, sample, row)
 
 
 def _ignores_temperature(self: PagedEngine, sample: Sample, row: Tensor) -> int:
@@ -436,6 +488,40 @@ MUTANTS: list[PagedMutant] = [
     PagedMutant(name="SharedSeed", text="requests share one generator", engine={"draws": _one_seed}),
     PagedMutant(name="CopiesAlike", text="parallel samples have one seed", engine={"draws": _same_seed_of_copies}),
     PagedMutant(name="NoTemperature", text="temperature is ignored", engine={"choose": _ignores_temperature}),
+    PagedMutant(
+        name="SeedsEveryToken",
+        text="a seed draws the same for each token",
+        engine={"choose": _seeds_every_token},
+    ),
+    PagedMutant(
+        name="TemperatureOfFirst",
+        text="temperature is ignored after the first token",
+        engine={"choose": _temperature_of_first_token},
+    ),
+    PagedMutant(
+        name="TopP", text="the last 5 % of the probability are not drawn", engine={"choose": _draws_of_most_probable}
+    ),
+    PagedMutant(
+        name="EvictedLeak",
+        text="an evicted sequence keeps a block",
+        variant="small-cache",
+        engine={"evict": _evicts_all_but_one},
+    ),
+    PagedMutant(name="RefusedLeak", text="a refused request keeps a block", engine={"submit": _keeps_block_of_refused}),
+    PagedMutant(
+        name="NeverInChunks",
+        text="a step computes more tokens than it may",
+        variant="chunked",
+        engine={"_schedule": _never_in_chunks},
+    ),
+    PagedMutant(
+        name="BatchWithoutLimit", text="more requests run at once than may", engine={"_schedule": _batch_without_limit}
+    ),
+    PagedMutant(
+        name="NoPromptLogprobs",
+        text="log probabilities of prompts are not told",
+        engine={"_note_prompt": _no_prompt_logprobs},
+    ),
     PagedMutant(name="NotGreedy", text="a token is never taken twice in a row", engine={"choose": _second_best}),
     PagedMutant(name="NoStop", text="stop tokens are ignored", engine={"finish": _no_stop}),
     PagedMutant(name="StopsByPrompt", text="a stop token in the prompt ends it", engine={"finish": _stops_in_prompt}),
