@@ -217,8 +217,8 @@ class Judge:
         shown = ", ".join(f"{one:.1f} ({limit:.1f} fails)" for one, limit in zip(off, limits, strict=True))
         text = (
             f"chi-square of {len(where)} first tokens, second tokens and both together {shown}; "
-            f"{again} tokens are drawn twice in a row, at most {most}; the least probable is at {last:.4f} of the order, "
-            f"at least {least:.4f}"
+            f"{again} tokens are drawn twice in a row, at most {most}; the least probable is at {last:.4f} of the "
+            f"order, at least {least:.4f}"
         )
         return CaseVerdict(name="temperature", passed=passed, text=text, numbers={"chi_square": max(off)})
 
