@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -212,3 +214,29 @@ def test_an_engine_that_cannot_be_built_says_why(model: Path, tmp_path: Path) ->
 def test_an_engine_without_its_environment_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHMARK_ENVIRONMENTS", str(tmp_path))
     assert "make env NAME=vllm" in (load_engine(inference_adapters()["vllm"]).refusal() or "")
+
+
+def _collected(suite: str, *options: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", f"suites/test_{suite}.py", *options]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "suite, options, said",
+    [
+        ("inference", ["--adapters", "ddp"], "no engine with a precision of fp32: transformers-generate has fp32"),
+        ("inference", ["--adapters", "transformers-generate", "--precision", "int4-weights"], "no engine with a"),
+        ("equivalence", ["--adapters", "vllm"], "unknown adapter 'vllm'"),
+        ("equivalence", ["--precision", "int8-weights"], "unknown precision 'int8-weights'"),
+    ],
+)
+def test_engines_and_their_precisions_are_never_replaced_by_others(suite: str, options: list[str], said: str) -> None:
+    status, output = _collected(suite, *options)
+    assert status and said in output
+
+
+def test_each_engine_has_its_variants_in_the_first_chosen_precision_that_it_has() -> None:
+    status, output = _collected("inference", "--adapters", "paged, vllm", "--precision", "int8-weights, bf16")
+    assert not status and "[paged-chunked-llama-tiny-int8-weights]" in output
+    assert "[vllm-chunked-llama-tiny-bf16]" in output and "[paged-chunked-llama-tiny-bf16]" not in output
