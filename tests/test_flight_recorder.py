@@ -202,7 +202,7 @@ def test_a_rank_answers_when_it_is_asked(tmp_path: Path, monkeypatch: pytest.Mon
         rank=1, local_rank=1, local_world_size=2, world_size=2, host="h", port=0, prefix="", folder=tmp_path
     )
     assert not ranks.ask(info)
-    ranks.install_stack_dump(info)
+    ranks.answer_about_collectives(info)
     deadline = time.monotonic() + 10
     while not ranks.ask(info) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -11,10 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshmark.launch.processes import process_state
+
 MARK = "MESHMARK_CHAOS"
 """Environment variable with the session's name. Every process that descends from the session inherits it."""
 CHILD = "MESHMARK_CHAOS_CHILD"
 """Environment variable with the case's name, in processes that a rank has started."""
+_ENDED = ("", "Z", "X")
+"""States of processes that have ended: gone, or not yet noticed by their parent."""
 _LOG = re.compile(r"(.*/meshmark-[^/]+)/log-(\d+)")
 
 
@@ -34,15 +38,7 @@ class Rank:
 
 
 def alive(pid: int) -> bool:
-    return _state(pid) not in "ZX"
-
-
-def _state(pid: int) -> str:
-    """Return the letter of a process's state as /proc has it; X, for dead, if there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"
+    return process_state(pid) not in _ENDED
 
 
 def parent(pid: int) -> int:
@@ -119,7 +115,7 @@ def hold(ranks: Sequence[Rank]) -> bool:
     """
     for rank in ranks:
         send(rank.pid, signal.SIGSTOP)
-    while any(_state(rank.pid) not in "TtZX" for rank in ranks):
+    while any(process_state(rank.pid) not in ("T", "t", *_ENDED) for rank in ranks):
         time.sleep(0.001)
     if any(rank.reported for rank in ranks):
         for rank in ranks:

@@ -408,7 +408,7 @@ def excluded() -> list[Excluded]:
 
 
 def status(source: str, option: str, default: str, values: Mapping[str, object]) -> tuple[OptionStatus, str]:
-    """Return the standing of an option, and its reason or the values that judged passes gave it."""
+    """Return the status of an option, and its reason or the values that judged passes gave it."""
     for entry in excluded():
         if entry.source == source and option in entry.options:
             return entry.status, entry.reason

@@ -44,7 +44,7 @@ class FailedReplicas:
         return [trace.parameters[step] for trace in self.traces], own
 
 
-def other_mixing(
+def worst_excess(
     failed: FailedReplicas, wrong: dict[int, list[str]], exact: Sequence[Tensors], there: Sequence[Tensors]
 ) -> float:
     """Return how far the worst of the wrong parameters is from `there`. Up to 1, `there` explains the run."""

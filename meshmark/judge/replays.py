@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from meshmark.algorithms.contract import Tensors, Transition, UpdateRule
 from meshmark.algorithms.replicas import averaged, flat
-from meshmark.judge.failed_replicas import FailedReplicas, other_mixing
+from meshmark.judge.failed_replicas import FailedReplicas, worst_excess
 from meshmark.judge.faults import Fault
 from meshmark.judge.gradient_faults import Explanation
 from meshmark.judge.trace import observed_run
@@ -59,7 +59,7 @@ class Replays:
         there, steps = self.replayed(kind, rules), range(self.failed.step, self.num_steps)
 
         def explains(step: int) -> bool:
-            return other_mixing(replace(self.failed, step=step), self.wrong, self.exact[step], there[step]) <= 1
+            return worst_excess(replace(self.failed, step=step), self.wrong, self.exact[step], there[step]) <= 1
 
         return next((s for s in steps if not explains(s)), self.num_steps) - self.failed.step
 

@@ -30,7 +30,7 @@ from meshmark.environment import DEFAULT_THREADS, versions
 from meshmark.errors import ClockError, ClusterError
 from meshmark.launch.folders import means_no_space
 from meshmark.launch.processes import die_with_parent, is_process_limit_reached
-from meshmark.launch.ranks import RankInfo, install_stack_dump
+from meshmark.launch.ranks import RankInfo, answer_about_collectives
 from meshmark.launch.store import RunStore, run_secret
 from meshmark.measure.fake_world import Copies, fake_world
 from meshmark.passes import kernels
@@ -80,7 +80,7 @@ def perform(request: Request, info: RankInfo) -> RankReport | RankFailure:
             return _perform_alone(request, info, started)
         context = _join(request, info, store, timeout)
         if request.backend == "nccl":  # gloo's recorder cannot be read while a collective waits
-            install_stack_dump(info)
+            answer_about_collectives(info)
         rank_progress.begin(rank_progress.Phase.BUILD)
         with pinned(request.case.tuning):
             report = _TASKS[request.task](request, load_adapter(request.adapter)(), context, started)

@@ -37,8 +37,8 @@ class RankInfo:
 # --- What a rank that hangs was communicating. The launcher asks for it before it ends the rank.
 
 
-def install_stack_dump(info: RankInfo) -> None:
-    """From here on; the flight recorder must be on."""
+def answer_about_collectives(info: RankInfo) -> None:
+    """Write what this rank communicates whenever the launcher asks. The flight recorder must be on."""
     pipe = info.file("ask")
     os.mkfifo(pipe, 0o600)
     threading.Thread(target=_answer, args=(pipe, info.file("collectives")), daemon=True).start()

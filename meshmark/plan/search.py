@@ -22,7 +22,6 @@ from meshmark.spec.workload import MOST_ROWS
 from meshmark.theory.grid import (
     MODULES,
     OFFLOADS,
-    RECOMPUTES,
     Column,
     Grid,
     SearchSpace,
@@ -168,36 +167,30 @@ def _with_fixed(grid: Grid, model: ModelSpec, fixed: Mapping[str, int]) -> Grid:
 
     Raises `InputError` if none can, with the value.
     """
-    layers = model.num_layers
-    chunk = np.ceil(layers / (grid.pp * grid.virtual_stages))
-    is_full = grid.recompute == RECOMPUTES.index(Recompute.FULL)
-    is_selective = grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE)
-    ranks, experts_ranks = grid.dp * grid.cp, grid.dp * grid.cp * grid.tp
     for name, value in fixed.items():
-        able: dict[str, tuple[Column, str]] = {
-            "replicas": (
-                (ranks % value == 0) & (grid.zero_stage > 0),
-                "divides the data-parallel ranks of a ZeRO stage",
-            ),
-            "etp": (experts_ranks % (grid.ep * value) == 0, "divides, with ep, the ranks of a pipeline stage"),
-            "offload_layers": (value <= np.ceil(layers / grid.pp), "is no more than a rank's layers"),
-            "recompute_layers": (is_full & (value <= chunk), "is no more than a chunk's layers"),
-            "recompute_unit": (is_full & (value <= chunk), "is no more than a chunk's layers"),
-            "recompute_modules": (is_selective, "goes with selective recomputation"),
-        }
-        kept, why = able[name]
+        kept, why = _can_have(grid, model, name, value)
         if not kept.any():
-            said = {"recompute_layers": "recompute_num_layers", "recompute_unit": "recompute_num_layers"}.get(
-                name, name
-            )
+            said = "recompute_num_layers" if name in ("recompute_layers", "recompute_unit") else name
             raise InputError(f"--{said.replace('_', '-')} {value}: in no layout that is left it {why}")
-        rows = np.nonzero(kept)[0]
-        return _with_fixed(
-            dataclasses.replace(grid.take(rows), **{name: np.full(len(rows), value)}),
-            model,
-            {other: left for other, left in fixed.items() if other != name},
-        )
+        grid = grid.take(kept)
+        grid = dataclasses.replace(grid, **{name: np.full(len(grid), value)})
     return grid
+
+
+def _can_have(grid: Grid, model: ModelSpec, name: str, value: int) -> tuple[Column, str]:
+    """Return which layouts can have a value in a column, and what holds of it there."""
+    layers, ranks = model.num_layers, grid.dp * grid.cp
+    if name == "replicas":
+        return (ranks % value == 0) & (grid.zero_stage > 0), "divides the data-parallel ranks of a ZeRO stage"
+    if name == "etp":
+        divides: Column = ranks * grid.tp % (grid.ep * value) == 0
+        return divides, "divides, with ep, the ranks of a pipeline stage"
+    if name == "offload_layers":
+        return value <= np.ceil(layers / grid.pp), "is no more than a rank's layers"
+    if name == "recompute_modules":
+        return grid.recomputes(Recompute.SELECTIVE), "goes with selective recomputation"
+    chunk = np.ceil(layers / (grid.pp * grid.virtual_stages))
+    return grid.recomputes(Recompute.FULL) & (value <= chunk), "is no more than a chunk's layers"
 
 
 def _chosen(grid: Grid, only: Mapping[str, Sequence[int]]) -> Grid:

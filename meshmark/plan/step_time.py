@@ -34,8 +34,8 @@ from meshmark.theory.activations import (
 )
 from meshmark.theory.bubble import bubble_seconds
 from meshmark.theory.flops import layer_matrix_parameters
-from meshmark.theory.grid import MODULES, RECOMPUTES, Column, Grid
-from meshmark.theory.parameters import stage_experts, stage_parameters
+from meshmark.theory.grid import MODULES, Column, Grid
+from meshmark.theory.parameters import stage_adapters, stage_experts, stage_parameters
 from meshmark.theory.partition import Stage
 from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.recomputed import repeated
@@ -125,7 +125,7 @@ def _pipeline_time(
     held = num_parameters.max() / grid.tp
     heaviest = held
     if recipe.adapter_rank:
-        heaviest = max(stage.num_layers for stage in cut) * recipe.adapter_rank * model.adapted_widths / grid.tp
+        heaviest = np.stack([stage_adapters(model, stage, recipe.adapter_rank, grid.tp) for stage in cut]).max(axis=0)
     experts = np.stack([stage_experts(model, stage, grid) for stage in cut]).max(axis=0)
     embedding = (0.0 if recipe.adapter_rank else 1.0) * model.vocab_size * model.hidden / grid.tp
     load = StageLoad(
@@ -224,7 +224,7 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
     """Return the parts of one layer's forward and backward pass of one micro-batch, including recomputation."""
     t, num_tokens = grid.tp.astype(float), tokens(model, grid)
     peak, memory = gpu.peak(recipe.arithmetic), gpu.memory_bandwidth * rates.kernels.memory_efficiency
-    full = grid.recompute == RECOMPUTES.index(Recompute.FULL)
+    full = grid.recomputes(Recompute.FULL)
     kept = recipe.activations.keeps_products
     half = 3.0 if kept else 3.5  # every second product is repeated, where none is kept as it is
     core_again = full | (repeats_operations(grid, recipe) & (kept or not recipe.activations.flash_attention))

@@ -8,7 +8,7 @@ import numpy as np
 
 from meshmark.spec.layout import Recompute, RecomputeModule, Schedule
 from meshmark.spec.model_spec import Family, ModelSpec
-from meshmark.theory.grid import MODULES, RECOMPUTES, SCHEDULES, Column, Grid
+from meshmark.theory.grid import MODULES, SCHEDULES, Column, Grid
 from meshmark.theory.parameters import stage_parameters
 from meshmark.theory.partition import Stage
 from meshmark.theory.recipe import TrainingRecipe
@@ -41,15 +41,14 @@ def layer_activation_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe)
     if recipe.eager:
         kept = block_bytes(model, recipe.eager, t, sequence_shards(grid))
         stream = recipe.eager.stream * h / sequence_shards(grid)
-        return tokens(model, grid) * np.where(grid.recompute == RECOMPUTES.index(Recompute.FULL), stream, kept)
+        return tokens(model, grid) * np.where(grid.recomputes(Recompute.FULL), stream, kept)
     product = kept_product_bytes(recipe)
+    inside = width * (model.saved_attention + gate_tensors(model, recipe) * model.active_ffn)
     if model.family == "gpt":
         between = (5.0 if recipe.activations.dropout_masks else 4.0) * width * h
-        inside = width * (model.saved_attention + gate_tensors(model, recipe) * model.active_ffn)
         scores = 5.0 if recipe.activations.dropout_masks else 4.0
     else:
         between = 4.0 * width * h
-        inside = width * (model.saved_attention + gate_tensors(model, recipe) * model.active_ffn)
         # Adapters keep what is between their two matrices; the linear layers' inputs, which the first ones need, are
         # kept in any case.
         inside += width * 4.0 * recipe.adapter_rank
@@ -78,7 +77,7 @@ def layer_activation_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe)
         per_token = np.where(repeats_operations(grid, recipe), some, per_token)
     per_token = per_token - module_bytes(model, grid, recipe)
     full = width * h / sp
-    return tokens(model, grid) * np.where(grid.recompute == RECOMPUTES.index(Recompute.FULL), full, per_token)
+    return tokens(model, grid) * np.where(grid.recomputes(Recompute.FULL), full, per_token)
 
 
 def module_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> Column:
@@ -94,15 +93,20 @@ def module_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> Column
 
 def repeats_operations(grid: Grid, recipe: TrainingRecipe) -> Column:
     """Return where selective recomputation repeats the operations that a recipe chooses, and no modules."""
-    unnamed = (grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE)) & (grid.recompute_modules == 0)
-    found: Column = unnamed & (not recipe.activations.selective_core)
+    found: Column = _is_unnamed(grid) & (not recipe.activations.selective_core)
     return found
 
 
 def repeats_core(grid: Grid, recipe: TrainingRecipe) -> Column:
     """Return where selective recomputation repeats the attention core, by name or because the recipe does."""
-    unnamed = (grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE)) & (grid.recompute_modules == 0)
-    found: Column = grid.repeats(RecomputeModule.CORE_ATTN) | (unnamed & recipe.activations.selective_core)
+    chosen = _is_unnamed(grid) & recipe.activations.selective_core
+    found: Column = grid.repeats(RecomputeModule.CORE_ATTN) | chosen
+    return found
+
+
+def _is_unnamed(grid: Grid) -> Column:
+    """Return where recomputation is selective and names no modules."""
+    found: Column = grid.recomputes(Recompute.SELECTIVE) & (grid.recompute_modules == 0)
     return found
 
 
@@ -115,7 +119,7 @@ def without_recompute(grid: Grid) -> Grid:
 def repeated_layers(grid: Grid, stage: Stage) -> Column:
     """Return the layers of a stage that full recomputation repeats. Zero where recomputation is not full."""
     chosen = np.where(grid.recompute_layers > 0, grid.recompute_layers * grid.virtual_stages, stage.num_layers)
-    full = grid.recompute == RECOMPUTES.index(Recompute.FULL)
+    full = grid.recomputes(Recompute.FULL)
     found: Column = np.where(full, np.minimum(chosen, stage.num_layers), 0)
     return found
 
@@ -133,7 +137,7 @@ def stage_layer_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stag
     again, chunks = repeated_layers(grid, stage), grid.virtual_stages
     inputs = np.ceil(again / chunks / grid.recompute_unit) * chunks
     plain = layer_activation_bytes(model, without_recompute(grid), recipe)
-    full = grid.recompute == RECOMPUTES.index(Recompute.FULL)
+    full = grid.recomputes(Recompute.FULL)
     found: Column = np.where(full, inputs * layer + (stage.num_layers - again) * plain, every)
     return found
 
@@ -152,7 +156,7 @@ def offloaded_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage:
 
 
 def _keeps_scores(grid: Grid, recipe: TrainingRecipe) -> Column:
-    kept = (grid.recompute == RECOMPUTES.index(Recompute.NONE)) | (grid.recompute_modules > 0)
+    kept = grid.recomputes(Recompute.NONE) | (grid.recompute_modules > 0)
     keeps: Column = kept & (not recipe.activations.flash_attention)
     return keeps
 
@@ -194,7 +198,7 @@ def passes_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: St
     """Return the bytes that `passes` forward passes of eager kernels through `stage` keep."""
     layer, widths, sp = layer_activation_bytes(model, grid, recipe), recipe.eager, sequence_shards(grid)
     assert widths is not None
-    again = grid.recompute == RECOMPUTES.index(Recompute.FULL)
+    again = grid.recomputes(Recompute.FULL)
     more = np.where(again, float(stage.num_layers * RNG_STATE_BYTES), 0.0)
     if stage.has_head:
         more = more + tokens(model, grid) * head_bytes(model, widths, vocabulary_shards(grid, recipe), sp)

@@ -98,6 +98,11 @@ class Grid:
         usual = {"recompute_layers": 0, "recompute_unit": 1, "recompute_modules": 0, "offload_layers": 0}
         return next((name for name, value in usual.items() if (getattr(self, name) != value).any()), "")
 
+    def recomputes(self, kind: Recompute) -> Column:
+        """Return where recomputation is of this kind."""
+        found: Column = self.recompute == RECOMPUTES.index(kind)
+        return found
+
     def repeats(self, module: RecomputeModule) -> Column:
         """Return where selective recomputation repeats `module`."""
         found: Column = (self.recompute_modules & module_code([module])) > 0

@@ -27,7 +27,7 @@ from meshmark.theory.activations import (
     without_recompute,
 )
 from meshmark.theory.dealt_rows import dealt_parameters
-from meshmark.theory.grid import RECOMPUTES, Column, Grid
+from meshmark.theory.grid import Column, Grid
 from meshmark.theory.overheads import Overheads
 from meshmark.theory.parameter_order import optimizer_state_bytes
 from meshmark.theory.parameters import stage_adapters, stage_experts, stage_parameters
@@ -252,7 +252,7 @@ def _working_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: 
     block = block + np.where(grid.cp > 1, 4.0 * num_tokens * model.kv_hidden * width / t, 0.0)
     # A unit of layers, or the modules of one, as they are when their forward pass has been repeated.
     again = np.where(
-        grid.recompute == RECOMPUTES.index(Recompute.NONE),
+        grid.recomputes(Recompute.NONE),
         0.0,
         layer_activation_bytes(model, without_recompute(grid), recipe) * grid.recompute_unit,
     )
