@@ -150,3 +150,29 @@ def test_a_launcher_that_is_killed_while_its_server_imports_leaves_no_folder(tmp
         launcher.kill()
     wait_until(lambda: not folder.exists(), seconds=END_SECONDS)
     wait_until(lambda: not processes_of(str(tmp_path)), seconds=END_SECONDS)
+
+
+ADOPTS = """
+import os, subprocess, sys, threading, time
+from meshmark.launch.processes import adopt_orphans, end_own_children
+adopt_orphans()
+for _ in range(10):
+    parent, read = os.getpid(), os.pipe()
+    if (child := os.fork()) == 0:
+        memory = b"x" * 200_000_000  # takes the kernel a while to free
+        for _ in range(16):
+            threading.Thread(target=time.sleep, args=(60,)).start()
+        os.write(read[1], str(subprocess.Popen(["sleep", "60"]).pid).encode())
+        time.sleep(60)
+    grandchild = int(os.read(read[0], 20))
+    os.kill(child, 9)
+    end_own_children()
+    if os.path.exists(f"/proc/{grandchild}"):
+        sys.exit(f"{grandchild} is left")
+"""
+
+
+def test_children_of_a_process_whose_main_thread_ended_first_are_adopted_and_ended() -> None:
+    """Such a process looks like a zombie while it still has children, which nobody has adopted yet."""
+    done = subprocess.run([sys.executable, "-c", ADOPTS], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

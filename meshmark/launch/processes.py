@@ -78,6 +78,10 @@ def _processes() -> list[Path]:
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _END_SECONDS = 2.0
+_REAP_SECONDS = 10.0
+"""How long a killed process may take to end on a busy machine."""
+_NUM_THREADS = 17
+"""Place in /proc/PID/stat, from the state on."""
 
 
 def adopt_orphans() -> None:
@@ -93,6 +97,25 @@ def die_with_parent(parent: int | None) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if parent else 0)
     if parent and os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_own_children() -> None:
+    """Kill all children of this process and what it adopts meanwhile, and reap them.
+
+    A process whose main thread has ended looks like a zombie while its other threads still end, and until then it keeps
+    its children. Only the kernel's word that no child is left says that nothing will be adopted any more.
+    """
+    deadline = time.monotonic() + _REAP_SECONDS
+    while time.monotonic() < deadline:
+        for pid in _children(os.getpid()):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.01)
 
 
 def end_children(parent: int) -> None:
@@ -121,12 +144,13 @@ def _others() -> list[int]:
 
 
 def _children(parent: int) -> list[int]:
-    """Living processes whose parent is `parent`."""
+    """Return processes whose parent is `parent`, and of which a thread still lives."""
     found = []
     for folder in _processes():
         with contextlib.suppress(OSError):  # it has just ended
-            state, its_parent, *_ = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
-            if int(its_parent) == parent and state != "Z":
+            fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            has_ended = fields[0] == "Z" and int(fields[_NUM_THREADS]) <= 1
+            if int(fields[1]) == parent and not has_ended:
                 found.append(int(folder.name))
     return found
 

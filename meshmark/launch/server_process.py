@@ -19,7 +19,7 @@ from multiprocessing.reduction import recv_handle
 from typing import NoReturn
 
 from meshmark.launch.folders import FOLDERS, remove_folders
-from meshmark.launch.processes import adopt_orphans, die_with_parent, end_children
+from meshmark.launch.processes import adopt_orphans, die_with_parent, end_own_children
 
 LAUNCHER = "MESHMARK_LAUNCHER"
 """Variable with the launcher's process id, by which all that descends from a server is told."""
@@ -123,7 +123,7 @@ def _serve(channel: Connection, modules: Sequence[str], janitor: int = 0) -> NoR
         channel.send(CUDA_STARTED if _has_started_cuda() else READY)
         _obey(channel)
         told = True
-    end_children(os.getpid())
+    end_own_children()
     if not told:
         remove_folders(os.environ[FOLDERS])
     os._exit(0)

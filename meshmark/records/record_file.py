@@ -36,6 +36,8 @@ from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 from meshmark.text import clip, describe_error
 
+CUT_OFF = "a run was cut off there"
+"""What a complaint about a torn line says."""
 _COMPLAINT_CHARACTERS = 500
 _SHARED: dict[str, type] = {
     "case": Case,
@@ -257,7 +259,7 @@ def _parse(line: bytes, place: tuple[Path, int] | None = None, shared: _Shared |
     try:
         value = json.loads(line.decode(errors="replace"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"not whole JSON ({error.msg} at character {error.pos}); a run was cut off there") from error
+        raise ValueError(f"not whole JSON ({error.msg} at character {error.pos}); {CUT_OFF}") from error
     value = migrate(value)
     if "session" in value:
         session: Session = decode(Session, value)
