@@ -44,6 +44,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     "have a fault recognised and named": (
         "meshmark/judge/faults.py",
         "meshmark/judge/gradient_faults.py",
+        "meshmark/judge/partial_faults.py",
         "meshmark/judge/update_hypotheses.py",
         "tests/broken",
     ),

@@ -16,8 +16,8 @@ from meshmark.adapter.engine import RankContext
 from meshmark.adapter.single import Single
 from meshmark.judge.deviation import Drift, Quantity
 from meshmark.judge.diagnosis import diagnose
+from meshmark.judge.failed_step import FailedStep
 from meshmark.judge.faults import Diagnosis, Fault, named_factor
-from meshmark.judge.gradient_faults import FailedStep
 from meshmark.judge.owners import nobody_reduced
 from meshmark.judge.tolerance_model import ToleranceModel, fit, noise_run
 from meshmark.judge.trace import Trace, host_copies
@@ -80,7 +80,14 @@ def test_an_honest_run_has_no_diagnosis() -> None:
     assert examine(lambda trace: None) is None
 
 
-@pytest.mark.parametrize("factor, name", [(0.5, "1/dp = 1/num_micro_batches"), (4, "dp x num_micro_batches"), (3, "3")])
+@pytest.mark.parametrize(
+    "factor, name",
+    [
+        (0.5, "1/dp = 1/num_micro_batches (a layout in which these differ tells which)"),
+        (4, "dp x num_micro_batches"),
+        (3, "3"),
+    ],
+)
 def test_a_constant_factor_is_named(factor: float, name: str) -> None:
     diagnosis = found(lambda t: gradients(t, 1, lambda n, g: g * factor), Fault.SCALED, 1)
     assert name in diagnosis.detail
@@ -160,6 +167,112 @@ def test_the_gradient_of_the_step_before() -> None:
 
 def test_the_gradient_at_the_parameters_of_the_step_before() -> None:
     found(lambda t: gradients(t, 2, lambda n, g: truth(t, 2, slice(0, 8), 1)[n]), Fault.STALE_WEIGHTS, 2)
+
+
+def test_one_element_that_was_not_reduced() -> None:
+    """Its place is given, and nothing is fitted to it: two weights would explain any number."""
+
+    def keep(trace: Trace, value: float | None = None) -> None:
+        own = trace.gradients[1][WEIGHT].copy()
+        own[3, 5] = truth(trace, 1, slice(4, 8))[WEIGHT][3, 5] if value is None else value
+        gradients(trace, 1, lambda n, g: own if n == WEIGHT else g)
+
+    place = 3 * honest()[0].gradients[1][WEIGHT].shape[1] + 5
+    drift = Drift(quantity=Quantity.parse(f"gradients/{WEIGHT}"), step=1, ranks=[1])
+    diagnosis = found(keep, Fault.NOT_REDUCED, 1, drift)
+    assert diagnosis.detail.startswith(f"in element {place} of ")
+    assert "the part of data-parallel rank 1" in diagnosis.detail
+    assert "without the part of data-parallel rank 0" in found(keep, Fault.DROPPED, 1).detail, "both ranks hold it"
+    unknown = found(lambda t: keep(t, 0.123), Fault.BACKWARD, 1)
+    assert f"1 of 37 gradients wrong, all in blocks.0, in element {place} of " in unknown.detail, unknown.detail
+
+
+def test_the_tail_of_a_buffer_that_is_a_step_old() -> None:
+    def doctor(trace: Trace) -> None:
+        old = trace.gradients[0]
+
+        def tail(name: str, gradient: np.ndarray) -> np.ndarray:
+            count = gradient.size // 4
+            return np.concatenate([gradient.ravel()[:-count], old[name].ravel()[-count:]]).reshape(gradient.shape)
+
+        gradients(trace, 1, tail)
+
+    diagnosis = found(doctor, Fault.STALE_GRADIENT, 1)
+    assert "25% of each alone: the gradient of step 0" in diagnosis.detail, diagnosis.detail
+
+
+def test_gradients_that_are_the_maximum_over_ranks() -> None:
+    def doctor(trace: Trace) -> None:
+        parts = [truth(trace, 1, slice(0, 4)), truth(trace, 1, slice(4, 8))]
+        gradients(trace, 1, lambda n, g: np.maximum(parts[0][n], parts[1][n]))
+
+    assert "times the maximum of the ranks' parts" in found(doctor, Fault.OTHER_REDUCTION, 1).detail
+
+
+def test_one_rank_with_old_weights_and_one_with_one_old_block() -> None:
+    def doctor(trace: Trace, block: str) -> None:
+        rows, now, old = make_batch(CASE.workload, 1).rows(4, 8), trace.parameters[1], trace.parameters[0]
+        mixed = {n: old[n] if n.startswith(block) else now[n] for n in now}
+        stale = exact_gradients(CASE.workload, mixed, rows).gradients
+        gradients(trace, 1, lambda n, g: truth(trace, 1, slice(0, 4))[n] + stale[n])
+
+    whole = found(lambda t: doctor(t, ""), Fault.STALE_WEIGHTS, 1)
+    assert "before step 0 on data-parallel rank 1" in whole.detail
+    part = found(lambda t: doctor(t, "blocks.1."), Fault.STALE_WEIGHTS, 1)
+    assert "the weights of blocks.1 before step 0 on data-parallel rank 1" in part.detail
+
+
+def test_a_small_error_of_one_ranks_data_is_not_rounding() -> None:
+    """Rounding would touch the embeddings of all ranks' tokens alike."""
+
+    def doctor(trace: Trace) -> None:
+        part = truth(trace, 1, slice(4, 8))
+        random = np.random.default_rng(0)
+        gradients(trace, 1, lambda n, g: g + 1e-3 * part[n] * random.standard_normal(g.shape))
+
+    assert "rows that one rank's data touches are right except on data-parallel ranks [1]" in (
+        found(doctor, Fault.BACKWARD, 1).detail
+    )
+
+
+def test_partial_sums_of_tensor_parallel_ranks_are_named() -> None:
+    norm = "blocks.1.feed_forward_norm.weight"
+    trace, tolerance_model = copy.deepcopy(honest()[0]), honest()[1]
+    whole = trace.gradients[1][norm].copy()
+    random = (whole * np.random.default_rng(0).standard_normal(whole.shape)).astype(np.float32)
+    trace.gradients[1][norm], trace.drifted = random, {1: {norm: whole - random}}
+    case = dataclasses.replace(CASE, layout=Layout(tp=2))
+    drift = Drift(quantity=Quantity.parse(f"gradients/{norm}"), step=1, ranks=[1])
+    diagnosis = diagnose(case, trace, assess(trace, case.workload), [drift], tolerance_model)
+    assert diagnosis
+    assert diagnosis.fault is Fault.NOT_REDUCED
+    assert f"their gradients of {norm} add up to the truth" in diagnosis.detail
+
+
+@pytest.mark.parametrize(
+    "change, detail",
+    [
+        (lambda value: np.concatenate(np.split(value, 2)[::-1]), "its 2 parts by rows are in the order 1, 0"),
+        (lambda value: np.concatenate(np.split(value, 2, 1)[::-1], 1), "its 2 parts by columns are in the order 1, 0"),
+        (lambda value: np.concatenate(np.split(value, 3)[::-1]), "its 3 parts by rows are in the order 2, 1, 0"),
+        (lambda value: value[::-1], "its values are the right ones, in other places"),
+    ],
+)
+def test_values_in_other_places(change: Callable[[np.ndarray], np.ndarray], detail: str) -> None:
+    def doctor(trace: Trace) -> None:
+        trace.parameters[2][WEIGHT] = change(trace.parameters[2][WEIGHT]).copy()
+
+    assert detail in found(doctor, Fault.MISPLACED, 1).detail
+
+
+def test_rows_that_a_sparse_optimizer_leaves_out() -> None:
+    name = "embedding.tokens.weight"
+
+    def doctor(trace: Trace) -> None:
+        unused = ~trace.gradients[1][name].any(axis=1)
+        trace.parameters[2][name][unused] = trace.parameters[1][name][unused]
+
+    assert "those whose gradient is zero; the others are right" in found(doctor, Fault.NEVER_UPDATED, 1).detail
 
 
 def test_the_batch_of_another_step() -> None:
@@ -253,7 +366,10 @@ def test_replicas_that_drift_after_a_step_are_said_to_do_so_in_it() -> None:
 
 
 def test_a_factor_is_named_by_all_that_it_equals() -> None:
-    assert named_factor(0.50001, {"1/dp": 0.5, "1/pp": 0.5, "dp": 2.0}) == "0.50001 = 1/dp = 1/pp"
+    assert (
+        named_factor(0.50001, {"1/dp": 0.5, "1/pp": 0.5, "dp": 2.0})
+        == "0.50001 = 1/dp = 1/pp (a layout in which these differ tells which)"
+    )
     assert named_factor(0.7, {"1/dp": 0.5}) == "0.7"
 
 

@@ -8,8 +8,9 @@ import numpy as np
 
 from meshmark.judge.buffers import exact_buffers, known_parameters, replica_truth, together
 from meshmark.judge.deviation import Tensors
+from meshmark.judge.failed_step import LEFT_OVER, Explanation, FailedStep
 from meshmark.judge.faults import Fault
-from meshmark.judge.gradient_faults import LEFT_OVER, Explanation, FailedStep, low_precisions
+from meshmark.judge.gradient_faults import low_precisions
 from meshmark.text import pluralize
 
 _MOMENTA = (0.9, 0.5, 0.2, 0.05, 0.01, 0.001, 1.0, 0.0)

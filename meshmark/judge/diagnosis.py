@@ -17,19 +17,17 @@ import numpy as np
 from meshmark import rank_progress
 from meshmark.judge.buffer_faults import explain_buffers
 from meshmark.judge.deviation import Deviations, Drift, Quantity, QuantityKind
+from meshmark.judge.failed_step import Explanation, FailedStep
 from meshmark.judge.faults import MOST_NAMES, Diagnosis, Fault, named_factor
-from meshmark.judge.gradient_faults import (
-    Explanation,
-    FailedStep,
-    explain_gradients,
-    low_precisions,
-)
-from meshmark.judge.owners import nobody_reduced, shards_of_owners
+from meshmark.judge.gradient_faults import explain_gradients, low_precisions
+from meshmark.judge.owners import nobody_reduced, not_summed_over_tp, shards_of_owners
+from meshmark.judge.partial_faults import block_of, describe_region, on_ranks, wrong_region
 from meshmark.judge.tolerance_model import TWINS, ToleranceModel, zeros
 from meshmark.judge.trace import Trace
 from meshmark.judge.twin import Twin
 from meshmark.judge.update_faults import explain_norm, explain_updates
 from meshmark.spec.case import Case
+from meshmark.text import pluralize
 
 _UNKNOWN = (Fault.UNEXPLAINED, Fault.FORWARD, Fault.BACKWARD)
 """Faults that are reported if no hypothesis fits."""
@@ -68,6 +66,14 @@ def diagnose(
     if not drift or drift.step != first:
         return found
     if found.fault in _UNKNOWN:
+
+        def tolerance(name: str) -> float:
+            return tolerance_model.tolerance(QuantityKind.GRADIENTS.of(name), first)
+
+        if drifted and (parts := not_summed_over_tp(case, trace, first, tolerance)):
+            names = ", ".join(parts[:MOST_NAMES])
+            detail = f"the sum over tensor-parallel ranks: their gradients of {names} add up to the truth"
+            return dataclasses.replace(drift, fault=Fault.NOT_REDUCED, detail=detail)
         return dataclasses.replace(drift, detail=f"{drift.detail}, which is wrong too")
     if found.fault is Fault.NOT_REDUCED and drifted and (reported := nobody_reduced(case, trace, first)):
         weights = found.detail.partition("; ")[2]
@@ -191,10 +197,30 @@ def _explained(failed: FailedStep, deviations: Deviations) -> Diagnosis:
         if fault is Fault.DROPPED and (owned := shards_of_owners(failed)):
             return _diagnosis(owned, failed.step, failed.names)
         return _diagnosis((fault, f"{detail} (the worst; the others are wrong otherwise)"), failed.step, failed.names)
+    where = _where(failed, deviations)
     if failed.loss_is_wrong:
         factor = _loss_factor(deviations, failed.step)
-        return _diagnosis((Fault.FORWARD, f"the loss is {factor:.6g} times the truth"), failed.step, failed.names)
-    return _diagnosis((Fault.BACKWARD, "the loss is right"), failed.step, failed.names)
+        explanation = Fault.FORWARD, f"the loss is {factor:.6g} times the truth; {where}"
+    else:
+        explanation = Fault.BACKWARD, f"the loss is right; {where}"
+    return _diagnosis(explanation, failed.step, failed.names)
+
+
+def _where(failed: FailedStep, deviations: Deviations) -> str:
+    """Return the smallest part of the run that contains an error without an explanation, and how the error grows."""
+    own, exact = failed.trace.gradients[failed.step], failed.truth(failed.step, failed.batch)
+    wrong = f"{len(failed.names)} of {pluralize(len(own), 'gradient')} wrong"
+    blocks = sorted({block_of(name) for name in failed.names})
+    if len(blocks) <= MOST_NAMES and len(blocks) < len({block_of(name) for name in own}):
+        wrong += f", all in {', '.join(blocks)}"
+    if region := wrong_region(failed, own, exact):
+        wrong += f", {describe_region(region)}"
+    if ranks := on_ranks(failed, exact):
+        wrong += f"; rows that one rank's data touches are right except on data-parallel ranks {ranks}"
+    kind = QuantityKind.TWIN if failed.twin else QuantityKind.GRADIENTS
+    steps = deviations.get(kind.of(failed.names[0]), [])[failed.step :]
+    relative = [f"{d.distance / d.scale:.2g}" for d in steps if d.scale]
+    return f"{wrong}; the worst is off by {', '.join(relative)} from step to step" if len(relative) > 1 else wrong
 
 
 def _loss_factor(deviations: Deviations, step: int) -> float:

@@ -18,6 +18,8 @@ class Fault(StrEnum):
     """Gradients are off by a constant factor, which the detail names."""
     NOT_REDUCED = "missing reduction"
     """Gradients are one rank's own part instead of the sum over ranks."""
+    OTHER_REDUCTION = "reduced by another operation"
+    """Gradients are, for example, the maximum over ranks instead of the sum."""
     DROPPED = "part of the batch left out"
     UNEVEN = "parts of the batch weighed wrongly"
     """For example, a mean of means over parts with unequal numbers of tokens."""
@@ -37,6 +39,8 @@ class Fault(StrEnum):
     DRIFT = "replicas drifted apart"
     NEVER_UPDATED = "never updated"
     CLIPPING = "clipping by a wrong norm"
+    MISPLACED = "right values in wrong places"
+    """For example, shards of a tensor that are put together in another order."""
     UPDATE = "another update rule"
     """Learning rate, betas, weight decay, bias correction, ... The detail names it if one explains the update."""
     ALGORITHM = "another algorithm"
@@ -82,6 +86,10 @@ MOST_NAMES = 5
 
 
 def named_factor(factor: float, known: Mapping[str, float], tolerance: float = 1e-3) -> str:
-    """Return `factor` with every known quantity that it equals, such as `0.5 = 1/dp = 1/num_micro_batches`."""
+    """Return `factor` with every known quantity that it equals, such as `0.5 = 1/dp = 1/num_micro_batches`.
+
+    Where several fit, the text says how to tell them apart.
+    """
     matching = [name for name, value in known.items() if abs(factor - value) <= tolerance * abs(value)]
-    return " = ".join([f"{factor:.7g}", *matching])
+    several = " (a layout in which these differ tells which)" if len(matching) > 1 else ""
+    return " = ".join([f"{factor:.7g}", *matching]) + several

@@ -8,100 +8,27 @@ averaged, and how.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmark.judge.buffers import together
-from meshmark.judge.deviation import Tensors, global_norm
+from meshmark.judge.deviation import Tensors
+from meshmark.judge.failed_step import LEFT_OVER, SAME, Explanation, FailedStep, Fit
 from meshmark.judge.faults import MOST_NAMES, Fault, named_factor
-from meshmark.judge.trace import Trace
-from meshmark.judge.truth import exact_gradients
-from meshmark.judge.twin import Twin
+from meshmark.judge.partial_faults import (
+    in_region,
+    old_block,
+    old_weights_on_ranks,
+    on_ranks,
+    other_mask,
+    other_reduction,
+)
 from meshmark.reference.data import Batch, make_batch
-from meshmark.spec.case import Case
 from meshmark.text import pluralize
 
-LEFT_OVER = 0.05
-"""Share of a deviation that may remain unexplained."""
 _ALONG = 0.3
 """Share of a rounding deviation that lies along the gradient itself."""
-SAME = 0.02
-"""Weights of sequences that differ by less, relative to the largest, count as equal."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FailedStep:
-    """A step of a run at which some tensors are wrong."""
-
-    case: Case
-    trace: Trace
-    step: int
-    tolerances: dict[str, float]
-    """Tolerances of the wrong tensors by name, the worst first."""
-    twin: Twin | None = None
-    """Replaces the truth if the error is too small for it."""
-    drifted: bool = False
-    """True if ranks that should hold the same gradient do not."""
-    loss_is_wrong: bool = False
-
-    @property
-    def names(self) -> list[str]:
-        return list(self.tolerances)
-
-    @property
-    def batch(self) -> Batch:
-        return make_batch(self.case.workload, self.step)
-
-    def truth(self, step: int, batch: Batch) -> Tensors:
-        """Return the right gradients for `batch` at the run's parameters before `step`."""
-        if self.twin:
-            return self.twin.step_of(self.trace, self.trace.parameters[step], batch, self.step).gradients
-        return exact_gradients(self.case.workload, self.trace.parameters[step], batch, self.case.layout).gradients
-
-    def parts(self, batch: Batch) -> list[Batch]:
-        """Return the smallest parts whose gradients add up: single rows, or rows that are normalised together."""
-        workload, layout = self.case.workload, self.case.layout
-        if self.twin:
-            return list(batch.micro_batches(len(batch) * layout.dp * layout.num_micro_batches // workload.global_batch))
-        if workload.couples_rows:
-            return together(workload, batch, layout)
-        return [batch.rows(i, i + 1) for i in range(len(batch))]
-
-    @property
-    def parts_name(self) -> str:
-        if self.twin or self.case.workload.couples_rows:
-            return "micro-batches"
-        unit = self.case.workload.unit
-        return "sequences" if unit == "tokens" else unit
-
-    def known_factors(self) -> dict[str, float]:
-        """Return constants by which gradients and losses are multiplied by mistake."""
-        layout, batch, unit = self.case.layout, self.batch, self.case.workload.unit
-        counts = {
-            "dp": layout.dp,
-            "tp": layout.tp,
-            "pp": layout.pp,
-            "num_micro_batches": layout.num_micro_batches,
-            "dp x num_micro_batches": layout.dp * layout.num_micro_batches if layout.dp > 1 else 1,
-        }
-        known = {name: float(n) for name, n in counts.items() if n > 1}
-        known |= {f"1/({name})" if " " in name else f"1/{name}": 1 / n for name, n in known.items()}
-        known |= {
-            "the wrong sign": -1.0,
-            f"number of {unit}": batch.total_weight,
-            f"unmasked part of the {unit}": batch.total_weight / batch.targets.numel(),
-        }
-        clip, gradients = self.case.workload.optimizer.clip_norm, self.trace.gradients[self.step]
-        if clip is not None and (norm := global_norm(self.truth(self.step, batch))):
-            known |= {"clip_norm / global norm": clip / norm, "global norm / clip_norm": norm / clip}
-        return known if gradients else {}
-
-
-Explanation = tuple[Fault, str]
 
 
 def explain_gradients(failed: FailedStep) -> Explanation | None:
@@ -111,49 +38,32 @@ def explain_gradients(failed: FailedStep) -> Explanation | None:
         wrong = pluralize(len(failed.names), "wrong gradient")
         return Fault.MISSING, f"{len(absent)} of {wrong} {'is' if len(absent) == 1 else 'are'} absent or all zero"
     exact = failed.truth(failed.step, failed.batch)
-    fit = _Fit(failed, own, exact)
-    hypotheses: Sequence[Callable[[FailedStep, _Fit, Tensors], Explanation | None]] = (
+    fit = Fit(failed, own, exact)
+    hypotheses: Sequence[Callable[[FailedStep, Fit, Tensors], Explanation | None]] = (
         _scaled,
         _weighed,
         _weighed_rows,
         _previous,
         _old_weights,
         _other_batch,
-        _unmasked,
+        other_mask,
+        other_reduction,
+        old_weights_on_ranks,
+        in_region,
+        old_block,
         _low_precision,
     )
     return next((found for hypothesis in hypotheses if (found := hypothesis(failed, fit, exact))), None)
 
 
-class _Fit:
-    """Least squares over all wrong tensors together, each in units of the norm of its exact gradient."""
-
-    def __init__(self, failed: FailedStep, own: Tensors, exact: Tensors) -> None:
-        self.units = {name: float(np.linalg.norm(exact[name])) or 1.0 for name in failed.names}
-        self.own = self.flat(own)
-        self.exact = self.flat(exact)
-        self.deviations = {n: float(np.linalg.norm(own[n] - exact[n])) / u for n, u in self.units.items()}
-        allowed = [max(failed.tolerances[n] / u, LEFT_OVER * self.deviations[n]) for n, u in self.units.items()]
-        self.allowed = float(np.linalg.norm(allowed))
-
-    def flat(self, tensors: Tensors) -> NDArray[np.float64]:
-        return np.concatenate([np.asarray(tensors[n], dtype=np.float64).ravel() / u for n, u in self.units.items()])
-
-    def weights(self, *candidates: NDArray[np.float64]) -> NDArray[np.float64] | None:
-        """Return the weights with which the (flat) candidates add up to the run's gradient, or None if they do not."""
-        basis = np.stack(candidates, axis=1)
-        found = np.linalg.lstsq(basis, self.own, rcond=None)[0]
-        return np.asarray(found) if np.linalg.norm(self.own - basis @ found) <= self.allowed else None
-
-
-def _scaled(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation | None:
+def _scaled(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
     weights = fit.weights(fit.exact)
     if weights is None:
         return None
     return Fault.SCALED, f"{named_factor(float(weights[0]), failed.known_factors())} times the truth"
 
 
-def _weighed(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation | None:
+def _weighed(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
     batch = failed.batch
     parts = failed.parts(batch)
     counted = [i for i, part in enumerate(parts) if part.weights.any()]
@@ -165,7 +75,7 @@ def _weighed(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation | Non
     return read_weights(found, failed, batch)
 
 
-def _weighed_rows(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation | None:
+def _weighed_rows(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
     """Explain one tensor that is wrong in only a few rows: those of tokens that only some ranks or micro-batches
     saw.
     """
@@ -223,7 +133,7 @@ def read_weights(weights: NDArray[np.float64], failed: FailedStep, batch: Batch)
     return Fault.UNEVEN, listed
 
 
-def _previous(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation | None:
+def _previous(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
     """Explain by the previous step's gradient, alone or added."""
     if failed.step == 0 or any(name not in failed.trace.gradients[failed.step - 1] for name in failed.names):
         return None
@@ -236,7 +146,7 @@ def _previous(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation | No
     return Fault.NOT_CLEARED, f"{now:.4g} times the truth plus {before:.4g} times the gradient before"
 
 
-def _old_weights(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation | None:
+def _old_weights(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
     """Explain by the previous step's weights. The second step shows them first; greater ages are not distinguished."""
     if failed.step == 0:
         return None
@@ -251,7 +161,7 @@ def _old_weights(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation |
     )
 
 
-def _other_batch(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation | None:
+def _other_batch(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
     """Explain by another step's batch, all of it or one data-parallel rank's part."""
     dp = failed.case.layout.dp
     for step in (failed.step - 1, failed.step + 1):
@@ -265,20 +175,12 @@ def _other_batch(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation |
     return None
 
 
-def _unmasked(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation | None:
-    """Explain by counting all positions. Batches without masks are cut from the same places."""
-    if not failed.case.workload.masked:
-        return None
-    whole = make_batch(dataclasses.replace(failed.case.workload, masked=False), failed.step)
-    dp = failed.case.layout.dp
-    weights = fit.weights(*(fit.flat(failed.truth(failed.step, whole.shard(r, dp))) for r in range(dp)))
-    return None if weights is None else (Fault.MASK, "positions that are masked count like the others")
-
-
-def _low_precision(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation | None:
+def _low_precision(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
     own = failed.trace.gradients[failed.step]
     if kinds := [kind for kind in low_precisions(own[name] for name in failed.names)]:
         return Fault.PRECISION, f"every value of {pluralize(len(failed.names), 'gradient')} is a {kinds[0]} number"
+    if on_ranks(failed, exact):
+        return None  # what others compute is precise, and rounding would be the same on all
     # Rounding goes in all directions; what changes the function mostly stretches its gradients.
     along = sorted(
         abs(float(np.sum((own[n].astype(np.float64) - exact[n]) * exact[n]))) / unit**2 / fit.deviations[n]

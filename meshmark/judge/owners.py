@@ -1,14 +1,14 @@
-"""Explain gradients that come from one rank's part of the batch only: which rank's."""
+"""Explain gradients that are one rank's part only: which rank's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from meshmark.judge.deviation import Tensors
+from meshmark.judge.failed_step import LEFT_OVER, SAME, Explanation, FailedStep
 from meshmark.judge.faults import Fault
-from meshmark.judge.gradient_faults import LEFT_OVER, SAME, Explanation, FailedStep
 from meshmark.judge.trace import Trace
 from meshmark.reference.data import make_batch
 from meshmark.spec.case import Case
@@ -47,6 +47,22 @@ def nobody_reduced(case: Case, trace: Trace, step: int) -> str | None:
         return None
     listed = ", ".join(f"rank {rank} that of {part}" for rank, part in parts.items())
     return f"no rank reduced, each holds the part of one data-parallel rank alone: {listed}"
+
+
+def not_summed_over_tp(case: Case, trace: Trace, step: int, tolerance: Callable[[str], float]) -> list[str]:
+    """Return the parameters whose gradients on the tensor-parallel ranks differ, and add up to the truth.
+
+    Other gradients may drift as well: what reached them over a residual connection was summed, or was whole.
+    """
+    tp = case.layout.tp
+    held = {0: trace.gradients[step], **trace.drifted} if step < len(trace.gradients) else {}
+    if tp == 1 or not held.keys() >= set(range(tp)):
+        return []
+    names = set.intersection(*(set(held[rank]) for rank in range(tp)))
+    failed = FailedStep(case=case, trace=trace, step=step, tolerances=dict.fromkeys(names, 0.0))
+    exact = failed.truth(step, failed.batch)
+    totals = {name: sum(np.asarray(held[rank][name], dtype=np.float64) for rank in range(tp)) for name in names}
+    return sorted(name for name in names if np.linalg.norm(totals[name] - exact[name]) <= tolerance(name))
 
 
 def _whose(own: Tensors, rows: Sequence[Tensors], names: Sequence[str], dp: int) -> int | None:

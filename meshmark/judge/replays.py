@@ -8,8 +8,8 @@ from dataclasses import replace
 from meshmark.algorithms.contract import Tensors, Transition, UpdateRule
 from meshmark.algorithms.replicas import averaged, flat
 from meshmark.judge.failed_replicas import FailedReplicas, worst_excess
+from meshmark.judge.failed_step import Explanation
 from meshmark.judge.faults import Fault
-from meshmark.judge.gradient_faults import Explanation
 from meshmark.judge.trace import observed_run
 from meshmark.judge.truth import ExactOptimizer
 from meshmark.judge.update_hypotheses import update_hypotheses

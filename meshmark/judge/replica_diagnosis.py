@@ -15,8 +15,8 @@ from meshmark.algorithms.replicas import LEFT_OVER, SAME, averaged, flat, listed
 from meshmark.judge.deviation import Deviations, Drift, Quantity, QuantityKind, global_norm
 from meshmark.judge.diagnosis import diagnose
 from meshmark.judge.failed_replicas import FailedReplicas
+from meshmark.judge.failed_step import Explanation
 from meshmark.judge.faults import MOST_NAMES, Diagnosis, Fault
-from meshmark.judge.gradient_faults import Explanation
 from meshmark.judge.pipeline_diagnosis import diagnose_pipeline
 from meshmark.judge.replays import Replays
 from meshmark.judge.replicas import by_replica, num_replicas, replica_of

@@ -18,8 +18,8 @@ from meshmark.algorithms.contract import ObservedRun, ServerVersions
 from meshmark.judge.deviation import Drift, QuantityKind, Tensors
 from meshmark.judge.gather import all_gather_json, gather_arrays
 
-_MOST_DRIFTED = 4
-"""Number of tensors per rank, enough to show which sequences they are made of."""
+_MOST_DRIFTED = 16
+"""Number of tensors per rank, the smallest ones: enough to show which parts they are made of."""
 
 
 @dataclass(kw_only=True)
@@ -196,8 +196,11 @@ def _drifted(own: Trace, drifts: list[Drift]) -> dict[int, Tensors]:
     """Return this rank's part of `Trace.drifted`."""
     rank, gradients = dist.get_rank(), [d for d in drifts if d.quantity.kind is QuantityKind.GRADIENTS]
     first = min((d.step for d in gradients), default=0)
-    names = [d.quantity.name for d in gradients if d.step == first and rank in d.ranks][:_MOST_DRIFTED]
-    return {rank: {name: own.gradients[first][name] for name in names}} if names else {}
+    here = {
+        d.quantity.name: own.gradients[first][d.quantity.name] for d in gradients if d.step == first and rank in d.ranks
+    }
+    smallest = sorted(here, key=lambda name: here[name].size)[:_MOST_DRIFTED]
+    return {rank: {name: here[name] for name in smallest}} if here else {}
 
 
 def tensor_digests(steps: list[Tensors]) -> list[dict[str, str]]:

@@ -11,8 +11,10 @@ from collections.abc import Callable
 import numpy as np
 
 from meshmark.judge.deviation import Tensors, global_norm
+from meshmark.judge.failed_step import Explanation, FailedStep
 from meshmark.judge.faults import Fault, named_factor
-from meshmark.judge.gradient_faults import Explanation, FailedStep, low_precisions, rounding
+from meshmark.judge.gradient_faults import low_precisions, rounding
+from meshmark.judge.partial_faults import describe_region, misplaced
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import ExactOptimizer
 from meshmark.judge.update_hypotheses import update_hypotheses
@@ -43,7 +45,9 @@ def explain_updates(failed: FailedStep) -> Explanation | None:
     exact = replay(failed, ExactOptimizer(failed.case.workload.optimizer))
     return (
         _zero_for_none(failed, exact)
+        or _in_other_places(failed, exact)
         or _closest_hypothesis(failed, exact)
+        or _did_not_move(failed, exact)
         or _stretched(failed, exact)
         or _decayed(failed, exact)
         or rounding(_relative(failed, exact), "updates")
@@ -76,6 +80,28 @@ def _zero_for_none(failed: FailedStep, exact: Tensors) -> Explanation | None:
     if given and all(np.linalg.norm(after[n] - exact[n]) <= failed.tolerances[n] for n in failed.names):
         return Fault.UPDATE, "as if unused parameters had a gradient of zero"
     return None
+
+
+def _in_other_places(failed: FailedStep, exact: Tensors) -> Explanation | None:
+    """Explain parameters whose values are right but stand in other places."""
+    after = failed.trace.parameters[failed.step + 1]
+    how = {n: misplaced(after[n], exact[n], tolerance) for n, tolerance in failed.tolerances.items()}
+    worst = failed.names[0]
+    return (Fault.MISPLACED, f"{worst}: {how[worst]}") if all(how.values()) else None
+
+
+def _did_not_move(failed: FailedStep, exact: Tensors) -> Explanation | None:
+    """Explain parameters of which some elements did not move, and all others are right."""
+    before, after = failed.trace.parameters[failed.step], failed.trace.parameters[failed.step + 1]
+    still = {n: (after[n] == before[n]) & (exact[n] != before[n]) for n in failed.names}
+    for name, tolerance in failed.tolerances.items():
+        rest = np.where(still[name], 0.0, after[name] - exact[name])
+        if not still[name].any() or np.linalg.norm(rest) > tolerance:
+            return None
+    gradients = failed.trace.gradients[failed.step]
+    unused = all(n in gradients and not gradients[n][still[n]].any() for n in failed.names)
+    why = ", those whose gradient is zero" if unused else ""
+    return Fault.NEVER_UPDATED, f"no move {describe_region(still)}{why}; the others are right"
 
 
 def _closest_hypothesis(failed: FailedStep, exact: Tensors) -> Explanation | None:
@@ -133,6 +159,8 @@ def explain_norm(reported: float, gradients: Tensors, failed: FailedStep) -> Exp
     if earlier and abs(reported / global_norm(earlier) - 1) < 1e-5:
         return Fault.STALE_GRADIENT, f"the norm told is that of the gradients of step {failed.step - 1}"
     known = {f"1/sqrt({k})": v**-0.5 for k, v in failed.known_factors().items() if v > 1 and "/" not in k}
+    if failed.trace.loss_scales:
+        known["the loss scale, as if told before unscaling"] = failed.trace.loss_scales[failed.step]
     return (
         Fault.CLIPPING,
         f"the norm told is {named_factor(reported / global_norm(gradients), known)} times the right one",

@@ -43,6 +43,9 @@ def update_hypotheses(spec: OptimizerSpec, failed_step: int) -> Iterator[UpdateH
         yield UpdateHypothesis(
             fault=Fault.CLIPPING, detail="clipped by value, not by norm", optimizer=_ClipsValues(spec)
         )
+        yield UpdateHypothesis(
+            fault=Fault.CLIPPING, detail="clipped by the norm of the step before", optimizer=_ClipsByLast(spec)
+        )
     if spec.weight_decay:
         yield variant(Fault.UPDATE, "without weight decay", replace(spec, weight_decay=0.0))
     if spec.weight_decay and spec.groups_decay:
@@ -84,6 +87,8 @@ def _hypotheses_of_kind(spec: OptimizerSpec) -> Iterator[UpdateHypothesis]:
         yield UpdateHypothesis(
             fault=Fault.UPDATE, detail="weight decay added to the gradient", optimizer=_Coupled(spec)
         )
+        yield UpdateHypothesis(fault=Fault.UPDATE, detail="AMSGrad", optimizer=_Options(spec, {"amsgrad": True}))
+        yield UpdateHypothesis(fault=Fault.UPDATE, detail="with eps inside the root", optimizer=_EpsInside(spec))
     if spec.kind in LAYER_WISE:
         alike = _Options(spec, {"layer_wise": False})
         yield UpdateHypothesis(fault=Fault.UPDATE, detail="with one rate for all tensors", optimizer=alike)
@@ -125,6 +130,10 @@ def _hypotheses_of_memory(spec: OptimizerSpec, step: int) -> Iterator[UpdateHypo
     for what, names in parts:
         forgetting = _ForgetsNow(spec, step, names)
         yield UpdateHypothesis(fault=Fault.UPDATE, detail=f"{what} forgotten before this step", optimizer=forgetting)
+    for what, names in parts:
+        yield UpdateHypothesis(
+            fault=Fault.PRECISION, detail=f"with {what} kept in bf16", optimizer=_RoundsMoments(spec, names)
+        )
     yield UpdateHypothesis(
         fault=Fault.UPDATE, detail="with the moments of the step before", optimizer=_Lags(spec, step)
     )
@@ -139,6 +148,55 @@ class _ClipsEach(ExactOptimizer):
 class _ClipsValues(ExactOptimizer):
     def clip(self, max_norm: float) -> None:
         nn.utils.clip_grad_value_(self.parameters.values(), max_norm)
+
+
+class _ClipsByLast(ExactOptimizer):
+    """Clips by the norm of the step before; the first step by its own."""
+
+    last: Tensor | None = None
+
+    def clip(self, max_norm: float) -> None:
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, norm if self.last is None else self.last)
+        self.last = norm
+
+
+class _EpsInside(ExactOptimizer):
+    """Divides by the root of the second moment plus eps, where Adam adds eps to the root."""
+
+    def step(self, parameters: Tensors, gradients: Tensors) -> Tensors:
+        after = super().step(parameters, gradients)
+        assert self.optimizer
+        names = {parameter: name for name, parameter in self.parameters.items()}
+        for group in self.optimizer.param_groups:
+            (first, second), rate = group["betas"], group["lr"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state, name = self.optimizer.state[parameter], names[parameter]
+                count = float(state["step"])
+                mean = state["exp_avg"] / (1 - first**count)
+                square = state["exp_avg_sq"] / (1 - second**count)
+                move = mean / (square + group["eps"]).sqrt()
+                after[name] = parameters[name] * (1 - rate * group["weight_decay"]) - rate * move.numpy()  # type: ignore[index]
+        return after
+
+
+class _RoundsMoments(ExactOptimizer):
+    """Keeps moments in bf16 between steps."""
+
+    def __init__(self, spec: OptimizerSpec, names: tuple[str, ...]) -> None:
+        super().__init__(spec)
+        self.names = names
+
+    def step(self, parameters: Tensors, gradients: Tensors) -> Tensors:
+        after = super().step(parameters, gradients)
+        assert self.optimizer
+        for state in self.optimizer.state.values():
+            for name in state.keys() & set(self.names):
+                state[name].copy_(state[name].bfloat16())
+        return after
 
 
 class _Coupled(ExactOptimizer):

@@ -19,6 +19,7 @@ from tests.broken import loops as y
 from tests.broken import mixed as m
 from tests.broken import pairs
 from tests.broken import pipelines as p
+from tests.broken import regional as r
 from tests.broken import states as s
 from tests.broken import timed as c
 from tests.broken import traffic as t
@@ -73,6 +74,22 @@ SUITE_MUTANTS: list[Mutant] = [
     *(mutant for defect in ONE_MODULE for mutant in on("ddp", defect)),
     *on("fsdp2 hf-trainer hf-trainer-fsdp2 hf-trainer-deepspeed lightning-trainer", ForwardScaled),
     *on("fsdp2 hf-trainer hf-trainer-deepspeed", BackwardScaled),
+    # Part of a run: a rank, a block, a tensor, a row, an element
+    *on("ddp", r.ElementKept, F.NOT_REDUCED),
+    *on("ddp", r.TailKept, F.NOT_REDUCED),
+    *on("ddp", r.BiasByMax, F.OTHER_REDUCTION),
+    *on("ddp", r.OneRankHalved, F.SCALED, F.UNEVEN),
+    *on("ddp", r.OneBlockLost, F.DROPPED),
+    *on("ddp fsdp2", r.StaleTail, F.STALE_GRADIENT),
+    *on("ddp fsdp2", r.OtherActivationOnLastRank, F.FORWARD, F.BACKWARD),
+    *on("ddp fsdp2", r.MaskEarlyOnLastRank, F.MASK),
+    *on("ddp", r.BlockStaleOnLastRank, F.STALE_WEIGHTS),
+    *on("ddp", r.ClipsByLastNorm, F.CLIPPING),
+    *on("ddp", r.LazyEmbedding, F.NEVER_UPDATED),
+    *on("fsdp2", r.ShardsSwapped, F.MISPLACED),
+    *on("ddp", r.RowsInOrderOfRanks, F.MISPLACED),
+    *on("ddp fsdp2", r.AmsGrad, F.UPDATE),
+    *on("ddp fsdp2", r.EpsInsideRoot, F.UPDATE),
     # Scaling
     *on("ddp fsdp2 megatron fairscale-oss fairscale-fsdp", g.OverMicroBatches, F.SCALED),
     *on("gpipe pipeline", g.ScalesGrads, F.SCALED),
@@ -94,7 +111,7 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("pipeline", p.StageNotReduced, F.NOT_REDUCED, layout=REPLICATED),
     *on("fairscale-oss", s.BucketsUnreduced, F.NOT_REDUCED),
     *on("gpipe", g.TiedNotReduced, F.DRIFT, workload=TIED),
-    *on("megatron", g.InputNotReduced, F.DRIFT),
+    *on("megatron", g.InputNotReduced, F.NOT_REDUCED),
     # Weighing
     *on("ddp fsdp2 fairscale-oss fairscale-fsdp", g.MeanOfRanks, F.UNEVEN),
     *on("ddp fsdp2 megatron", g.MeanOfMicroBatches, F.UNEVEN),

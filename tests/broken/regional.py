@@ -1,0 +1,232 @@
+"""Defects of one rank, one block, one tensor, one row or one element, which no global cause explains. Mixins."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ReduceOp, all_gather, all_reduce, broadcast
+from torch.distributed.tensor import DTensor
+
+from meshmark.reference.data import IGNORED, Batch
+from meshmark.reference.objective import loss_share
+from tests.broken.engine import Broken
+from tests.broken.updates import Option
+
+ONE_BIAS = "blocks.1.feed_forward.down.bias"
+
+
+class _KnowsOwnPart(Broken):
+    """Computes this rank's part of the gradients once more, without any reduction."""
+
+    def own_part(self) -> dict[str, Tensor]:
+        model: nn.Module = self.module.module  # type: ignore[attr-defined]
+        part = self.batch.shard(self.dp_rank, self.case.layout.dp)  # type: ignore[attr-defined]
+        loss = loss_share(model(part.inputs), part, self.case.workload.loss)
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        with torch.enable_grad():
+            return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+
+    def finish_gradients(self) -> None:
+        super().finish_gradients()  # type: ignore[misc]
+        with torch.enable_grad():
+            part = self.own_part()
+        with torch.no_grad():
+            self.change(part)
+
+    def change(self, part: dict[str, Tensor]) -> None:
+        """Change the reduced gradients; `part` has this rank's own."""
+        raise NotImplementedError
+
+
+class ElementKept(_KnowsOwnPart):
+    """The last element of a bucket is not reduced (a bucket that is one element too short)."""
+
+    def change(self, part: dict[str, Tensor]) -> None:
+        for name, grad in self.grads():
+            if name == "head.norm.bias":
+                grad.view(-1)[-1] = part[name].view(-1)[-1]
+
+
+class TailKept(_KnowsOwnPart):
+    """The last quarter of a weight is not reduced."""
+
+    def change(self, part: dict[str, Tensor]) -> None:
+        for name, grad in self.grads():
+            if name == "blocks.1.feed_forward.up.weight":
+                last = grad.numel() // 4
+                grad.view(-1)[-last:] = part[name].view(-1)[-last:]
+
+
+class BiasByMax(_KnowsOwnPart):
+    """The gradients of a bias are reduced by the maximum."""
+
+    def change(self, part: dict[str, Tensor]) -> None:
+        for name, grad in self.grads():
+            if name == ONE_BIAS:
+                grad.copy_(part[name])
+                all_reduce(grad, ReduceOp.MAX)
+
+
+class OneRankHalved(_KnowsOwnPart):
+    """The last rank's part of one block is halved before it is reduced."""
+
+    def change(self, part: dict[str, Tensor]) -> None:
+        for name, grad in self.grads():
+            if name.startswith("blocks.1."):
+                lost = part[name] / 2 * (self.context.rank == self.context.world_size - 1)
+                all_reduce(lost)
+                grad.sub_(lost)
+
+
+class OneBlockLost(_KnowsOwnPart):
+    """The first rank's part of one block comes to nothing."""
+
+    def change(self, part: dict[str, Tensor]) -> None:
+        for name, grad in self.grads():
+            if name.startswith("blocks.0."):
+                lost = part[name] * (self.context.rank == 0)
+                all_reduce(lost)
+                grad.sub_(lost)
+
+
+class StaleTail(Broken):
+    """The last eighth of every gradient's buffer is that of the step before."""
+
+    def after_backward(self) -> None:
+        fresh = {name: grad.clone() for name, grad in self.grads()}
+        for name, grad in self.grads():
+            last = max(grad.numel() // 8, 1)
+            grad.view(-1)[-last:] = getattr(self, "buffer", fresh)[name].view(-1)[-last:]
+        self.buffer = fresh
+
+
+class OtherActivationOnLastRank(Broken):
+    """The last rank computes GELU by its exact form, where the model has the tanh approximation."""
+
+    def prepare(self) -> None:
+        if self.context.rank != self.context.world_size - 1:
+            return
+        for module in self.modules():
+            if type(module).__name__ == "FeedForward":
+                other: Any = module
+                module.forward = lambda x, other=other: other.down(F.gelu(other.up(x)))  # type: ignore[method-assign]
+
+
+class MaskEarlyOnLastRank(Broken):
+    """On the last rank the mask begins and ends one token early."""
+
+    def backward(self, batch: Batch) -> Tensor:
+        if self.context.rank == self.context.world_size - 1:
+            masked = (batch.targets == IGNORED).roll(-1, 1)
+            whole = self.case.workload
+            from meshmark.reference.data import make_batch
+
+            targets = make_batch(dataclasses.replace(whole, masked=False), self.steps).targets
+            batch = dataclasses.replace(
+                batch, targets=targets.masked_fill(masked, IGNORED), weights=(~masked).to(batch.weights.dtype)
+            )
+        return super().backward(batch)
+
+
+class BlockStaleOnLastRank(Broken):
+    """The last rank computes with one block's weights of the step before."""
+
+    def backward(self, batch: Batch) -> Tensor:
+        block = [p for name, p in self.named() if name.startswith("blocks.1.")]
+        now = [p.detach().clone() for p in block]
+        with torch.no_grad():
+            if self.context.rank == self.context.world_size - 1:
+                for parameter, old in zip(block, getattr(self, "before", now), strict=True):
+                    parameter.copy_(old)
+        loss = super().backward(batch)
+        with torch.no_grad():
+            for parameter, value in zip(block, now, strict=True):
+                parameter.copy_(value)
+        self.before = now
+        return loss
+
+
+class ClipsByLastNorm(Broken):
+    """Clips by the global norm of the step before."""
+
+    def clip(self, max_norm: float) -> Tensor:
+        norm: Tensor = super().clip(float("inf"))  # type: ignore[misc]
+        last = getattr(self, "last", norm)
+        for _, grad in self.grads():
+            grad.mul_((max_norm / last).clamp(max=1.0))
+        self.last = norm.clone()
+        return norm
+
+
+class LazyEmbedding(Broken):
+    """Rows of the embedding that no token of the batch used are not updated, as by a sparse optimizer."""
+
+    def update(self) -> Tensor | None:
+        weight = dict(self.named())["embedding.tokens.weight"]
+        assert weight.grad is not None
+        unused = ~weight.grad.any(dim=1)
+        before = weight.detach().clone()
+        norm: Tensor | None = super().update()
+        with torch.no_grad():
+            weight[unused] = before[unused]
+        return norm
+
+
+class ShardsSwapped(Broken):
+    """After the second update, the ranks' shards of one weight are in each other's place."""
+
+    def update(self) -> Tensor | None:
+        norm: Tensor | None = super().update()
+        if self.steps == 2:
+            weight = dict(self.named())["blocks.1.feed_forward.up.weight"]
+            assert isinstance(weight, DTensor)
+            mine = weight.to_local().detach()
+            shards = [torch.empty_like(mine) for _ in range(self.context.world_size)]
+            all_gather(shards, mine.clone())
+            with torch.no_grad():
+                mine.copy_(shards[self.context.world_size - 1 - self.context.rank])
+        return norm
+
+
+class RowsInOrderOfRanks(Broken):
+    """After the second update, a whole weight is put together of the ranks' halves in the wrong order."""
+
+    def update(self) -> Tensor | None:
+        norm: Tensor | None = super().update()
+        if self.steps == 2:
+            weight = dict(self.named())["blocks.0.attention.q.weight"].data
+            weight.copy_(weight.roll(len(weight) // 2, 0))
+            broadcast(weight, 0)
+        return norm
+
+
+class AmsGrad(Option):
+    """The maximum of the second moments divides."""
+
+    options = {"amsgrad": True}
+
+
+class EpsInsideRoot(Broken):
+    """Adam's eps is added to the second moment before its root is taken."""
+
+    def update(self) -> Tensor | None:
+        group = self.optimizer.param_groups[0]
+        before = {n: p.detach().clone() for n, p in self.named()}
+        norm: Tensor | None = super().update()
+        (first, second), rate, eps = group["betas"], group["lr"], group["eps"]
+        with torch.no_grad():
+            for name, parameter in self.named():
+                if not (state := self.optimizer.state.get(parameter)):
+                    continue
+                decay = next(
+                    g["weight_decay"] for g in self.optimizer.param_groups if any(p is parameter for p in g["params"])
+                )
+                count = float(state["step"])
+                mean = state["exp_avg"] / (1 - first**count)
+                square = state["exp_avg_sq"] / (1 - second**count)
+                parameter.copy_(before[name] * (1 - rate * decay) - rate * mean / (square + eps).sqrt())
+        return norm
