@@ -152,7 +152,13 @@ def test_what_is_shown_is_the_simulators() -> None:
     closed = search(model, SearchSpace(num_gpus=512, global_batch=1024), H100, using, SWEPT)
     found = simulate_first(closed, 20)
     speeds = found.prediction.tokens_per_second_per_gpu[found.ranked]
-    assert set(found.ranked[:20]) == set(closed.ranked[:20]) and (np.diff(speeds[:20]) <= 0).all()
+    simulated = {*closed.ranked[:20], *closed.shapes[:20]}
+    assert {*found.ranked[:20]} <= simulated and (np.diff(speeds[:20]) <= 0).all()
+    assert {*found.shapes[:20]} <= simulated
+    grid = found.prediction.grid
+    shapes = [(grid.dp[r], grid.tp[r], grid.pp[r], grid.cp[r], grid.ep[r]) for r in found.shapes]
+    assert len({*shapes}) == len(shapes) and found.shapes[0] == found.ranked[0]
+    assert {*shapes} == {(grid.dp[r], grid.tp[r], grid.pp[r], grid.cp[r], grid.ep[r]) for r in found.ranked}
     row = next(int(r) for r in found.ranked[:20] if found.prediction.grid.virtual_stages[r] > 1)
     layout, times = found.prediction.grid.layout(row), stage_times(found, row)
     bubble = simulate(layout, times).seconds - layout.num_micro_batches * max(times)

@@ -53,7 +53,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", help=f"{GPU_HELP}; {DEFAULT_GPU} if not given")
     parser.add_argument("--global-batch", type=int, default=256, help="sequences in one optimizer step")
     parser.add_argument("--seq-len", type=int, help="tokens in a sequence, if not the model's own")
-    parser.add_argument("--top", type=int, default=10, help="layouts to print")
+    parser.add_argument(
+        "--top", type=int, default=10, help="shapes to print, each with its fastest layout; with --json, layouts"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--max-model", action="store_true", help="the largest model that fits, instead, of --model's family"

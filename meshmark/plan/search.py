@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshmark.errors import InputError
 from meshmark.plan.model_names import model_of_size
@@ -31,6 +33,7 @@ from meshmark.theory.grid import (
 )
 from meshmark.theory.recipe import TrainingRecipe
 
+_DEGREES = ("dp", "tp", "pp", "cp", "ep", "etp", "replicas")
 OFFLOAD_PLACES = {Offload.CPU: "in host memory", Offload.NVME: "on NVMe"}
 
 
@@ -54,6 +57,25 @@ class Search:
     @property
     def num_examined(self) -> int:
         return len(self.prediction.grid)
+
+    @functools.cached_property
+    def shapes(self) -> Column:
+        """Positions of the fastest layout of each shape, which is its degrees of parallelism, in the order of `ranked`.
+
+        Layouts of one shape differ in their schedule, micro-batches, ZeRO stage or recomputation.
+        """
+        first: Column = np.sort(np.unique(self._degrees[self.ranked], axis=0, return_index=True)[1])
+        return np.take(self.ranked, first)
+
+    def of_shape(self, row: int) -> Column:
+        """Return the positions of all layouts that fit and have the shape of `row`, in the order of `ranked`."""
+        alike: Column = np.nonzero((self._degrees[self.ranked] == self._degrees[row]).all(axis=1))[0]
+        return np.take(self.ranked, alike)
+
+    @functools.cached_property
+    def _degrees(self) -> NDArray[np.integer]:
+        grid = self.prediction.grid
+        return np.stack([np.broadcast_to(getattr(grid, name), len(grid)) for name in _DEGREES], axis=1)
 
     def headroom_bytes(self, row: int) -> float:
         """Return the memory left on the fullest rank, or in its share of the host's. Negative if it does not fit."""
@@ -83,18 +105,20 @@ def search(model: ModelSpec, space: SearchSpace, gpu: Gpu, recipe: TrainingRecip
 
 
 def simulate_first(found: Search, count: int) -> Search:
-    """Rank the first `count` layouts again, with their bubbles from the event simulator.
+    """Rank the first `count` layouts, and the best of as many shapes, with their bubbles from the event simulator.
 
     The closed form that ranks all layouts is less exact for stages of unequal length (see `pipeline.bubble_seconds`).
     """
-    prediction, first = found.prediction, found.ranked[:count]
+    prediction = found.prediction
+    is_first = np.isin(found.ranked, np.concatenate([found.ranked[:count], found.shapes[:count]]))
+    first = found.ranked[is_first]
     bubble = prediction.time.bubble.copy()
     for row in first[prediction.grid.pp[first] > 1]:
         bubble[row] = simulated_bubble_seconds(prediction.grid.layout(row), stage_times(found, int(row)))
     time = dataclasses.replace(prediction.time, bubble=bubble)
     prediction = dataclasses.replace(prediction, time=time)
     again = first[np.argsort(prediction.step_seconds[first], kind="stable")]
-    return dataclasses.replace(found, prediction=prediction, ranked=np.concatenate([again, found.ranked[count:]]))
+    return dataclasses.replace(found, prediction=prediction, ranked=np.concatenate([again, found.ranked[~is_first]]))
 
 
 def stage_times(found: Search, row: int) -> list[float]:
@@ -303,8 +327,7 @@ def reason(found: Search) -> str:
     """Explain why the best layout wins: where the next layout of another shape loses time."""
     prediction, grid = found.prediction, found.prediction.grid
     best = int(found.ranked[0])
-    shape = (grid.dp[best], grid.tp[best], grid.pp[best], grid.cp[best])
-    others = [int(r) for r in found.ranked[1:] if (grid.dp[r], grid.tp[r], grid.pp[r], grid.cp[r]) != shape]
+    others = [int(row) for row in found.shapes[1:]]
     largest = max(PARTS, key=lambda part: getattr(prediction.time, part)[best])
     text = f"most of its step is {largest.replace('_', ' ')}"
     if not others:

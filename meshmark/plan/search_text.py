@@ -11,9 +11,12 @@ from meshmark.plan.search import OFFLOAD_PLACES, Search, decides, layout_id, rea
 from meshmark.plan.step_time import PARTS
 from meshmark.spec.hardware import GIB
 from meshmark.spec.layout import Offload
+from meshmark.text import pluralize
 
 _LINE = 100
 """Characters of a line, as wide as terminals usually are."""
+_LIKE = 2
+"""Number of further layouts of the best shape that are named."""
 _ID_WIDTH = 27
 """Characters for a layout's id beside its figures."""
 
@@ -30,9 +33,10 @@ def print_search(found: Search, top: int, elapsed: float) -> None:
     print_paragraph(provenance(prediction.gpu, prediction.rates))
     heads = f"{'seq':>4} {'tok/s/gpu':>9} {'MFU':>6} {'step s':>8} {'GiB':>6} {'free':>6}  decides"
     print(f"\n{'layout':{_ID_WIDTH}} {heads}")
-    for row in found.ranked[:top]:
+    for row in found.shapes[:top]:
         print(_line(found, int(row)))
     best = int(found.ranked[0])
+    print_paragraph(f"One line a shape: its fastest layout. {_of_best_shape(found)}")
     print("seq: sequences in a micro-batch; mbN of the layout: N micro-batches a step.")
     print_paragraph(
         "decides: what is assumed of most of a layout's step beyond its products, and its share of the step."
@@ -104,6 +108,16 @@ def _line(found: Search, row: int) -> str:
         f"  {assumption} {100 * share:.0f} %{', tight' if p.tight[row] else ''}"
     )
     return f"{named:{_ID_WIDTH}} {figures}" if len(named) <= _ID_WIDTH else f"{named}\n{'':{_ID_WIDTH}} {figures}"
+
+
+def _of_best_shape(found: Search) -> str:
+    """Return a sentence on the other layouts of the best layout's shape."""
+    best, *others = (int(row) for row in found.of_shape(int(found.ranked[0])))
+    if not others:
+        return "No other layout of the best shape fits."
+    speed, grid = found.prediction.tokens_per_second_per_gpu, found.prediction.grid
+    listed = [f"{layout_id(grid, row)} ({100 * (1 - speed[row] / speed[best]):.1f} % slower)" for row in others[:_LIKE]]
+    return f"{pluralize(len(others), 'more layout')} of the best shape fit, such as {' and '.join(listed)}."
 
 
 def _digits(seconds: float) -> str:
