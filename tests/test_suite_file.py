@@ -11,7 +11,7 @@ import pytest
 
 from meshmark.cli import plan_run, suite_file
 from meshmark.cli.commands import main
-from meshmark.cli.suite_file import CASES, OPTIONS, hold, read_suite
+from meshmark.cli.suite_file import CASES, OPTIONS, hold, read_suite, run_file
 from meshmark.plan.rates import rates
 from meshmark.plan.search import Search, search
 from meshmark.pytest_plugin.selection import add_options
@@ -50,10 +50,49 @@ def test_every_key_is_an_option_of_the_suites() -> None:
     assert {f"--{key}" for key in (*CASES, *OPTIONS)} <= options
 
 
+def test_a_check_of_a_script_is_a_command(tmp_path: Path) -> None:
+    path = tmp_path / "suite.toml"
+    path.write_text(
+        '[[checks]]\nscript = "train.py"\nnproc = 2\nobjective = "tokens"\narguments = ["--lr", 0.1]\n'
+        '[options]\nresults = "results/ci"\n'
+    )
+    suite = read_suite(path)
+    assert suite.runs == () and suite.gate == ()
+    page = "--output=results/ci/check-1-train.md"
+    assert suite.checks == (("check", "--nproc=2", "--objective=tokens", page, "train.py", "--lr", "0.1"),)
+
+
+def test_a_script_that_trains_wrong_fails_the_run_and_github_sees_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary"))
+    path, right = tmp_path / "suite.toml", ROOT / "tests" / "scripts" / "single_process.py"
+    options = f'[options]\nresults = "{tmp_path / "results"}"\n'
+    path.write_text(f'[[checks]]\nscript = "{right}"\n{options}')
+    assert run_file(path) == 0
+    uneven = ROOT / "examples" / "scripts" / "uneven.py"
+    wrong = f'[[checks]]\nscript = "{uneven}"\nnproc = 2\nobjective = "tokens"\n'
+    path.write_text(f'[[checks]]\nscript = "{right}"\n{wrong}{options}')
+    assert run_file(path) == 1
+    out = capfd.readouterr().out
+    assert out.count("RIGHT: single_process.py") == 2 and "WRONG: uneven.py" in out
+    assert "::error title=check[2-uneven]::WRONG: uneven.py" in out
+    assert "check[2-uneven]" in (tmp_path / "summary").read_text()
+    pages = [page.name for page in sorted((tmp_path / "results").iterdir())]
+    assert pages == ["check-1-single_process.md", "check-2-uneven.md"]
+    path.write_text(f'[[checks]]\nscript = "{tmp_path / "absent.py"}"\n{options}')
+    assert run_file(path) == 2
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "expected a table [[cases]]"),
+        ("checks = 1", "checks is '1', expected a table [[checks]]"),
+        ("[[checks]]\nnproc = 2", "[[checks]] number 1: script is missing"),
+        ("[[checks]]\nscript = 'a.py'\nworld = 2", "unknown key in {path}: [[checks]] number 1 'world'"),
+        ("[[checks]]\nscript = 'a.py'\n[gates]\nbaseline = 'x'", "[gates] compares the results of [[cases]]"),
         ("[cases]\nworld = 2", "expected a table [[cases]]"),
         ("[[cases]]\nwrold = [2]", "unknown key in {path}: [[cases]] number 1 'wrold': did you mean 'world'"),
         ("[[cases]]\n[options]\nworld = 2", "unknown key in {path}: [options] 'world'"),

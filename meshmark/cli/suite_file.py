@@ -1,4 +1,4 @@
-"""`meshmark run suite.toml`: runs of the suites and their gates, defined in a file for CI."""
+"""`meshmark run suite.toml`: runs of the suites, checks of scripts and a gate, defined in a file for CI."""
 
 from __future__ import annotations
 
@@ -106,6 +106,8 @@ _FLAGS = tuple(option.name for option in RUN_OPTIONS if option.is_flag)
 _REPEATED = tuple(option.name for option in RUN_OPTIONS if option.repeated)
 _OWN = ("suites", "select")
 _SUITES = ("equivalence", "memory", "communication", "throughput", "conformance", "scale")
+_CHECK = ("script", "arguments", "nproc", "steps", "objective", "timeout")
+"""Keys of a check: the options of `meshmark check`."""
 _WORST = (3, 4, 2, 1, 5)
 """pytest's exit codes, the worst first: internal error, wrong usage, interruption, failures, no tests."""
 
@@ -116,6 +118,8 @@ class SuiteFile:
 
     runs: tuple[tuple[str, ...], ...]
     """Arguments of pytest, one run per table [[cases]]."""
+    checks: tuple[tuple[str, ...], ...] = ()
+    """Arguments of `meshmark`, one check of a script per table [[checks]]."""
     gate: tuple[str, ...]
     """Arguments of `meshmark compare` for the results of the runs. Empty without [gates]."""
 
@@ -127,17 +131,45 @@ def read_suite(path: Path) -> SuiteFile:
         said = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"cannot read {path}: {error}; docs/ci.md shows a suite file") from error
-    _expect(f"{path}", said, ("cases", "options", "gates"))
-    cases = said.get("cases")
-    if not isinstance(cases, list) or not cases or not all(isinstance(one, dict) for one in cases):
-        raise InputError(f"{path}: expected a table [[cases]] for every run of the suites, such as world = [2]")
+    _expect(f"{path}", said, ("cases", "checks", "options", "gates"))
+    cases, checks = _tables(path, said, "cases"), _tables(path, said, "checks")
+    if not cases and not checks:
+        raise InputError(
+            f"{path}: expected a table [[cases]] for every run of the suites, such as world = [2], or a table "
+            '[[checks]] for every script to check, such as script = "train.py"'
+        )
     options = _table(path, said, "options")
     common = options.pop("select", None)
     every = _arguments(f"{path}: [options]", options, (*OPTIONS, "select"))
+    results = _results(f"{path}: [options]", options)
+    gate = _table(path, said, "gates")
+    if gate and not cases:
+        raise InputError(
+            f"{path}: [gates] compares the results of [[cases]], of which there is none; checks need no gate"
+        )
     return SuiteFile(
         runs=tuple(_run(f"{path}: [[cases]] number {i}", one, every, common) for i, one in enumerate(cases, 1)),
-        gate=_gate(f"{path}: [gates]", _table(path, said, "gates"), _results(f"{path}: [options]", options)),
+        checks=tuple(_check(f"{path}: [[checks]] number {i}", one, i, results) for i, one in enumerate(checks, 1)),
+        gate=_gate(f"{path}: [gates]", gate, results),
     )
+
+
+def _tables(path: Path, said: Mapping[str, object], name: str) -> list[dict[str, object]]:
+    tables = said.get(name, [])
+    if not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):
+        raise InputError(f"{path}: {name} is {str(tables)[:40]!r}, expected a table [[{name}]]")
+    return tables
+
+
+def _check(where: str, said: dict[str, object], number: int, results: str) -> tuple[str, ...]:
+    """Return the arguments of one check. Its page lies beside the records."""
+    _expect(where, said, _CHECK)
+    if "script" not in said:
+        raise InputError(f'{where}: script is missing: a training script, such as script = "train.py"')
+    script = _one(where, "script", said["script"])
+    options = [f"--{key}={_one(where, key, said[key])}" for key in _CHECK[2:] if key in said]
+    page = Path(results) / f"check-{number}-{Path(script).stem}.md"
+    return ("check", *options, f"--output={page}", script, *_texts(where, "arguments", said.get("arguments", [])))
 
 
 def _results(where: str, options: Mapping[str, object]) -> str:
@@ -230,7 +262,7 @@ def run_suite(arguments: argparse.Namespace) -> int:
 
 
 def run_file(path: Path, words: Sequence[str] = ()) -> int:
-    """Run every run of a suite file, one after the other, then its gate; return the worst of their exit codes.
+    """Run the runs of a suite file, its checks and its gate, one after the other; return the worst exit code.
 
     Args:
         path: The suite file.
@@ -238,6 +270,7 @@ def run_file(path: Path, words: Sequence[str] = ()) -> int:
     """
     suite = read_suite(path)
     ended = [run_pytest([*run, *words]) for run in suite.runs]
+    ended += [run_check(check) for check in suite.checks]
     if suite.gate:
         ended.append(hold(suite.gate))
     return min(ended, key=lambda code: (code == 0, _WORST.index(code) if code in _WORST else -1))
@@ -248,3 +281,24 @@ def run_pytest(words: Sequence[str]) -> int:
     command = [sys.executable, "-m", "pytest", *words]
     print(shlex.join(["pytest", *words]), flush=True)
     return subprocess.run(command).returncode
+
+
+def run_check(words: Sequence[str]) -> int:
+    """Check a script in a separate process, and print the command.
+
+    Return 0 if the script trains right, 2 for a mistake in the command, else 1: a script that could not be judged, or
+    not be run, fails a gate.
+    """
+    page = next(word.partition("=")[2] for word in words if word.startswith("--output="))
+    Path(page).parent.mkdir(parents=True, exist_ok=True)
+    command = shlex.join(["meshmark", *words])
+    print(command, flush=True)
+    done = subprocess.run([sys.executable, "-m", "meshmark", *words], stdout=subprocess.PIPE, text=True)
+    print(done.stdout, end="", flush=True)
+    if done.returncode in (0, 2):
+        return done.returncode
+    message = done.stdout.strip() or f"ended with exit code {done.returncode}"
+    name = f"check[{Path(page).stem.removeprefix('check-')}]"
+    failed = Attempt(test=name, case=name, conforming=False, ending=Ending.FAILED, message=message, command=command)
+    report_to_github([failed], print)
+    return FAILED
