@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
+
 LIMIT = 65_536
 """Maximum length in characters of a message, a traceback or a log."""
 
@@ -18,8 +21,17 @@ def clip_tail(text: str, characters: int = LIMIT) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return `Type: message`, clipped."""
-    return clip(f"{type(error).__name__}: {text_of(error)}")
+    """Return `Type: message`, clipped. An error without a message, as of a bare assert, has the line that raised it."""
+    message = text_of(error) or _raising_line(error)
+    return clip(f"{type(error).__name__}: {message}")
+
+
+def _raising_line(error: BaseException) -> str:
+    """Return the line of source that raised `error`, and its place; empty if it is not known."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or not frames[-1].line:
+        return ""
+    return f"`{frames[-1].line}` ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
 
 
 def text_of(error: BaseException) -> str:

@@ -380,3 +380,17 @@ def test_a_gradient_of_zero_where_there_is_none_is_not_called_clipping() -> None
     failed = FailedStep(case=CASE, trace=trace, step=0, tolerances={WEIGHT: 1e-6})
     trace.parameters[1] = replay(failed, ExactOptimizer(CASE.workload.optimizer))
     assert explain_updates(failed) == (Fault.UPDATE, "as if unused parameters had a gradient of zero")
+
+
+def test_a_schedule_that_restarted_is_not_another_rate() -> None:
+    """As after a resume that does not load the scheduler: the third step has the first one's rate."""
+    spec = dataclasses.replace(CASE.workload.optimizer, warmup_steps=8)
+    case = dataclasses.replace(CASE, workload=dataclasses.replace(CASE.workload, optimizer=spec))
+    trace, right = copy.deepcopy(honest()[0]), ExactOptimizer(spec)
+    for step in range(2):
+        trace.parameters[step + 1] = dict(right.step(trace.parameters[step], trace.gradients[step]))
+    right.steps = 0
+    trace.parameters[3] = dict(right.step(trace.parameters[2], trace.gradients[2]))
+    names = sorted(trace.parameters[0])
+    failed = FailedStep(case=case, trace=trace, step=2, tolerances=dict.fromkeys(names, 1e-9))
+    assert explain_updates(failed) == (Fault.UPDATE, "with a schedule that restarted")

@@ -76,6 +76,17 @@ def test_bytes_say_where_how_much_and_what_to_mend() -> None:
     assert "activations on rank 1" in lines[1] and "+1,000 bytes of 1,000" in lines[2]
 
 
+def test_a_crash_inside_a_meter_is_placed_in_the_code_that_was_metered() -> None:
+    frames = [("meshmark/launch/rank.py", "run"), ("engine.py", "step"), ("meshmark/measure/traffic.py", "observe")]
+    stack = "".join(f'  File "/site/{file}", line 3, in {name}\n' for file, name in frames)
+    outcome = Outcome(status=Status.RAISED, rank=1, message="ValueError: no", traceback=stack)
+    text = failure(lambda: expect(dataclasses.replace(make_good(), outcome=outcome), "memory"))
+    assert re.search(r"where +/site/engine.py:3 in step", text)
+    adapter = dataclasses.replace(outcome, traceback=stack.replace("measure/traffic", "adapters/ddp"))
+    text = failure(lambda: expect(dataclasses.replace(make_good(), outcome=adapter), "memory"))
+    assert re.search(r"where +/site/meshmark/adapters/ddp.py:3 in observe", text)
+
+
 def test_a_crash_says_where_and_a_hang_where_each_rank_stands() -> None:
     trace = 'Traceback:\n  File "a.py", line 3, in outer\n  File "b.py", line 7, in inner\n' + "ValueError: no\n" * 50
     raised = Outcome(status=Status.RAISED, rank=1, message="ValueError: no\nsecond line", traceback=trace)

@@ -53,6 +53,18 @@ def test_an_error_with_a_text_of_any_length_is_told_at_once() -> None:
     assert time.process_time() - started < 60
 
 
+def test_an_error_without_a_message_has_the_line_that_raised_it() -> None:
+    with pytest.raises(AssertionError) as caught:
+        fail_without_a_word()
+    told = describe_error(caught.value)
+    assert told.startswith("AssertionError: `raise AssertionError  # no message` (test_faults.py:"), told
+    assert describe_error(ValueError()) == "ValueError: ", "one that nobody raised has no line"
+
+
+def fail_without_a_word() -> None:
+    raise AssertionError  # no message
+
+
 def test_who_says_that_a_disk_is_full_must_have_filled_one(tmp_path: Path) -> None:
     said = RuntimeError("cannot save: No space left on device")
     assert _kind(said, [tmp_path]) is Status.RAISED

@@ -56,6 +56,10 @@ def update_hypotheses(spec: OptimizerSpec, failed_step: int) -> Iterator[UpdateH
         for shift in (-1, 1):
             late = f"with the learning rate of {'the step before' if shift < 0 else 'the next step'}"
             yield UpdateHypothesis(fault=Fault.UPDATE, detail=late, optimizer=_Shifted(spec, shift))
+        if failed_step:
+            yield UpdateHypothesis(
+                fault=Fault.UPDATE, detail="with a schedule that restarted", optimizer=_Restarts(spec, failed_step)
+            )
         for times in (2, 4):
             detail = f"with a schedule that runs {times} times too fast"
             yield variant(Fault.UPDATE, detail, replace(spec, warmup_steps=max(1, spec.warmup_steps // times)))
@@ -233,6 +237,20 @@ class _Shifted(ExactOptimizer):
     def __init__(self, spec: OptimizerSpec, shift: int) -> None:
         super().__init__(spec)
         self.steps = shift
+
+
+class _Restarts(ExactOptimizer):
+    """The schedule begins again at one step. The optimizer goes on."""
+
+    def __init__(self, spec: OptimizerSpec, step: int) -> None:
+        super().__init__(spec)
+        self.at, self.done = step, 0
+
+    def step(self, parameters: Tensors, gradients: Tensors) -> Tensors:
+        if self.done == self.at:
+            self.steps = 0
+        self.done += 1
+        return super().step(parameters, gradients)
 
 
 _MOMENTS: dict[OptimizerKind, tuple[str, ...]] = {

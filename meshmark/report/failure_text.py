@@ -20,6 +20,8 @@ WORSE = "worse than baseline"
 """Phrase for failures that no record shows on its own."""
 _CHARACTERS = 400
 _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+),? in (?P<name>.*)')
+_OWN = re.compile(r"(^|/)meshmark/(?!adapters?/|suites/|reference/|algorithms/)")
+"""Files of Meshmark that run around an engine: hooks and meters stand between a framework's frames."""
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
 
 
@@ -33,11 +35,11 @@ def of_outcome(record: Record) -> str:
 
 
 def _places(outcome: Outcome) -> Iterator[tuple[str, str]]:
-    """Yield where it failed: an exception's innermost frame, each rank's frame if ranks hang, or else the end of the
-    log.
+    """Yield where it failed: an exception's innermost frame outside Meshmark's meters and launchers, each rank's frame
+    if ranks hang, or else the end of the log.
     """
     if found := _frames(outcome.traceback):
-        yield "where", found[-1]
+        yield "where", next((frame for frame in reversed(found) if not _OWN.search(frame)), found[-1])
     for rank, stack in list(outcome.stacks.items())[:4]:
         yield f"rank {rank}", " < ".join(_innermost(stack)) or "no Python frame"
     if not outcome.traceback and not outcome.stacks:
