@@ -198,7 +198,9 @@ def which_page(
     answers += _least(correct, sent_bytes, "Send less over the network", "bytes sent a rank")
     replicas = [r for r in correct if r.case.layout.dp == r.case.world_size]
     answers += _least(replicas, sent_bytes, "Send less, by data parallelism alone", "bytes sent a rank")
-    parts = ["# Which framework?", _introduction(in_reports), "\n".join(answers)]
+    environments = [*(record.environment for record in records), *(each.environment for each in kept)]
+    devices = sorted({{"cpu": "CPUs", "cuda": "GPUs"}.get(each.device, each.device) for each in environments})
+    parts = ["# Which framework?", _introduction(devices, in_reports), "\n".join(answers)]
     parts += _planned(plans, cluster)
     parts += ["## Memory and traffic, measured", _MEASURED, table(measured_rows(correct), keys=3)]
     parts += _code(code, found, in_reports)
@@ -207,18 +209,17 @@ def which_page(
             statements = "\n".join(f"- *{name}*: {CLAUSES[name].statement}" for name in need.clauses)
             parts += [f"## {need.title}", statements, _clause_table(need, found)]
     parts += ["## Known defects of the frameworks", _DEFECTS, table(_defect_rows(in_reports), keys=1)]
-    environments = [*(record.environment for record in records), *(each.environment for each in kept)]
     return [*parts, *_origin(environments, command)]
 
 
-def _introduction(in_reports: bool) -> str:
-    """Return what *measured* and *planned* mean, with links where the pages are beside this one."""
+def _introduction(devices: Sequence[str], in_reports: bool) -> str:
+    """Return what *measured*, on `devices`, and *planned* mean, with links where the pages are beside this one."""
 
     def page(words: str, path: str) -> str:
         return f"[{words}]({path})" if in_reports else words
 
     return (
-        "*Measured*: trained here, by the suites, and equal to float64. *Planned*: computed for GPUs that were not at "
+        f"*Measured*: trained by the suites on {' and '.join(devices)}, and equal to float64. *Planned*: computed for GPUs that were not at "
         f"hand; {page('the planner is held against published runs', 'validation.md')}. What frameworks get wrong is "
         f"{page('listed with scripts that show it', 'gaps.md')} (`meshmark gaps`). "
         f"{page('The glossary', '../docs/glossary.md')} explains names of layouts such as `dp4.zero3.mb2`."
