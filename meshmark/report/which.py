@@ -219,8 +219,8 @@ def _introduction(devices: Sequence[str], in_reports: bool) -> str:
         return f"[{words}]({path})" if in_reports else words
 
     return (
-        f"*Measured*: trained by the suites on {' and '.join(devices)}, and equal to float64. *Planned*: computed for GPUs that were not at "
-        f"hand; {page('the planner is held against published runs', 'validation.md')}. What frameworks get wrong is "
+        f"*Measured*: trained by the suites on {' and '.join(devices)}, and equal to float64. *Planned*: computed for "
+        f"GPUs that were not at hand; {page('the planner is held against published runs', 'validation.md')}. What frameworks get wrong is "
         f"{page('listed with scripts that show it', 'gaps.md')} (`meshmark gaps`). "
         f"{page('The glossary', '../docs/glossary.md')} explains names of layouts such as `dp4.zero3.mb2`."
     )
