@@ -220,8 +220,8 @@ def _introduction(devices: Sequence[str], in_reports: bool) -> str:
 
     return (
         f"*Measured*: trained by the suites on {' and '.join(devices)}, and equal to float64. *Planned*: computed for "
-        f"GPUs that were not at hand; {page('the planner is held against published runs', 'validation.md')}. What frameworks get wrong is "
-        f"{page('listed with scripts that show it', 'gaps.md')} (`meshmark gaps`). "
+        f"GPUs that were not at hand; {page('the planner is held against published runs', 'validation.md')}. "
+        f"What frameworks get wrong is {page('listed with scripts that show it', 'gaps.md')} (`meshmark gaps`). "
         f"{page('The glossary', '../docs/glossary.md')} explains names of layouts such as `dp4.zero3.mb2`."
     )
 
