@@ -88,6 +88,7 @@ ROSTER: dict[str, str] = {
     "megatron-gpt-overlap": "meshmark.adapters.megatron.overlap:MegatronGPTOverlap",
     "megatron-gpt-recommended": "meshmark.adapters.megatron.recommended:MegatronGPTRecommended",
     "deepspeed-pipeline": "meshmark.adapters.deepspeed.pipeline:DeepSpeedPipeline",
+    "deepspeed-pipeline-options": "meshmark.adapters.deepspeed.pipeline:DeepSpeedPipelineOptions",
     "fairscale-oss-ddp": "meshmark.adapters.fairscale.under_ddp:FairScaleOSSDDP",
     "fairscale-fsdp-unflattened": "meshmark.adapters.fairscale.options:FairScaleFSDPUnflattened",
     "fairscale-fsdp-noreshard": "meshmark.adapters.fairscale.options:FairScaleFSDPNoReshard",

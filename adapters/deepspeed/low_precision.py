@@ -1,5 +1,4 @@
-"""DeepSpeed's further choices in bf16: how gradients get into float32, whether they are searched for overflows, and no ZeRO
-at all."""
+"""DeepSpeed in bf16 by other choices: how gradients get into float32, no search for overflows, and no ZeRO."""
 
 from __future__ import annotations
 
@@ -19,9 +18,11 @@ from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.adapters.deepspeed.replicated import DeepSpeedZero0, ReplicatedEngine
 from meshmark.adapters.deepspeed.traffic_exceptions import keeps_whole_gradients
 from meshmark.errors import AdapterError
+from meshmark.reference.initial import initial_value
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
 from meshmark.theory.flow import Purpose, TrafficException
+from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 
 
 class DeepSpeedBF16(DeepSpeed):
@@ -39,6 +40,14 @@ class DeepSpeedBF16(DeepSpeed):
     )
 
     @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        """Stage 1 keeps no gradient in bf16 beside its float32 sum."""
+        using = super().recipe(case)
+        if not keeps_whole_gradients(case):
+            return using
+        return dataclasses.replace(using, states=dataclasses.replace(using.states, gradient_bytes=4))
+
+    @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         found = super().traffic_exceptions(case, rank)
         return tuple(each for each in found if not any(flow.purpose is Purpose.OVERFLOW for flow in each.sends))
@@ -50,7 +59,7 @@ class DeepSpeedBF16(DeepSpeed):
         return {**found, "bf16": choices, "data_types": {**found["data_types"], **types}}
 
     def build(self, case: Case, context: RankContext) -> Engine:
-        """Raise `AdapterError` where stage 1 adds no gradients up as they come, which what is measured need not show."""
+        """Raise `AdapterError` where stage 1 does not add gradients up as they come: nothing measured need show it."""
         engine = super().build(case, context)
         assert isinstance(engine, DeepSpeedEngine)
         if keeps_whole_gradients(case) and not engine.zero._grad_acc_hooks:
@@ -76,8 +85,10 @@ class ReplicatedBF16Engine(ReplicatedEngine):
 
     @torch.no_grad()
     def restore_masters(self) -> None:
-        from meshmark.reference.initial import initial_value
-
+        """Take back the update that DeepSpeed makes with gradients of zero when it is set up, which decays masters and
+        counts as the first (adapters/gaps/deepspeed_unfused_first_step.py). Masters get their initial values."""
+        for state in self.optimizer.state.values():
+            state["step"].zero_()
         found, workload = self._masters(), self.case.workload
         for name, weight in self.named_parameters():
             found[weight].copy_(
@@ -101,6 +112,17 @@ class DeepSpeedZero0BF16(DeepSpeedZero0):
     )
 
     @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        """Gradients are copied to float32 for the update alone, when activations are gone."""
+        using = eager_recipe(case, "eager-deepspeed-0", casts_weights=True)
+        states = dataclasses.replace(using.states, weight_bytes=2, gradient_bytes=2, master_bytes=4)
+        return dataclasses.replace(using, states=states, peak_known=False)
+
+    @classmethod
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        return ()
+
+    @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
         if case.layout.num_micro_batches > 1:
             return (
@@ -109,5 +131,5 @@ class DeepSpeedZero0BF16(DeepSpeedZero0):
         return super().supports(case, device, backend)
 
     def config(self, case: Case, context: RankContext) -> dict[str, Any]:
-        narrow = {"communication_data_type": "bfp16", "data_types": {"grad_accum_dtype": "bf16"}}
+        narrow = {"communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "bf16"}}
         return {**super().config(case, context), **narrow}

@@ -6,8 +6,8 @@
 # framework = "deepspeed"
 # symptom = "`load_checkpoint` raises an AssertionError without a message."
 # cause = """
-# With `elastic_checkpoint: true`, stages 1 and 2 save the count of steps of `param_groups[0]["step"]`, where DeepSpeed's
-# fused optimizers keep it. PyTorch's keep it by parameter: nothing is saved, and
+# With `elastic_checkpoint: true`, stages 1 and 2 save the count of steps of `param_groups[0]["step"]`, where
+# DeepSpeed's fused optimizers keep it. PyTorch's keep it by parameter: nothing is saved, and
 # `_restore_step_from_elastic_checkpoint` (stage_1_and_2.py) asserts that it is there."""
 # processes = 2
 # ///
