@@ -31,7 +31,6 @@ from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.states import ExtraMemory, micro_batch_tokens
 from meshmark.theory.traffic import step_traffic
 
-
 _SHAPE_BYTES = 4 * 256
 """A buffer of 256 numbers, which describes activations to the next stage."""
 

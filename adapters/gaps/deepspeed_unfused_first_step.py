@@ -4,7 +4,7 @@
 # [tool.meshmark]
 # title = "DeepSpeed updates a bf16 model once before it trains"
 # framework = "deepspeed"
-# symptom = "Without ZeRO, weights have decayed before the first step, whose Adam update is 0.74 times what it should be."
+# symptom = "Without ZeRO, weights have decayed before the first step, and Adam counts that step as its second."
 # cause = """
 # `initialize_optimizer_states` of `FP16_UnfusedOptimizer` (and of `FP16_Optimizer`) calls the optimizer's `step` with
 # gradients of zero, so that states exist. That decays the weights, and Adam counts it as the first step."""
