@@ -89,6 +89,7 @@ ROSTER: dict[str, str] = {
     "megatron-gpt-recommended": "meshmark.adapters.megatron.recommended:MegatronGPTRecommended",
     "megatron-gpt-per-token": "meshmark.adapters.megatron.options:MegatronGPTPerToken",
     "megatron-gpt-pipeline-options": "meshmark.adapters.megatron.options:MegatronGPTPipelineOptions",
+    "megatron-gpt-aligned": "meshmark.adapters.megatron.options:MegatronGPTAligned",
     "megatron-gpt-fp16": "meshmark.adapters.megatron.options:MegatronGPTFP16",
     "deepspeed-pipeline": "meshmark.adapters.deepspeed.pipeline:DeepSpeedPipeline",
     "deepspeed-pipeline-options": "meshmark.adapters.deepspeed.pipeline:DeepSpeedPipelineOptions",

@@ -13,8 +13,9 @@ from torch import Tensor
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.gathered import Gathered
 from meshmark.adapters.megatron.gpt_engine import GPTModelEngine
-from meshmark.adapters.megatron.gpt_model import MegatronGPT
+from meshmark.adapters.megatron.gpt_model import ELEMENT_WISE_MASTERS, MegatronGPT, MegatronGPTDistributedOptimizer
 from meshmark.adapters.megatron.on_cpu import cuda_is
+from meshmark.adapters.megatron.overlap import MegatronGPTOverlap
 from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute, Schedule
@@ -82,7 +83,7 @@ class MegatronGPTPerToken(MegatronGPT):
 
     @classmethod
     def shares_inputs(cls, case: Case) -> bool:
-        """Return whether tensor-parallel ranks share what is kept to compute a layer again, which is the same on all."""
+        """Return whether tensor-parallel ranks share what they all keep, to compute a layer again."""
         layout = case.layout
         return layout.recompute is Recompute.FULL and layout.tp > 1 and not layout.sequence_parallel
 
@@ -164,6 +165,43 @@ class MegatronGPTPipelineOptions(MegatronGPT):
             "account_for_loss_in_pipeline_split": True,
             "grad_scale_func": lambda loss: loss,
         }
+
+
+class MegatronGPTAligned(MegatronGPTOverlap):
+    """Stages begin to reduce and to gather together: the schedule tells each chunk when (`grad_sync_func`,
+    `param_sync_func`, `align_param_gather`), as Megatron-LM's scripts set them for pipelines."""
+
+    overlaps_gather: ClassVar = True
+    capabilities: ClassVar = dataclasses.replace(
+        MegatronGPTOverlap.capabilities,
+        schedules=frozenset({Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED}),
+        virtual_stages=frozenset({1, 2}),
+        zero_stages=frozenset({1}),
+        precisions=frozenset({Precision.FP32}),
+        lacks={**MegatronGPTOverlap.capabilities.lacks, Precision.BF16: ELEMENT_WISE_MASTERS},
+    )
+    known_gaps: ClassVar = MegatronGPTDistributedOptimizer.known_gaps
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        if case.layout.pp == 1:
+            return f"{case.adapter} takes several stages to align, got {case.layout.id}"
+        return super().supports(case, device, backend)
+
+    def reduction_options(self, case: Case) -> dict[str, Any]:
+        return {"align_param_gather": True}
+
+    def model_options(self, case: Case) -> dict[str, Any]:
+        return {"overlap_p2p_comm_warmup_flush": case.layout.virtual_stages > 1}
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        engine = super().build(case, context)
+        assert isinstance(engine, GPTModelEngine)
+        config, chunks = engine.chunks[0].config, engine.chunks
+        reduce, gather = [c.start_grad_sync for c in chunks], [c.start_param_sync for c in chunks]
+        config.grad_sync_func = reduce if len(chunks) > 1 else reduce[0]
+        config.param_sync_func = gather if len(chunks) > 1 else gather[0]
+        return engine
 
 
 class FP16Engine(GPTModelEngine):

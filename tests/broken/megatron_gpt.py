@@ -37,6 +37,21 @@ class OfModel(Broken):
             yield from chunk.module.decoder.layers
 
 
+class CountsTokensTwice(Broken):
+    """Megatron is told of twice as many tokens as there are, by which it divides gradients."""
+
+    def _loss(self, micro: Batch, loss_BT: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        total, count, told = super()._loss(micro, loss_BT)  # type: ignore[misc]
+        return total, 2 * count, told
+
+
+class TellsNoShapes(Adapter):
+    """Megatron's GPTModel as it is."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return MegatronGPT().build(case, context)
+
+
 class NotUndone(Broken):
     """Megatron divides the loss by the number of micro-batches, of which shares are sums."""
 
@@ -187,6 +202,10 @@ MEGATRON_GPT_MUTANTS: list[Mutant] = [
     *on("megatron-gpt-overlap", BucketNotReduced, F.NOT_REDUCED, layout=REPLICATED),
     *on("megatron-gpt", SumsInBf16, layout=PIPELINE, precision=Precision.BF16),
     *on("megatron-gpt-recommended", WeightsNotGathered, layout=SHARDED),
+    *on("megatron-gpt-per-token", CountsTokensTwice, F.SCALED, layout=REPLICATED),
+    *on("megatron-gpt-pipeline-options", TellsNoShapes, suite="communication", layout=PIPELINE),
+    *on("megatron-gpt-aligned", WeightsNotGathered, layout=replace(PIPELINE, dp=2, zero_stage=1)),
+    *on("megatron-gpt-fp16", NotUndone, F.SCALED, layout=PIPELINE, precision=Precision.FP16),
     _on_load(SwapsShards),
     _on_load(ForgetsCount, F.UPDATE),
 ]

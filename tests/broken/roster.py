@@ -370,13 +370,19 @@ class JoinsNobody(Adapter):
         return AccelerateScript().build(case, context)
 
 
-class EveryProcessGetsAll(Adapter):
-    """The first process's rows are sent whole to every process."""
+def _first_part(data: Any, place: slice, **_: Any) -> Any:  # noqa: ANN401
+    from accelerate.utils.operations import slice_tensors
+
+    return slice_tensors(data, slice(0, place.stop - place.start))
+
+
+class EveryProcessGetsTheFirstPart(Adapter):
+    """Every process takes the rows that are the first one's."""
 
     def build(self, case: Case, context: RankContext) -> Engine:
         class Whole(DispatchedLoop):
             def ready(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-                self.prepared.slice_fn = lambda batch, *_, **__: batch
+                self.prepared.slice_fn = _first_part
                 super().ready(module, optimizer)
 
         return LoopEngine(case, context, Whole(case, context))
@@ -605,7 +611,7 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("accelerate-loop-synchronized", SynchronizesNothing, layout=REDUCED),
     *_on("accelerate-loop-triggered", NeverTriggered, F.NOT_REDUCED, layout=REDUCED),
     *_on("accelerate-loop-joined", JoinsNobody, suite="communication", layout=REDUCED),
-    *_on("accelerate-loop-dispatched", EveryProcessGetsAll, layout=REDUCED),
+    *_on("accelerate-loop-dispatched", EveryProcessGetsTheFirstPart, layout=REDUCED),
     *_on("accelerate-loop-epochs", SynchronizesWithEpochs, layout=REDUCED),
     *_on("accelerate-buckets accelerate-static", PlainDDP, suite="communication", layout=REDUCED),
     *_on("accelerate-fsdp1-by-size", g.OverMicroBatches, F.SCALED, layout=TWO),
