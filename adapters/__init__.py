@@ -90,6 +90,7 @@ ROSTER: dict[str, str] = {
     "megatron-gpt-per-token": "meshmark.adapters.megatron.options:MegatronGPTPerToken",
     "megatron-gpt-pipeline-options": "meshmark.adapters.megatron.options:MegatronGPTPipelineOptions",
     "megatron-gpt-aligned": "meshmark.adapters.megatron.options:MegatronGPTAligned",
+    "megatron-gpt-exchanged-sums": "meshmark.adapters.megatron.options:MegatronGPTExchangedSums",
     "megatron-gpt-fp16": "meshmark.adapters.megatron.options:MegatronGPTFP16",
     "deepspeed-pipeline": "meshmark.adapters.deepspeed.pipeline:DeepSpeedPipeline",
     "deepspeed-pipeline-options": "meshmark.adapters.deepspeed.pipeline:DeepSpeedPipelineOptions",

@@ -98,7 +98,7 @@ class AccelerateLoop(Loop):
         accelerator, count = self.accelerator, self.case.layout.num_micro_batches
         while True:
             samples = [next(batches) for _ in range(count)]
-            num_items = accelerator.gather(sum(batch.weights.sum() for batch in samples)).sum()
+            num_items = self.gathered(sum(batch.weights.sum() for batch in samples)).sum()
             total = torch.zeros((), device=accelerator.device)
             for index, batch in enumerate(samples):
                 with contextlib.nullcontext() if index == count - 1 else model.no_sync():
@@ -107,6 +107,11 @@ class AccelerateLoop(Loop):
                     total += loss.detach()
             self.gradients_complete(total)
             self.step(model, optimizer)
+
+    def gathered(self, value: Any) -> Tensor:  # noqa: ANN401
+        """Return a number of every process."""
+        found: Tensor = self.accelerator.gather(value)
+        return found
 
     def mean(self, model: Any, batch: Batch) -> Tensor:  # noqa: ANN401
         """Return the mean over the micro-batch's own targets, as a model that computes its own loss does."""
@@ -241,6 +246,11 @@ class JoinedLoop(AccelerateLoop):
     def train(self, model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:  # noqa: ANN401
         with self.accelerator.join_uneven_inputs([model], even_batches=False):
             super().train(model, optimizer, batches)
+
+    def gathered(self, value: Any) -> Tensor:  # noqa: ANN401
+        """Return a number of every process, without those of samples that fill up an epoch's last batch."""
+        found: Tensor = self.accelerator.gather_for_metrics(value)
+        return found
 
 
 class DispatchedLoop(AccelerateLoop):

@@ -280,6 +280,10 @@ class DeepSpeedPipelineOptions(DeepSpeedPipeline):
         reason = "shapes of activations are told to the next stage with every micro-batch"
         return (*super().traffic_exceptions(case, rank), TrafficException(sends=tuple(sends), reason=reason))
 
+    def config(self, case: Case, context: RankContext) -> dict[str, Any]:
+        section = {"activation_checkpoint_interval": 1, "use_reentrant": False}
+        return {**super().config(case, context), "pipeline": section}
+
     def module_options(self, case: Case) -> dict[str, Any]:
         from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
         from deepspeed.runtime.pipe.topology import PipeDataParallelTopology

@@ -118,13 +118,9 @@ class GPTModelEngine(Engine):
         """Return megatron-core's description of everything on this rank, assembled as in Megatron-LM's own
         training.
         """
-        state = self.model_states()
+        state = {name: chunk.module.sharded_state_dict() for name, chunk in self._chunks_by_name()}
         state["optimizer"] = self.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=_RESHARDABLE)
         return state | {"schedule": self.learning_rates.state_dict() if self.learning_rates else None}
-
-    def model_states(self) -> dict[str, Any]:
-        """Return megatron-core's description of each chunk's weights."""
-        return {name: chunk.module.sharded_state_dict() for name, chunk in self._chunks_by_name()}
 
     def _chunks_by_name(self) -> Iterator[tuple[str, Any]]:
         for index, chunk in enumerate(self.chunks):

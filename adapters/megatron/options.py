@@ -20,7 +20,7 @@ from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute, Schedule
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Flow, Purpose, TrafficException
+from meshmark.theory.flow import Flow, Purpose, TrafficException, exceptions_for
 from meshmark.theory.states import micro_batch_tokens
 from meshmark.theory.traffic import step_traffic
 
@@ -50,9 +50,6 @@ class PerTokenEngine(GPTModelEngine):
         """Return copies: memory of which NumPy has a view, as who reads gradients may make, cannot be freed."""
         found = super().gradients()
         return Gathered(([name], functools.partial(_copy, found, name)) for name in found)
-
-    def model_states(self) -> dict[str, Any]:
-        return {name: chunk.sharded_state_dict() for name, chunk in self._chunks_by_name()}
 
 
 class MegatronGPTPerToken(MegatronGPT):
@@ -125,6 +122,26 @@ class MegatronGPTPerToken(MegatronGPT):
         for chunk in engine.chunks:
             chunk.broadcast_params()
         return engine
+
+
+class MegatronGPTExchangedSums(MegatronGPTDistributedOptimizer):
+    """`reduce_scatter_with_fp32_accumulation`: ranks exchange parts of gradients, and each sums its own in float32."""
+
+    @classmethod
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        def exchanged(flow: Flow) -> Flow:
+            is_sum = flow.purpose is Purpose.GRADIENTS and flow.kind == "reduce_scatter"
+            return dataclasses.replace(flow, kind="all_to_all") if is_sum else flow
+
+        padded = super().traffic_exceptions(case, rank)
+        reason = "parts of gradients are exchanged, and summed where they belong"
+        return (
+            *(dataclasses.replace(each, sends=tuple(map(exchanged, each.sends))) for each in padded),
+            *exceptions_for(step_traffic(case, rank), Purpose.GRADIENTS, reason, exchanged),
+        )
+
+    def reduction_options(self, case: Case) -> dict[str, Any]:
+        return {"reduce_scatter_with_fp32_accumulation": True}
 
 
 class MegatronGPTPipelineOptions(MegatronGPT):
