@@ -244,6 +244,7 @@ class AccelerateStatic(AccelerateSyncEach):
 
 class AccelerateFSDP2Engine(FSDP2Engine, AccelerateEngine):
     micro_batch = AccelerateEngine.micro_batch  # FSDP2Engine switches the reduction itself, which is Accelerate's here
+    save, load = AccelerateEngine.save, AccelerateEngine.load  # and saves by PyTorch alone
 
     def evaluate(self, batch: Batch) -> Tensor:
         share = super().evaluate(batch)
