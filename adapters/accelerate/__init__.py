@@ -231,12 +231,17 @@ class AccelerateStatic(AccelerateSyncEach):
     )
 
     @classmethod
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        return DDPStatic.traffic_exceptions(case, rank)
+
+    @classmethod
     def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
-        """With accumulation, buckets are laid out anew in the first step already."""
-        found = DDPStatic.one_time_traffic(case, rank)
-        if case.layout.num_micro_batches == 1:
+        """Of a static graph, buckets are laid out anew in the third forward pass, whichever step that is in."""
+        found, rounds = DDPStatic.one_time_traffic(case, rank), case.layout.num_micro_batches
+        if rounds == 1:
             return found
-        return tuple(dataclasses.replace(each, steps=(0,)) for each in found)
+        third = 2 // rounds
+        return tuple(dataclasses.replace(each, steps=(third,)) if each.kind == "broadcast" else each for each in found)
 
     def ddp_arguments(self) -> dict[str, Any]:
         return {"static_graph": True}
