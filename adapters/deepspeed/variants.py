@@ -338,6 +338,12 @@ class DeepSpeedOffloadsBetween(DeepSpeed):
     )
     known_gaps: ClassVar = tuple(gap for gap in DeepSpeed.known_gaps if 3 not in gap.zero_stages)
 
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        if keeps_whole_gradients(case):
+            return f"{case.adapter} does not support stage 1 in bf16 (BF16_Optimizer has no `offload_states`)"
+        return super().supports(case, device, backend)
+
 
 class DeepSpeedOffload(DeepSpeed):
     """Masters, moments and the gradients that they are updated with live in the host's memory, and the host updates

@@ -45,6 +45,7 @@ CLAUSES_OF = (
     *("deepspeed-configured", "accelerate-loop-split", "accelerate-loop-shuffled", "ddp-zero1", "deepspeed-predivide"),
     *("fabric-loop", "ddp-buckets"),
     *("deepspeed-universal", "deepspeed-elastic", "megatron-gpt", "megatron-gpt-per-token"),
+    "megatron-gpt-recommended",
     *("accelerate-fsdp1-by-size", "accelerate-loop-triggered"),
 )
 """Adapters whose clauses are run, of each the deepest ZeRO stage, most valuable first."""
@@ -111,6 +112,9 @@ HARD = ("ddp", "fsdp2", "fsdp1", "deepspeed", "accelerate", "accelerate-fsdp2", 
 HARD_WORKLOAD = "examples/workloads/hard.py:Hard"
 _MINI = workload("gpt-mini")
 _DEEP = replace(_MINI, name="gpt-deep", model=replace(_MINI.model, name="gpt-deep", num_layers=4))
+_WIDE = replace(
+    _MINI, name="gpt-wide", model=replace(_MINI.model, name="gpt-wide", num_layers=1, hidden=512, ffn_hidden=2048)
+)
 _TWELVE = replace(_MINI, name="gpt-mini.b12", global_batch=12)
 _BETAS = replace(
     _MINI, name="gpt-mini-betas", optimizer=replace(_MINI.optimizer, betas=(0.8, 0.95), eps=1e-6, clip_norm=None)
@@ -123,6 +127,7 @@ OF_LAYOUTS = (
     *((name, "dp2.zero2.mb3", Precision.FP32, _TWELVE) for name in ("deepspeed", "deepspeed-sums")),
     ("deepspeed-pipeline-options", "pp2.1f1b.zero1.mb4.recompute_full", Precision.FP32, _MINI),
     ("deepspeed-checkpointing", "dp2.zero3.mb2.recompute_full", Precision.FP32, _MINI),
+    ("deepspeed-infinity", "dp2.zero3.mb2.offload_nvme", Precision.FP32, _WIDE),
     ("deepspeed-zero0-bf16", "dp2", Precision.BF16_REDUCE_BF16, _MINI),
     ("deepspeed-round-robin", "dp2.zero2.mb2", Precision.FP32, workload("gpt-mini-adam")),
     ("accelerate-deepspeed-auto", "dp2.zero3.mb2", Precision.FP32, workload("gpt-moe-mini")),
