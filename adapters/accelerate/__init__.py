@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from meshmark.adapter.arithmetic import Arithmetic, Casting, Summing
 from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
@@ -35,6 +36,7 @@ from meshmark.adapters.accelerate.prepare import (
     sharding_accelerator,
     whole_batches,
 )
+from meshmark.adapters.ddp import DDPBuckets, DDPStatic
 from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.config import prepare
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine, is_deepspeed
@@ -149,6 +151,7 @@ class Accelerate(Adapter):
                     gradient_as_bucket_view=True,
                     broadcast_buffers=False,  # each replica keeps its own statistics, as the workload defines them
                     find_unused_parameters=case.workload.leaves_unused,
+                    **self.ddp_arguments(),
                 ),
             ],
         )
@@ -160,6 +163,10 @@ class Accelerate(Adapter):
             prepared[0],
         )
         return AccelerateDDPEngine(case, context, accelerator, prepared)
+
+    def ddp_arguments(self) -> dict[str, Any]:
+        """Return the further arguments that a variant gives DDP."""
+        return {}
 
     def accumulation(self, case: Case) -> dict[str, Any]:
         """Return the arguments that say how micro-batches are accumulated."""
@@ -197,8 +204,52 @@ class AccelerateSyncEach(Accelerate):
         return {"gradient_accumulation_plugin": plugin}
 
 
+class AccelerateBuckets(Accelerate):
+    """DDP's buckets of 10 KiB, reduced by the hook of PowerSGD, which compresses nothing in its first steps."""
+
+    @classmethod
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        return DDPBuckets.traffic_exceptions(case, rank)
+
+    def ddp_arguments(self) -> dict[str, Any]:
+        from accelerate.utils import DDPCommunicationHookType
+
+        return {
+            "bucket_cap_mb": DDPBuckets.buckets["bucket_cap_mb"],
+            "comm_hook": DDPCommunicationHookType.POWER_SGD,
+            "comm_state_option": {"start_powerSGD_iter": 1_000_000},
+        }
+
+
+class AccelerateStatic(AccelerateSyncEach):
+    """DDP's `static_graph`, with a reduction after every micro-batch, for it breaks without
+    (adapters/gaps/ddp_static_graph_no_sync.py)."""
+
+    capabilities: ClassVar = dataclasses.replace(
+        AccelerateSyncEach.capabilities,
+        lacks={**AccelerateSyncEach.capabilities.lacks, Feature.UNUSED: DDPStatic.capabilities.lacks[Feature.UNUSED]},
+    )
+
+    @classmethod
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        return DDPStatic.traffic_exceptions(case, rank)
+
+    @classmethod
+    def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
+        """Of a static graph, buckets are laid out anew in the third forward pass, whichever step that is in."""
+        found, rounds = DDPStatic.one_time_traffic(case, rank), case.layout.num_micro_batches
+        if rounds == 1:
+            return found
+        third = 2 // rounds
+        return tuple(dataclasses.replace(each, steps=(third,)) if each.kind == "broadcast" else each for each in found)
+
+    def ddp_arguments(self) -> dict[str, Any]:
+        return {"static_graph": True}
+
+
 class AccelerateFSDP2Engine(FSDP2Engine, AccelerateEngine):
     micro_batch = AccelerateEngine.micro_batch  # FSDP2Engine switches the reduction itself, which is Accelerate's here
+    save, load = AccelerateEngine.save, AccelerateEngine.load  # and saves by PyTorch alone
 
     def evaluate(self, batch: Batch) -> Tensor:
         share = super().evaluate(batch)
@@ -337,18 +388,26 @@ class AccelerateDeepSpeed(DeepSpeed):
     def plugin(self, case: Case, context: RankContext) -> Any:  # noqa: ANN401
         return deepspeed_plugin(self.config(case, context))
 
+    def plugins(self, case: Case, context: RankContext) -> dict[str, Any]:
+        """Return the argument that gives Accelerate the plugin."""
+        return {"deepspeed_plugin": self.plugin(case, context)}
+
+    def loaders(self, case: Case) -> tuple[DataLoader[Any], ...]:
+        """Return the loaders that are prepared with the model. By default none: an engine is handed its batches."""
+        return ()
+
     def build(self, case: Case, context: RankContext) -> Engine:
         choose_device(context)
         prepare(context)
         from accelerate import Accelerator
 
         accelerator = Accelerator(
-            deepspeed_plugin=self.plugin(case, context),
+            **self.plugins(case, context),
             kwargs_handlers=[backend_arguments(context)],
             dataloader_config=whole_batches(),
             gradient_accumulation_steps=case.layout.num_micro_batches,
         )
-        prepared = prepare_parts(accelerator, case, context)
+        prepared = prepare_parts(accelerator, case, context, self.loaders(case))
         module = prepared[0]
         active = is_deepspeed(module) and module.zero_optimization_stage() == case.layout.zero_stage
         prove(accelerator, "DEEPSPEED", active, module)

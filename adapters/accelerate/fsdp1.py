@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshmark.adapter.arithmetic import Arithmetic, Casting
-from meshmark.adapter.data_parallel import AUTOCAST, initial_model
+from meshmark.adapter.data_parallel import AUTOCAST, configure, initial_model
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.accelerate import FP16_IS_FP32, REQUIREMENT, AccelerateEngine
 from meshmark.adapters.accelerate.prepare import (
@@ -19,10 +20,14 @@ from meshmark.adapters.accelerate.prepare import (
     sharding_accelerator,
 )
 from meshmark.adapters.fsdp1 import FSDP1, FSDP1Engine, canonical
-from meshmark.reference.build import block_classes
+from meshmark.reference.build import block_classes, build_model, skeleton
+from meshmark.reference.initial import initial_value
+from meshmark.reference.model import Model, drawn_name
 from meshmark.reference.objective import build_optimizer, build_schedule
 from meshmark.spec.case import Case
+from meshmark.spec.model_spec import TEXT_FAMILIES
 from meshmark.spec.precision import Precision
+from meshmark.spec.workload import Workload
 
 
 class AccelerateFSDP1Engine(FSDP1Engine, AccelerateEngine):
@@ -59,13 +64,22 @@ class AccelerateFSDP1(FSDP1):
         if context.device.type == "cpu":
             allow_fsdp_on_cpu(context)
         accelerator, spec = self._accelerator(case, context), case.workload.optimizer
-        module = accelerator.prepare(initial_model(case, context.device))
+        module = accelerator.prepare(self.model(case, context))
         prove(accelerator, "FSDP", isinstance(module, FullyShardedDataParallel), module)
         named = [(canonical(name), parameter) for name, parameter in module.named_parameters()]
         optimizer = build_optimizer(spec, named)
         schedule = build_schedule(spec, optimizer)
         prepared = accelerator.prepare(optimizer, schedule) if schedule else (accelerator.prepare(optimizer), None)
         return AccelerateFSDP1Engine(case, context, accelerator, (module, *prepared))
+
+    def model(self, case: Case, context: RankContext) -> Model:
+        """Return the model that Accelerate prepares."""
+        return initial_model(case, context.device)
+
+    def wrapping(self, case: Case, context: RankContext) -> dict[str, Any]:
+        """Return the plugin's arguments that say which modules are wrapped."""
+        names = sorted(kind.__name__ for kind in block_classes(case.workload.model))
+        return {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": names}
 
     def _accelerator(self, case: Case, context: RankContext) -> Any:  # noqa: ANN401
         from accelerate import FullyShardedDataParallelPlugin
@@ -77,8 +91,42 @@ class AccelerateFSDP1(FSDP1):
             sharding_strategy=self.strategy,
             backward_prefetch="BACKWARD_PRE",
             use_orig_params=True,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=sorted(kind.__name__ for kind in block_classes(case.workload.model)),
+            **self.wrapping(case, context),
             mixed_precision_policy=MixedPrecision(param_dtype=low, reduce_dtype=reduced) if low else None,
         )
         return sharding_accelerator(case, context, plugin)
+
+
+class AccelerateFSDP1BySize(AccelerateFSDP1):
+    """Modules of a block's size are wrapped (`min_num_params`), of a model without values, which `param_init_fn` fills
+    in shard by shard."""
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        sizes = {sum(p.numel() for p in block.parameters()) for block in skeleton(case.workload.model).blocks.values()}
+        if len(sizes) > 1 or case.workload.model.family not in TEXT_FAMILIES:
+            return f"{case.adapter} does not support blocks of different sizes (it would wrap parts of the larger ones)"
+        return super().supports(case, device, backend)
+
+    def model(self, case: Case, context: RankContext) -> Model:
+        with torch.device("meta"):
+            model = configure(build_model(case.workload.model), case)
+        self.names = {part: name for name, part in model.named_modules()}
+        return model
+
+    def wrapping(self, case: Case, context: RankContext) -> dict[str, Any]:
+        block = next(iter(skeleton(case.workload.model).blocks.values()))
+        return {
+            "auto_wrap_policy": "size_based_wrap",
+            "min_num_params": sum(parameter.numel() for parameter in block.parameters()),
+            "param_init_fn": functools.partial(self.fill, case.workload, context.device),
+        }
+
+    @torch.no_grad()
+    def fill(self, workload: Workload, device: torch.device, module: nn.Module) -> None:
+        """Give a module's own parameters memory, and their initial values."""
+        prefix, model = self.names[module], workload.model
+        module.to_empty(device=device, recurse=False)
+        for own, parameter in module.named_parameters(recurse=False):
+            name = drawn_name(model, f"{prefix}.{own}")
+            parameter.copy_(initial_value(model, name, parameter.shape, seed=workload.seed, device=device))

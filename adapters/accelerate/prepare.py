@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.utils.data import DataLoader
 
 from meshmark.adapter.data_parallel import initial_model
 from meshmark.adapter.engine import RankContext
@@ -83,7 +85,7 @@ def allow_fsdp_on_cpu(context: RankContext) -> None:
     PartialState(backend=context.backend).distributed_type = DistributedType.MULTI_GPU
 
 
-def deepspeed_plugin(config: dict[str, Any] | str) -> Any:  # noqa: ANN401
+def deepspeed_plugin(config: dict[str, Any] | str, **arguments: Any) -> Any:  # noqa: ANN401
     """Accelerate's plugin by DeepSpeed's configuration, or a file of it. It must not want `transformers`: it leaves its
     configuration there for `from_pretrained`, which nobody calls here, and fails when the package is not installed."""
     from accelerate import DeepSpeedPlugin
@@ -92,13 +94,19 @@ def deepspeed_plugin(config: dict[str, Any] | str) -> Any:  # noqa: ANN401
         def set_deepspeed_weakref(self) -> None:
             pass
 
-    return Plugin(hf_ds_config=config, zero3_init_flag=False)
+    return Plugin(hf_ds_config=config, zero3_init_flag=False, **arguments)
 
 
-def prepare_parts(accelerator: Any, case: Case, context: RankContext) -> tuple[Any, ...]:  # noqa: ANN401
-    """The model with its initial values, its optimizer and its schedule (or None), as Accelerate wraps them."""
+def prepare_parts(
+    accelerator: Any,  # noqa: ANN401
+    case: Case,
+    context: RankContext,
+    loaders: Sequence[DataLoader[Any]] = (),
+) -> tuple[Any, ...]:
+    """The model with its initial values, its optimizer and its schedule (or None), as Accelerate wraps them. `loaders`
+    are prepared with them, for Accelerate to read sizes of batches from."""
     model, spec = initial_model(case, context.device), case.workload.optimizer
     optimizer = build_optimizer(spec, model.named_parameters())
     schedule = build_schedule(spec, optimizer)
-    prepared = accelerator.prepare(model, optimizer, *([schedule] if schedule else []))
-    return (*prepared, None) if schedule is None else tuple(prepared)
+    prepared = accelerator.prepare(model, optimizer, *([schedule] if schedule else []), *loaders)
+    return (*prepared[:2], None) if schedule is None else tuple(prepared[:3])

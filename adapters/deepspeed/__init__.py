@@ -138,7 +138,7 @@ class DeepSpeed(Adapter):
         shards, own = state_shards(layout, rank)
         planned = count / shards
         if layout.zero_stage < 3 and not case.precision.is_mixed:
-            groups = sizes_by_group(case, cls.held_sizes(case))
+            groups = cls.partitioned_sizes(case)
             kept = float(sum(reaching_elements(sizes, shards, own) for sizes in groups))
             reason = "a rank keeps its partition's gradients alone, and tensors that reach over its ends whole"
         elif layout.zero_stage == 1 and case.precision.compute is Dtype.FP16:
@@ -150,6 +150,11 @@ class DeepSpeed(Adapter):
         else:
             return ()
         return (ExtraMemory(category="gradients", num_bytes=4 * (kept - planned), reason=reason),)
+
+    @classmethod
+    def partitioned_sizes(cls, case: Case) -> list[list[int]]:
+        """Return the sizes of each group's tensors in the order in which they are laid out to be partitioned."""
+        return sizes_by_group(case, cls.held_sizes(case))
 
     @classmethod
     def held_sizes(cls, case: Case) -> list[int]:

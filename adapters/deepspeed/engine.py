@@ -139,13 +139,18 @@ class DeepSpeedEngine(DataParallelEngine):
         A checkpoint of another world size is loaded as DeepSpeed's universal checkpoint, to which the first rank
         converts it.
         """
-        tag = TAG
         if len(list((folder / TAG).glob("*optim_states.pt"))) != self.context.world_size:
-            tag, self.module._config.load_universal_checkpoint = _UNIVERSAL, True
-            if self.context.rank == 0:
-                _make_universal(folder)
-            torch.distributed.barrier()
-        self.read(folder, tag)
+            self.load_universal(folder)
+        else:
+            self.read(folder, TAG)
+
+    def load_universal(self, folder: Path) -> None:
+        """Convert the checkpoint in `folder`, on the first rank, and load what comes of it."""
+        self.module._config.load_universal_checkpoint = True
+        if self.context.rank == 0:
+            _make_universal(folder)
+        torch.distributed.barrier()
+        self.read(folder, _UNIVERSAL)
 
     def read(self, folder: Path, tag: str) -> None:
         path, _ = self.module.load_checkpoint(str(folder), tag=tag)

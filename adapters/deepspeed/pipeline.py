@@ -31,6 +31,9 @@ from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.states import ExtraMemory, micro_batch_tokens
 from meshmark.theory.traffic import step_traffic
 
+_SHAPE_BYTES = 4 * 256
+"""A buffer of 256 numbers, which describes activations to the next stage."""
+
 
 class EndLayer(Transformer):
     """Embedding or head; pipelines are cut by the number of `InnerLayer`s."""
@@ -175,7 +178,7 @@ class DeepSpeedPipeline(DeepSpeed):
         """Before its first activations, a stage describes them to the next, in a buffer of 256 numbers."""
         reason = "shapes of activations are told to the next stage before the first of them"
         told = (
-            OneTimeTraffic(kind=kind, steps=(0,), most_bytes=4 * 256, most_calls=1, reason=reason)
+            OneTimeTraffic(kind=kind, steps=(0,), most_bytes=_SHAPE_BYTES, most_calls=1, reason=reason)
             for kind in ("send", "recv")
         )
         return (*super().one_time_traffic(case, rank), *told)
@@ -207,6 +210,13 @@ class DeepSpeedPipeline(DeepSpeed):
             TrafficException(sends=tuple(told), reason="the loss is averaged, and told to all stages"),
         )
 
+    def config(self, case: Case, context: RankContext) -> dict[str, Any]:
+        return ds_config(case)
+
+    def module_options(self, case: Case) -> dict[str, Any]:
+        """Return the further arguments of the `PipelineModule`."""
+        return {"num_stages": case.layout.pp}
+
     def build(self, case: Case, context: RankContext) -> Engine:
         prepare(context)
         import deepspeed
@@ -217,18 +227,77 @@ class DeepSpeedPipeline(DeepSpeed):
         kinds = [EndLayer, *[InnerLayer] * (last - 1), EndLayer]
         layers = [LayerSpec(kind, case, context.device, layer) for layer, kind in enumerate(kinds)]
         model = PipelineModule(
-            layers, num_stages=case.layout.pp, partition_method="type:InnerLayer", loss_fn=cross_entropy
+            layers, partition_method="type:InnerLayer", loss_fn=cross_entropy, **self.module_options(case)
         )
         spec = case.workload.optimizer
         named = [(name.partition(".")[2], parameter) for name, parameter in model.named_parameters()]
         optimizer = build_optimizer(spec, named)
-        config: dict[str, Any] = ds_config(case)
+        config = self.config(case, context)
         module, _, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, lr_scheduler=build_schedule(spec, optimizer), config=config
         )
         engine = PipelineModuleEngine(case, context, module, optimizer)
         engine.put_off_the_update()
         return engine
+
+
+class DeepSpeedPipelineOptions(DeepSpeedPipeline):
+    """Stages by a `topology`, layers seeded each by itself, shapes told with every micro-batch (`dynamic_shape`), and
+    blocks computed again (`activation_checkpoint_interval`) by DeepSpeed's checkpoints that are not reentrant."""
+
+    capabilities: ClassVar = dataclasses.replace(
+        DeepSpeedPipeline.capabilities,
+        recomputes=frozenset({Recompute.FULL}),
+        lacks={
+            feature: why
+            for feature, why in DeepSpeedPipeline.capabilities.lacks.items()
+            if feature is not Feature.RECOMPUTE
+        },
+    )
+
+    @classmethod
+    def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
+        return super(DeepSpeedPipeline, cls).one_time_traffic(case, rank)
+
+    @classmethod
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        layout, count = case.layout, case.layout.num_micro_batches
+        stages, stage = layout.group("pp", rank), layout.coordinates(rank).pp
+
+        def told(kind: str, *ranks: int) -> Flow:
+            return Flow(
+                kind=kind,
+                axes="pp",
+                ranks=ranks,
+                purpose=Purpose.ACTIVATIONS,
+                num_bytes=_SHAPE_BYTES * count,
+                fewest=count,
+                most=count,
+            )
+
+        sends = [told("send", *stages[stage : stage + 2])] if stage + 1 < len(stages) else []
+        sends += [told("recv", *stages[stage - 1 : stage + 1])] if stage else []
+        reason = "shapes of activations are told to the next stage with every micro-batch"
+        return (*super().traffic_exceptions(case, rank), TrafficException(sends=tuple(sends), reason=reason))
+
+    def config(self, case: Case, context: RankContext) -> dict[str, Any]:
+        section = {"activation_checkpoint_interval": 1, "use_reentrant": False}
+        return {**super().config(case, context), "pipeline": section}
+
+    def module_options(self, case: Case) -> dict[str, Any]:
+        from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
+        from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+
+        return {
+            "topology": PipeDataParallelTopology(num_pp=case.layout.pp, num_dp=case.layout.dp),
+            "seed_layers": True,
+            "seed_fn": torch.manual_seed,
+            "base_seed": case.workload.seed,
+            "activation_checkpoint_interval": 1,
+            "activation_checkpoint_func": non_reentrant_checkpoint,
+            "checkpointable_layers": [InnerLayer.__name__],
+            "dynamic_shape": True,
+        }
 
 
 def _meta_stage(case: Case, stage: int) -> list[nn.Parameter]:

@@ -5,23 +5,28 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from meshmark.adapter.capabilities import Feature
+from meshmark.adapter.data_parallel import DataParallelEngine
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.deepspeed import DeepSpeed, sizes_by_group
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.adapters.deepspeed.operators import load, missing
 from meshmark.adapters.deepspeed.traffic_exceptions import WHOLE_BUCKETS, keeps_whole_gradients
 from meshmark.errors import AdapterError
-from meshmark.reference.build import parameter_shapes
+from meshmark.reference.build import block_classes, parameter_shapes, skeleton
+from meshmark.reference.data import Batch
 from meshmark.reference.optimizers import parameter_groups, reference_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Offload
-from meshmark.theory.flow import Flow, Purpose, TrafficException, by, exceptions_for
+from meshmark.spec.precision import Precision
+from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException, by, exceptions_for
 from meshmark.theory.model_theory import bucket_elements
 from meshmark.theory.parameter_order import reaching_elements
 from meshmark.theory.states import ExtraMemory
@@ -144,6 +149,134 @@ class DeepSpeedSeparateGradients(DeepSpeed):
         return (*found, ExtraMemory(category="peak", num_bytes=num_bytes, reason="gradients pass through no buffer"))
 
 
+class RoundRobinEngine(DeepSpeedEngine):
+    """Reads weights and gradients from where tensors are after they were reordered. DeepSpeed's own look-up takes the
+    place before (adapters/gaps/deepspeed_round_robin_full_gradient.py)."""
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        return DataParallelEngine.parameters(self)
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Return every group's partitions, joined over ranks and cut into its tensors."""
+        names = {parameter: name for name, parameter in self.named_parameters()}
+        found, zero = {}, self.zero
+        for index, tensors in enumerate(zero.round_robin_bit16_groups):
+            own = zero.bit16_groups_flat[index].new_zeros(int(zero.partition_size[index]))
+            parts = torch.cat([part.flatten() for part in zero.averaged_gradients[index]])
+            own[: len(parts)] = parts
+            whole = own.new_empty(own.numel() * self.case.layout.dp)
+            torch.distributed.all_gather_into_tensor(whole, own)
+            for tensor, start in zip(tensors, zero.round_robin_bit16_offsets[index], strict=True):
+                found[names[tensor]] = whole[start : start + tensor.numel()].view_as(tensor)
+        return found
+
+
+class DeepSpeedRoundRobin(DeepSpeedWholeBuckets):
+    """`round_robin_gradients`: tensors that follow each other are laid out in parts of different ranks. They begin at
+    multiples of 16 bytes, and one without a gradient is an error. What is not clipped has no norm computed."""
+
+    engine: ClassVar = RoundRobinEngine
+    choices: ClassVar = {
+        "round_robin_gradients": True,
+        "parameter_alignment": True,
+        "ignore_unused_parameters": False,
+    }
+    capabilities: ClassVar = dataclasses.replace(
+        DeepSpeedWholeBuckets.capabilities,
+        precisions=frozenset({Precision.FP32}),
+        lacks={
+            **DeepSpeed.capabilities.lacks,
+            Precision.BF16: "masters cannot be told apart (`safe_get_full_fp32_param` takes the place before)",
+            Feature.UNUSED: "it is asked to refuse them (`ignore_unused_parameters: false`)",
+            Feature.RESHARD: "its conversion takes tensors in the order of the model",
+        },
+    )
+    known_gaps: ClassVar = ()
+
+    @classmethod
+    def partitioned_sizes(cls, case: Case) -> list[list[int]]:
+        dp = case.layout.dp
+        groups = super().partitioned_sizes(case)
+        return [[size for first in range(dp) for size in sizes[first::dp]] for sizes in groups]
+
+    @classmethod
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        found = super().traffic_exceptions(case, rank)
+        if case.workload.optimizer.clip_norm is not None:
+            return found
+        return tuple(each for each in found if not any(flow.purpose is Purpose.NORM for flow in each.sends))
+
+    def zero_options(self, case: Case, context: RankContext) -> dict[str, Any]:
+        clips = case.workload.optimizer.clip_norm is not None
+        return {**super().zero_options(case, context), "compute_grad_norm": clips}
+
+
+class DeepSpeedLeafModules(DeepSpeed):
+    """`leaf_module`: stage 3 gathers a block as a whole, and not each of its modules.
+
+    Besides, each tensor is gathered by a call of its own (`allgather_sequential`), PyTorch's linear layers stay as they
+    are (`memory_efficient_linear: false`), and so does `Module.apply`.
+    """
+
+    capabilities: ClassVar = dataclasses.replace(DeepSpeed.capabilities, zero_stages=frozenset({3}))
+    known_gaps: ClassVar = tuple(gap for gap in DeepSpeed.known_gaps if 3 in gap.zero_stages)
+
+    def zero_options(self, case: Case, context: RankContext) -> dict[str, Any]:
+        classes = sorted(kind.__name__ for kind in block_classes(case.workload.model))
+        return {
+            **super().zero_options(case, context),
+            "leaf_module": {"classes": classes},
+            "allgather_sequential": True,
+            "memory_efficient_linear": False,
+            "override_module_apply": False,
+        }
+
+    @classmethod
+    def last_module_bytes(cls, case: Case) -> int:
+        """Return the bytes of the weights of the module that runs last, padded to shards."""
+        shapes = parameter_shapes(case.workload.model)
+        last = next(reversed(shapes)).rpartition(".")[0]
+        sizes = [math.prod(shape) for name, shape in shapes.items() if name.rpartition(".")[0] == last]
+        return sum(size + -size % case.layout.dp for size in sizes) * case.precision.weights.itemsize
+
+    @classmethod
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        """With `allgather_sequential` DeepSpeed looks ahead by one element: the last module's weights, which are used
+        again at once, are not given up."""
+        kept = cls.last_module_bytes(case) * case.layout.num_micro_batches
+        own = (flow for flow in step_traffic(case, rank) or [] if flow.purpose is Purpose.WEIGHTS)
+        less = tuple(dataclasses.replace(flow, num_bytes=-kept, fewest=0, most=0) for flow in own)
+        reason = "the last module's weights stay from its forward to its backward pass"
+        found = super().traffic_exceptions(case, rank)
+        return (*found, TrafficException(sends=less, reason=reason)) if less else found
+
+    @classmethod
+    def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
+        again = OneTimeTraffic(
+            kind="all_gather",
+            steps=(0, 1) if case.layout.num_micro_batches == 1 else (0,),
+            most_bytes=2 * cls.last_module_bytes(case),
+            most_calls=2 * len(parameter_shapes(case.workload.model)),
+            reason="DeepSpeed looks ahead once it has recorded the order of modules",
+        )
+        return (*super().one_time_traffic(case, rank), again)
+
+
+class DeepSpeedGranularity(DeepSpeed):
+    """`stage3_module_granularity_threshold`: modules whose parts are small on average are gathered as a whole."""
+
+    capabilities: ClassVar = dataclasses.replace(DeepSpeed.capabilities, zero_stages=frozenset({3}))
+    known_gaps: ClassVar = tuple(gap for gap in DeepSpeed.known_gaps if 3 in gap.zero_stages)
+
+    def zero_options(self, case: Case, context: RankContext) -> dict[str, Any]:
+        """Return a threshold that blocks are under, and the model is not: the parameters of a block for each of its
+        modules that have any."""
+        block = next(iter(skeleton(case.workload.model).blocks.values()))
+        modules = sum(1 for part in block.modules() if [*part.parameters()])
+        threshold = sum(parameter.numel() for parameter in block.parameters()) // modules
+        return {**super().zero_options(case, context), "stage3_module_granularity_threshold": threshold}
+
+
 class DeepSpeedFetchesByReduction(DeepSpeed):
     """`stage3_use_all_reduce_for_fetch_params`: weights come together as a sum of buffers that hold one shard each."""
 
@@ -172,6 +305,44 @@ class DeepSpeedFetchesByReduction(DeepSpeed):
         summed = dataclasses.replace(own, kind="all_reduce", num_bytes=times * padded, fewest=calls, most=calls)
         reason = "weights of a module with several come together by all-reduce"
         return (*found, TrafficException(sends=(less, summed), reason=reason))
+
+
+class OffloadedBetweenEngine(DeepSpeedEngine):
+    """States leave the device after an update, and come back before the next step."""
+
+    def backward(self, batch: Batch) -> Tensor:
+        self.module.reload_states()
+        return super().backward(batch)
+
+    def update(self) -> Tensor | None:
+        norm = super().update()
+        self.module.offload_states(pin_memory=False)
+        return norm
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Return masters once they are back: those that are away read as zeros
+        (adapters/gaps/deepspeed_offloaded_master.py)."""
+        self.module.reload_states()
+        return super().parameters()
+
+
+class DeepSpeedOffloadsBetween(DeepSpeed):
+    """`offload_states` and `reload_states`: masters, weights and moments are in the host's memory between steps, as
+    where a model generates text between them. Stage 3 moves moments of its own CUDA optimizer alone."""
+
+    engine: ClassVar = OffloadedBetweenEngine
+    capabilities: ClassVar = dataclasses.replace(
+        DeepSpeed.capabilities,
+        zero_stages=frozenset({1, 2}),
+        devices=frozenset({"cpu"}),  # where the host's memory is the device's: of a GPU it is not planned
+    )
+    known_gaps: ClassVar = tuple(gap for gap in DeepSpeed.known_gaps if 3 not in gap.zero_stages)
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        if keeps_whole_gradients(case):
+            return f"{case.adapter} does not support stage 1 in bf16 (BF16_Optimizer has no `offload_states`)"
+        return super().supports(case, device, backend)
 
 
 class DeepSpeedOffload(DeepSpeed):

@@ -48,11 +48,18 @@ class GPTModelEngine(Engine):
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
+        """As in Megatron-LM's own training, weights that the next forward pass would gather are gathered at once."""
+        hooked = [chunk for chunk in self.chunks if chunk.ddp_config.overlap_param_gather]
+        with cuda_is(self.context.device):
+            for chunk in hooked:
+                chunk.disable_forward_pre_hook()
         for chunk in self.chunks:
             chunk.eval()
         total = self._run(batch, forward_only=True)
         for chunk in self.chunks:
             chunk.train()
+        for chunk in hooked:
+            chunk.enable_forward_pre_hook()
         return total
 
     def _run(self, batch: Batch, *, forward_only: bool) -> Tensor:

@@ -27,7 +27,7 @@ from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Recompute, Schedule
 from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.optimizer import OptimizerKind
-from meshmark.spec.precision import Precision
+from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.flow import Purpose, TrafficException, besides
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.states import ExtraMemory
@@ -61,6 +61,7 @@ class MegatronGPT(Adapter):
     """Whether the reduction averages over replicas; otherwise gradients are scaled before."""
     fuses: ClassVar = False
     """Whether megatron-core's fused kernels that need no other package run on CUDA; on a CPU none do."""
+    engine: ClassVar[type[GPTModelEngine]] = GPTModelEngine
     arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, divides=True, splits_products=True, gpt_model_order=True)
     requires: ClassVar = (Requirement(module="megatron.core", distribution="megatron-core"),)
     preload: ClassVar[tuple[str, ...]] = ("megatron.core.models.gpt", "megatron.core.optimizer")
@@ -190,20 +191,36 @@ class MegatronGPT(Adapter):
             overlap_param_gather=self.overlaps_gather,
             bucket_size=self.bucket_elements(case),
             average_in_collective=self.averages_in_collective,
+            **self.reduction_options(case),
         )
         with cuda_is(context.device), norms_marked():
-            config = _config(case, context, fuses=self.fuses and context.device.type == "cuda")
+            fuses = self.fuses and context.device.type == "cuda"
+            config = _config(case, context, fuses=fuses, options=self.model_options(case))
             models = [_chunk(case, context, config, chunk) for chunk in range(layout.virtual_stages)]
             if case.precision.is_mixed:
                 models = [Float16Module(config, model) for model in models]
             chunks = [DistributedDataParallel(config, how, m, disable_bucketing=i > 0) for i, m in enumerate(models)]
             if how.overlap_grad_reduce:  # as Megatron-LM's own training does
                 config.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
-            optimizer = _optimizer(case, chunks, overlaps_gather=self.overlaps_gather)
-        engine = GPTModelEngine(case, context, chunks, optimizer)
+            optimizer = _optimizer(
+                case, chunks, overlaps_gather=self.overlaps_gather, options=self.optimizer_options(case)
+            )
+        engine = self.engine(case, context, chunks, optimizer)
         if case.precision.is_mixed:
             restore_masters(case, engine)
         return engine
+
+    def reduction_options(self, case: Case) -> dict[str, Any]:
+        """Return a variant's further choices of `DistributedDataParallelConfig`."""
+        return {}
+
+    def model_options(self, case: Case) -> dict[str, Any]:
+        """Return a variant's further choices of `TransformerConfig`."""
+        return {}
+
+    def optimizer_options(self, case: Case) -> dict[str, Any]:
+        """Return a variant's further choices of `OptimizerConfig`."""
+        return {}
 
 
 class MegatronGPTAverages(MegatronGPT):
@@ -244,7 +261,7 @@ class MegatronGPTDistributedOptimizer(MegatronGPT):
         return super().supports(case, device, backend)
 
 
-def _config(case: Case, context: RankContext, *, fuses: bool) -> Any:  # noqa: ANN401
+def _config(case: Case, context: RankContext, *, fuses: bool, options: dict[str, Any]) -> Any:  # noqa: ANN401
     """Megatron's, of the model and of how it is laid over ranks. Its fused GELU is the approximation by tanh."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.transformer import TransformerConfig
@@ -271,7 +288,8 @@ def _config(case: Case, context: RankContext, *, fuses: bool) -> Any:  # noqa: A
         virtual_pipeline_model_parallel_size=layout.virtual_stages if layout.virtual_stages > 1 else None,
         sequence_parallel=layout.sequence_parallel,
         **_RECOMPUTED[layout.recompute],
-        bf16=case.precision.is_mixed,
+        bf16=case.precision.compute is Dtype.BF16,
+        fp16=case.precision.compute is Dtype.FP16,
         params_dtype=getattr(torch, case.precision.weights),
         pipeline_dtype=getattr(torch, case.precision.weights),
         use_cpu_initialization=context.device.type == "cpu",
@@ -287,6 +305,7 @@ def _config(case: Case, context: RankContext, *, fuses: bool) -> Any:  # noqa: A
         overlap_p2p_comm=layout.virtual_stages > 1,
         batch_p2p_comm=layout.virtual_stages == 1,
         finalize_model_grads_func=finalize_model_grads,
+        **options,
     )
 
 
@@ -325,7 +344,7 @@ def _first_layer(case: Case, place: int) -> int:
     return place * case.workload.model.num_layers // (case.layout.pp * case.layout.virtual_stages)
 
 
-def _optimizer(case: Case, chunks: list[Any], *, overlaps_gather: bool) -> Any:  # noqa: ANN401
+def _optimizer(case: Case, chunks: list[Any], *, overlaps_gather: bool, options: dict[str, Any]) -> Any:  # noqa: ANN401
     """Megatron's, over PyTorch's AdamW or SGD; nothing is exempt from weight decay."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -341,8 +360,10 @@ def _optimizer(case: Case, chunks: list[Any], *, overlaps_gather: bool) -> Any: 
         clip_grad=spec.clip_norm or 0.0,
         use_distributed_optimizer=case.layout.zero_stage > 0,
         overlap_param_gather=overlaps_gather,
-        bf16=case.precision.is_mixed,
+        bf16=case.precision.compute is Dtype.BF16,
+        fp16=case.precision.compute is Dtype.FP16,
         params_dtype=getattr(torch, case.precision.weights),
+        **options,
     )
     made = get_megatron_optimizer(config, chunks, config_overrides={}, use_gloo_process_groups=False)
     chained = getattr(made, "chained_optimizers", [made])

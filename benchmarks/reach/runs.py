@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from meshmark.reference.own_model import describe
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
+from meshmark.spec.layout_id import parse_layout
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload, workload
 
@@ -43,6 +44,9 @@ CLAUSES_OF = (
     "accelerate-loop",
     *("deepspeed-configured", "accelerate-loop-split", "accelerate-loop-shuffled", "ddp-zero1", "deepspeed-predivide"),
     *("fabric-loop", "ddp-buckets"),
+    *("deepspeed-universal", "deepspeed-elastic", "megatron-gpt", "megatron-gpt-per-token"),
+    "megatron-gpt-recommended",
+    *("accelerate-fsdp1-by-size", "accelerate-loop-triggered"),
 )
 """Adapters whose clauses are run, of each the deepest ZeRO stage, most valuable first."""
 SUITES_OF_TWO = (
@@ -76,6 +80,13 @@ SUITES_OF_TWO = (
     *("deepspeed-predivide", "deepspeed-prescale", "deepspeed-separate-gradients", "deepspeed-fetch-by-reduction"),
     *("ddp-buckets", "fabric-loop", "megatron-gpt-average", "fairscale-fsdp-nosync", "fairscale-fsdp-predivide"),
     *("accelerate-sync-each", "accelerate-fsdp2-nosync"),
+    *("deepspeed-by-hand", "deepspeed-coalesced", "deepspeed-sums", "deepspeed-round-robin", "deepspeed-elastic"),
+    *("deepspeed-leaf-modules", "deepspeed-granularity", "deepspeed-offload-between", "deepspeed-bf16"),
+    *("accelerate-loop-synchronized", "accelerate-loop-triggered", "accelerate-loop-joined"),
+    *("accelerate-loop-dispatched", "accelerate-loop-epochs", "accelerate-buckets", "accelerate-static"),
+    *("accelerate-fsdp1-by-size", "accelerate-deepspeed-auto", "accelerate-deepspeed-file"),
+    *("accelerate-fsdp2-launched", "megatron-gpt-per-token", "megatron-gpt-pipeline-options"),
+    "megatron-gpt-exchanged-sums",
     *("deepspeed-autocast", "fsdp2-sums", "fsdp2-columns", "fsdp1-no-shard", "ddp-zero1-views"),
 )
 SUITES_OF_FOUR = (
@@ -99,6 +110,39 @@ SCHEDULED = (
 HARD = ("ddp", "fsdp2", "fsdp1", "deepspeed", "accelerate", "accelerate-fsdp2", "fairscale-oss", "gpipe", "pipeline")
 """Adapters whose suites are also run on the hard workload."""
 HARD_WORKLOAD = "examples/workloads/hard.py:Hard"
+_MINI = workload("gpt-mini")
+_DEEP = replace(_MINI, name="gpt-deep", model=replace(_MINI.model, name="gpt-deep", num_layers=4))
+_WIDE = replace(
+    _MINI, name="gpt-wide", model=replace(_MINI.model, name="gpt-wide", num_layers=1, hidden=512, ffn_hidden=2048)
+)
+_TWELVE = replace(_MINI, name="gpt-mini.b12", global_batch=12)
+_BETAS = replace(
+    _MINI, name="gpt-mini-betas", optimizer=replace(_MINI.optimizer, betas=(0.8, 0.95), eps=1e-6, clip_norm=None)
+)
+OF_LAYOUTS = (
+    *(
+        (name, "dp2.mb3", Precision.FP32, _TWELVE)
+        for name in ("accelerate", "accelerate-loop-epochs", "accelerate-loop-triggered", "megatron-gpt-per-token")
+    ),
+    *((name, "dp2.zero2.mb3", Precision.FP32, _TWELVE) for name in ("deepspeed", "deepspeed-sums")),
+    ("deepspeed-pipeline-options", "pp2.1f1b.zero1.mb4.recompute_full", Precision.FP32, _MINI),
+    ("deepspeed-checkpointing", "dp2.zero3.mb2.recompute_full", Precision.FP32, _MINI),
+    ("deepspeed-infinity", "dp2.zero3.mb2.offload_nvme", Precision.FP32, _WIDE),
+    ("deepspeed-zero0-bf16", "dp2", Precision.BF16_REDUCE_BF16, _MINI),
+    ("deepspeed-round-robin", "dp2.zero2.mb2", Precision.FP32, workload("gpt-mini-adam")),
+    ("accelerate-deepspeed-auto", "dp2.zero3.mb2", Precision.FP32, workload("gpt-moe-mini")),
+    ("megatron-gpt", "tp2.mb2.recompute_full", Precision.FP32, _MINI),
+    ("megatron-gpt", "tp2.mb2.recompute_selective", Precision.FP32, _MINI),
+    ("megatron-gpt", "pp2.interleaved.v2.mb4", Precision.FP32, _DEEP),
+    ("megatron-gpt", "dp2.mb2", Precision.FP32, _BETAS),
+    ("megatron-gpt-per-token", "tp2.mb2.recompute_full", Precision.FP32, _MINI),
+    ("megatron-gpt-per-token", "dp2.mb2", Precision.FP32, workload("gpt-mini-plain-adam")),
+    ("megatron-gpt-fp16", "dp2.mb2", Precision.FP16, _MINI),
+    ("megatron-gpt-recommended", "dp2.zero1.mb2", Precision.FP32, _MINI),
+    ("megatron-gpt-aligned", "dp2.pp2.1f1b.zero1.mb4", Precision.FP32, _MINI),
+    ("megatron-gpt-aligned", "dp2.pp2.interleaved.v2.zero1.mb4", Precision.FP32, _DEEP),
+)
+"""Cases that no matrix has: unequal degrees, recomputation, interleaved stages, other precisions and optimizers."""
 TIMES = 3.0
 """Factor on a pass's time limit: tracing slows ranks down."""
 OPTIONS = RunOptions(time_limit_seconds=120.0 * TIMES, observed_steps=3)
@@ -150,6 +194,11 @@ def units(of: Iterable[str] = ()) -> Iterator[Unit]:
         yield from _suites(name, Precision.BF16)
     for name in wanted(SCHEDULED):
         yield from _suites(name, Precision.FP32, workload("gpt-mini-warmup"))
+    for name, layout, precision, trained in OF_LAYOUTS:
+        if name in wanted([name]):
+            case = Case(adapter=name, workload=trained, layout=parse_layout(layout), precision=precision)
+            if load_adapter(builtin_adapters()[name]).refusal(case, "cpu", "gloo") is None:
+                yield Unit(case=case, clauses=False)
     hard = describe(HARD_WORKLOAD)
     for name in wanted(HARD):
         yield from _suites(name, Precision.FP32, hard)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapters.megatron.gpt_model import MegatronGPT
+from meshmark.adapters.megatron.gpt_model import MegatronGPT, MegatronGPTDistributedOptimizer
 from meshmark.conformance.scenario import plain_workload
 from meshmark.judge.faults import Fault
 from meshmark.reference.data import Batch
@@ -35,6 +35,28 @@ class OfModel(Broken):
     def layers(self) -> Iterator[nn.Module]:
         for chunk in self.chunks:
             yield from chunk.module.decoder.layers
+
+
+class CountsTokensTwice(Broken):
+    """Megatron is told of twice as many tokens as there are, by which it divides gradients."""
+
+    def _loss(self, micro: Batch, loss_BT: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        total, count, told = super()._loss(micro, loss_BT)  # type: ignore[misc]
+        return total, 2 * count, told
+
+
+class ReducedAsEver(Adapter):
+    """Megatron's distributed optimizer, whose gradients are reduced and scattered."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return MegatronGPTDistributedOptimizer().build(case, context)
+
+
+class TellsNoShapes(Adapter):
+    """Megatron's GPTModel as it is."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return MegatronGPT().build(case, context)
 
 
 class NotUndone(Broken):
@@ -187,6 +209,11 @@ MEGATRON_GPT_MUTANTS: list[Mutant] = [
     *on("megatron-gpt-overlap", BucketNotReduced, F.NOT_REDUCED, layout=REPLICATED),
     *on("megatron-gpt", SumsInBf16, layout=PIPELINE, precision=Precision.BF16),
     *on("megatron-gpt-recommended", WeightsNotGathered, layout=SHARDED),
+    *on("megatron-gpt-per-token", CountsTokensTwice, F.SCALED, layout=REPLICATED),
+    *on("megatron-gpt-pipeline-options", TellsNoShapes, suite="communication", layout=PIPELINE),
+    *on("megatron-gpt-aligned", WeightsNotGathered, layout=replace(PIPELINE, dp=2, zero_stage=1)),
+    *on("megatron-gpt-exchanged-sums", ReducedAsEver, suite="communication", layout=SHARDED),
+    *on("megatron-gpt-fp16", NotUndone, F.SCALED, layout=PIPELINE, precision=Precision.FP16),
     _on_load(SwapsShards),
     _on_load(ForgetsCount, F.UPDATE),
 ]

@@ -16,9 +16,19 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.loop import LoopEngine, collate
 from meshmark.adapters.accelerate import Accelerate, AccelerateFSDP2
-from meshmark.adapters.accelerate.loop import ShuffledLoop, SplitLoop
+from meshmark.adapters.accelerate.loop import (
+    AccelerateScript,
+    DispatchedLoop,
+    EpochsLoop,
+    ShuffledLoop,
+    SplitLoop,
+    SynchronizedLoop,
+    TriggeredLoop,
+)
 from meshmark.adapters.ddp import DDP
 from meshmark.adapters.deepspeed import DeepSpeed
+from meshmark.adapters.deepspeed.accumulation import DeepSpeedByHand, DeepSpeedSums
+from meshmark.adapters.deepspeed.pipeline import DeepSpeedPipelineOptions
 from meshmark.adapters.deepspeed.ulysses import UlyssesAttention
 from meshmark.adapters.deepspeed.variants import DeepSpeedDivides
 from meshmark.adapters.fabric.loop import FabricLoop
@@ -36,6 +46,7 @@ from meshmark.spec.workload import Workload, workload
 from meshmark.theory.sharding import Sharding
 from tests.broken import gradients as g
 from tests.broken import reducing as h
+from tests.broken import wrapped as w
 from tests.broken.engine import Broken
 from tests.broken.megatron_gpt import MEGATRON_GPT_MUTANTS
 from tests.broken.mutant import DEEP, GPT, Mutant
@@ -136,6 +147,57 @@ class StagesNotSharded(Adapter):
 
     def build(self, case: Case, context: RankContext) -> Engine:
         return PipelineFSDP2().build(replace(case, layout=replace(case.layout, zero_stage=0)), context)
+
+
+class DividesByRounds(Adapter):
+    """DeepSpeed is told of the layout's micro-batches, by which it divides a backward pass of PyTorch's."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        class Divides(DeepSpeedByHand):
+            def config(self, case: Case, context: RankContext) -> dict[str, Any]:
+                return {**DeepSpeed().config(case, context), "managed_gradient_accumulation": False}
+
+        return Divides().build(case, context)
+
+
+class AveragesThoughSumsWereAsked(Adapter):
+    """Losses that add up, whose gradients are averaged over ranks."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        class Averages(DeepSpeedSums):
+            def config(self, case: Case, context: RankContext) -> dict[str, Any]:
+                return {**super().config(case, context), "gradient_allreduce_op": "mean"}
+
+        return Averages().build(case, context)
+
+
+class MomentsStayAway(Broken):
+    """Moments are not there any more when states have come back."""
+
+    def update(self) -> Tensor | None:
+        norm = super().update()
+        for moment in self.moments():
+            moment.zero_()
+        return norm
+
+
+class KeepsTheFirstUpdate(Broken):
+    """The update with gradients of zero counts as Adam's first."""
+
+    def prepare(self) -> None:
+        for state in self.inner_optimizer().state.values():
+            state["step"] += 1
+
+
+class TellsShapesOnce(Adapter):
+    """A pipeline of DeepSpeed's without `dynamic_shape`, whose blocks are computed again."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        class Once(DeepSpeedPipelineOptions):
+            def module_options(self, case: Case) -> dict[str, Any]:
+                return {**super().module_options(case), "dynamic_shape": False}
+
+        return Once().build(case, context)
 
 
 class AsTheorySays(Adapter):
@@ -277,6 +339,75 @@ class DividesBeforeAndAfter(Adapter):
         return Twice().build(case, context)
 
 
+class SynchronizesNothing(Adapter):
+    """Every process shuffles by its own generator."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        class Alone(SynchronizedLoop):
+            def ready(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+                self.prepared.rng_types = None
+                super().ready(module, optimizer)
+
+        return LoopEngine(case, context, Alone(case, context))
+
+
+class NeverTriggered(Adapter):
+    """The last backward pass of a step reduces nothing either."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        class Never(TriggeredLoop):
+            def ready(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+                self.accelerator.trigger_sync_in_backward = self.accelerator.no_sync
+                super().ready(module, optimizer)
+
+        return LoopEngine(case, context, Never(case, context))
+
+
+class JoinsNobody(Adapter):
+    """The guide's loop as it is."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return AccelerateScript().build(case, context)
+
+
+def _first_part(data: Any, place: slice, **_: Any) -> Any:  # noqa: ANN401
+    from accelerate.utils.operations import slice_tensors
+
+    return slice_tensors(data, slice(0, place.stop - place.start))
+
+
+class EveryProcessGetsTheFirstPart(Adapter):
+    """Every process takes the rows that are the first one's."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        class Whole(DispatchedLoop):
+            def ready(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+                self.prepared.slice_fn = _first_part
+                super().ready(module, optimizer)
+
+        return LoopEngine(case, context, Whole(case, context))
+
+
+class SynchronizesWithEpochs(Adapter):
+    """An epoch's last micro-batch ends a step."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        class With(EpochsLoop):
+            def arguments(self) -> dict[str, Any]:
+                found = super().arguments()
+                found["gradient_accumulation_plugin"].sync_with_dataloader = True
+                return found
+
+        return LoopEngine(case, context, With(case, context))
+
+
+class PlainDDP(Adapter):
+    """Accelerate's DDP without what was asked of it."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return Accelerate().build(case, context)
+
+
 class SyncsOnce(Adapter):
     """Accelerate reduces once a step, whatever `sync_each_batch` says."""
 
@@ -416,6 +547,27 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("fsdp2-hsdp", g.AveragedTwice, F.SCALED, layout=FOUR),
     *_on("deepspeed-whole-buckets", BucketsNotReduced, F.NOT_REDUCED, layout=PARTED),
     *_on("deepspeed-reduce-to-ranks", AsTheorySays, suite="communication", layout=PARTED),
+    *_on("deepspeed-by-hand", DividesByRounds, F.SCALED, layout=TWO),
+    *_on("deepspeed-coalesced", AsTheorySays, suite="communication", layout=PARTED),
+    *_on("deepspeed-sums", AveragesThoughSumsWereAsked, F.SCALED, layout=PARTED),
+    *_on("deepspeed-round-robin", w.ZeroNotReduced, F.NOT_REDUCED, layout=PARTED),
+    *_on("deepspeed-leaf-modules", AsTheorySays, suite="communication", layout=TWO),
+    *_on("deepspeed-granularity", g.OverMicroBatches, F.SCALED, layout=TWO),
+    *_on("deepspeed-offload-between", MomentsStayAway, F.UPDATE, layout=PARTED),
+    *_on("deepspeed-bf16", g.OverMicroBatches, F.SCALED, layout=PARTED, precision=Precision.BF16),
+    *_on(
+        "deepspeed-zero0-bf16",
+        KeepsTheFirstUpdate,
+        F.UPDATE,
+        layout=Layout(dp=2),
+        precision=Precision.BF16_REDUCE_BF16,
+    ),
+    *_on(
+        "deepspeed-pipeline-options",
+        TellsShapesOnce,
+        suite="communication",
+        layout=replace(PIPELINE, zero_stage=1, recompute=Recompute.FULL),
+    ),
     *_on("ddp-buckets", OneBucket, suite="communication", layout=REDUCED),
     *_on("fabric-loop", EveryRankReadsAll, layout=REDUCED),
     *_on("megatron-gpt-average", SumsOverReplicas, F.SCALED, layout=REDUCED),
@@ -456,6 +608,14 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("tp-whole-loss", LossInParallel, suite="communication", layout=Layout(tp=2, num_micro_batches=4)),
     *_on("accelerate-sync-each", SyncsOnce, suite="communication", layout=REDUCED),
     *_on("accelerate-fsdp2-nosync", ShardsOverAll, suite="communication", layout=TWO),
+    *_on("accelerate-loop-synchronized", SynchronizesNothing, layout=REDUCED),
+    *_on("accelerate-loop-triggered", NeverTriggered, F.NOT_REDUCED, layout=REDUCED),
+    *_on("accelerate-loop-joined", JoinsNobody, suite="communication", layout=REDUCED),
+    *_on("accelerate-loop-dispatched", EveryProcessGetsTheFirstPart, layout=REDUCED),
+    *_on("accelerate-loop-epochs", SynchronizesWithEpochs, layout=REDUCED),
+    *_on("accelerate-buckets accelerate-static", PlainDDP, suite="communication", layout=REDUCED),
+    *_on("accelerate-fsdp1-by-size", g.OverMicroBatches, F.SCALED, layout=TWO),
+    *_on("accelerate-deepspeed-auto", g.OverMicroBatches, F.SCALED, layout=TWO),
     *_on("accelerate-hsdp", ShardsOverAll, suite="communication", layout=FOUR),
     *_on("fabric-tp-fsdp2", g.OverMicroBatches, F.SCALED, layout=CROSSED),
     *_on("deepspeed-pipeline", StageNotScaled, F.SCALED, layout=replace(PIPELINE, zero_stage=1)),
