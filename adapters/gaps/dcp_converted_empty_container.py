@@ -8,7 +8,7 @@
 # A dictionary that is empty when it is saved, such as the state of plain SGD, is not in the converted file, and the
 # optimizer cannot load it."""
 # cause = """
-# `flatten_state_dict` (torch/distributed/checkpoint/_nested_dict.py) visits the leaves of nested dictionaries and lists,
+# `flatten_state_dict` (torch/distributed/checkpoint/_nested_dict.py) visits the leaves of dictionaries and lists,
 # and an empty one has none; `dcp_to_torch_save` builds the file from these leaves."""
 # processes = 1
 # ///

@@ -8,8 +8,8 @@
 # `set_state_dict` raises a KeyError with `StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)`,
 # for what `get_state_dict` made with the same options."""
 # cause = """
-# `_load_optim_state_dict` (torch/distributed/checkpoint/state_dict.py) unflattens what it is given, and compares it with
-# a local state that is flattened, by the same options. Without `flatten_optimizer_state_dict` the same state loads."""
+# `_load_optim_state_dict` (torch/distributed/checkpoint/state_dict.py) unflattens what it is given, and compares it
+# with a local state that is flattened. Without `flatten_optimizer_state_dict` the same state loads."""
 # processes = 2
 # ///
 import sys
