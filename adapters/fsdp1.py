@@ -110,7 +110,8 @@ def _handles(module: FullyShardedDataParallel) -> Iterator[tuple[str, Any]]:
 
 def canonical(name: str) -> str:
     """A parameter's name without the wrappers on its way."""
-    return ".".join(part for part in name.split(".") if part and part != "_fsdp_wrapped_module")
+    wrappers = ("", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+    return ".".join(part for part in name.split(".") if part not in wrappers)
 
 
 class FSDP1(Adapter):

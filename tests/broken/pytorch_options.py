@@ -17,7 +17,7 @@ from meshmark.adapters.fsdp1 import FSDP1Engine
 from meshmark.adapters.fsdp2 import FSDP2Engine, sharded_units
 from meshmark.judge.faults import Fault
 from meshmark.spec.case import Case
-from meshmark.spec.layout import Layout
+from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.precision import Precision
 from tests.broken.engine import Broken
 from tests.broken.mixed import ReduceDtypeForgotten
@@ -25,6 +25,7 @@ from tests.broken.mutant import Mutant, on
 
 F = Fault
 REPLICAS = Layout(dp=2, num_micro_batches=4)
+STAGES = Layout(pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B)
 TWO, FOUR = Layout(dp=2, zero_stage=3, num_micro_batches=4), Layout(dp=4, zero_stage=3, num_micro_batches=2)
 
 
@@ -103,6 +104,29 @@ class DrawnInPlace(Adapter):
             nn.init.constant_(parameter, 0.01)
 
 
+class TracedCopies(Broken):
+    """The trace computes with copies of the parameters that the optimizer has."""
+
+    def prepare(self) -> None:
+        for stage in self.stages:  # type: ignore[attr-defined]
+            for part in stage.submod.modules():
+                for name, parameter in part.named_parameters(recurse=False):
+                    part._parameters[name] = nn.Parameter(parameter.detach().clone())
+
+
+class SplitsElsewhere(Broken):
+    """Micro-batches of tokens come in another order than those of targets."""
+
+    def prepare(self) -> None:
+        split = self.schedule._split_inputs  # type: ignore[attr-defined]
+
+        def rolled(args: Any, kwargs: Any = None) -> Any:  # noqa: ANN401
+            of_args, of_kwargs = split(args, kwargs)
+            return [*of_args[1:], of_args[0]], of_kwargs
+
+        self.schedule._split_inputs = rolled  # type: ignore[attr-defined]
+
+
 PYTORCH_OPTION_MUTANTS: list[Mutant] = [
     *on("ddp-bucket-list ddp-skips-unused", PlainDDP, suite="communication", layout=REPLICAS),
     *on("fsdp2-collectives", ReducesNothing, F.NOT_REDUCED, layout=TWO),
@@ -117,6 +141,8 @@ PYTORCH_OPTION_MUTANTS: list[Mutant] = [
         layout=TWO,
         precision=Precision.BF16_REDUCE_BF16,
     ),
+    *on("pipeline-traced", TracedCopies, F.MISSING, layout=STAGES),
+    *on("pipeline-split", SplitsElsewhere, layout=STAGES),
     *on("fsdp1-materialized", HookDividesNot, F.SCALED, layout=TWO),
     *on("fsdp1-materialized", DrawnInPlace, F.START, layout=TWO),
 ]
