@@ -15,6 +15,7 @@ from meshmark.adapters.fsdp1 import FSDP1Hybrid, FSDP1ShardGradOp
 from meshmark.reference.build import block_classes
 from meshmark.reference.model import Model
 from meshmark.spec.case import Case
+from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Recompute
 from meshmark.spec.precision import Dtype, Precision
 
@@ -38,6 +39,19 @@ class FabricFSDPShardGradOp(FabricFSDP):
 
     strategy: ClassVar = FSDP1ShardGradOp.strategy
     sharding: ClassVar = FSDP1ShardGradOp.sharding
+    known_gaps: ClassVar = tuple(
+        KnownGap(
+            clause=clause,
+            symptom=symptom,
+            reason="PyTorch's whole state dict crashes if it is offloaded to the CPU, where the weights are already",
+            reproducer="fsdp1_full_state_dict_on_cpu",
+        )
+        for clause, symptom in {
+            "resume": "SIGSEGV",
+            "reshard": "SIGSEGV",
+            "recovery": "does not point to a valid checkpoint",
+        }.items()
+    )
 
     def choices(self, case: Case) -> dict[str, Any]:
         from lightning_fabric.plugins.precision import FSDPPrecision

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from meshmark.reference.own_model import describe
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout, Recompute
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload, workload
 
@@ -43,6 +44,8 @@ CLAUSES_OF = (
     "accelerate-loop",
     *("deepspeed-configured", "accelerate-loop-split", "accelerate-loop-shuffled", "ddp-zero1", "deepspeed-predivide"),
     *("fabric-loop", "ddp-buckets"),
+    *("fsdp2-whole-checkpoint", "fsdp2-converted-checkpoint", "fsdp1-materialized", "fabric-fsdp-shard-grad-op"),
+    *("fairscale-fsdp-shard-files", "fairscale-oss-by-hand", "pipeline-split", "fabric-deepspeed-arguments"),
 )
 """Adapters whose clauses are run, of each the deepest ZeRO stage, most valuable first."""
 SUITES_OF_TWO = (
@@ -77,6 +80,10 @@ SUITES_OF_TWO = (
     *("ddp-buckets", "fabric-loop", "megatron-gpt-average", "fairscale-fsdp-nosync", "fairscale-fsdp-predivide"),
     *("accelerate-sync-each", "accelerate-fsdp2-nosync"),
     *("deepspeed-autocast", "fsdp2-sums", "fsdp2-columns", "fsdp1-no-shard", "ddp-zero1-views"),
+    *("ddp-bucket-list", "ddp-skips-unused", "fsdp2-collectives", "fsdp2-recovered", "fsdp2-ignores"),
+    *("fsdp2-wide-outputs", "fsdp1-materialized", "fsdp1-casts", "pipeline-traced", "pipeline-split"),
+    *("fabric-loop-raw", "fabric-ddp-precision", "fabric-fsdp-shard-grad-op", "fabric-deepspeed-arguments"),
+    *("fabric-deepspeed-offloads", "fairscale-fsdp-casts", "fairscale-fsdp-first-rank", "fairscale-oss-by-hand"),
 )
 SUITES_OF_FOUR = (
     *(
@@ -89,6 +96,7 @@ SUITES_OF_FOUR = (
         "pipeline-fsdp2",
     ),
     *("fsdp2-reshard2", "deepspeed-autotp", "deepspeed-hpz", "fabric-tp-fsdp2", "accelerate-hsdp"),
+    *("fsdp2-replicas-by-hook", "fabric-fsdp-hybrid", "fabric-tp-fsdp2-whole-checkpoint"),
 )
 """Adapters that need four ranks."""
 SCHEDULED = (
@@ -99,6 +107,17 @@ SCHEDULED = (
 HARD = ("ddp", "fsdp2", "fsdp1", "deepspeed", "accelerate", "accelerate-fsdp2", "fairscale-oss", "gpipe", "pipeline")
 """Adapters whose suites are also run on the hard workload."""
 HARD_WORKLOAD = "examples/workloads/hard.py:Hard"
+DEEP = (
+    "pipeline",
+    "pipeline-split",
+    "pipeline-looped-bfs",
+    "pipeline-zero-bubble",
+    "pipeline-zbv",
+    "pipeline-dualpipev",
+)
+"""Adapters whose suites are also run on a model that is deep enough for several stages a rank."""
+RECOMPUTED = ("fabric-fsdp-recomputes",)
+"""Adapters whose suites are run with recomputation."""
 TIMES = 3.0
 """Factor on a pass's time limit: tracing slows ranks down."""
 OPTIONS = RunOptions(time_limit_seconds=120.0 * TIMES, observed_steps=3)
@@ -153,6 +172,13 @@ def units(of: Iterable[str] = ()) -> Iterator[Unit]:
     hard = describe(HARD_WORKLOAD)
     for name in wanted(HARD):
         yield from _suites(name, Precision.FP32, hard)
+    plain = workload("gpt-mini")
+    deep = replace(plain, name="gpt-deep", model=replace(plain.model, name="gpt-deep", num_layers=4))
+    for name in wanted(DEEP):
+        yield from _suites(name, Precision.FP32, deep)
+    for name in wanted(RECOMPUTED):
+        layout = Layout(dp=2, zero_stage=3, num_micro_batches=2, recompute=Recompute.FULL)
+        yield Unit(case=Case(adapter=name, workload=plain, layout=layout), clauses=False)
 
 
 def _suites(name: str, precision: Precision, trained: Workload | None = None) -> Iterator[Unit]:
