@@ -240,7 +240,7 @@ class FairScaleFSDP(Adapter):
             "facebookresearch/fairscale#1083",
         },
     )
-    known_gaps: ClassVar = (
+    known_gaps: ClassVar[tuple[KnownGap, ...]] = (
         KnownGap(
             clause="unused",
             symptom="expected to be in states",

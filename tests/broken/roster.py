@@ -37,6 +37,7 @@ from meshmark.theory.sharding import Sharding
 from tests.broken import gradients as g
 from tests.broken import reducing as h
 from tests.broken.engine import Broken
+from tests.broken.fabric_options import FABRIC_OPTION_MUTANTS
 from tests.broken.megatron_gpt import MEGATRON_GPT_MUTANTS
 from tests.broken.mutant import DEEP, GPT, Mutant
 from tests.broken.pytorch_options import PYTORCH_OPTION_MUTANTS
@@ -497,4 +498,5 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("horovod-recommended", h.BroadcastsNoState, F.START, F.UPDATE, layout=REDUCED),
     *MEGATRON_GPT_MUTANTS,
     *PYTORCH_OPTION_MUTANTS,
+    *FABRIC_OPTION_MUTANTS,
 ]
