@@ -112,6 +112,31 @@ class SplitEngine(PipelineEngine):
         }
         return {**specs, "defer_pp_recv": True} if self.case.layout.virtual_stages > 1 else specs
 
+    def make_stage(self, part: Part, index: int) -> PipelineStage:
+        """Tell PyTorch the shapes of what a stage takes and makes, and of its gradients, so that it asks nobody."""
+        from torch.distributed.pipelining import PipelineStage
+
+        case, layout = self.case, self.case.layout
+        model, num_stages = case.workload.transformer, layout.pp * layout.virtual_stages
+        rows = case.workload.global_batch // (layout.dp * layout.num_micro_batches)
+        wide: torch.dtype = getattr(torch, case.precision.wide)
+        compute: torch.dtype = getattr(torch, case.precision.compute)
+        tokens = torch.empty(model.seq_len, rows, dtype=torch.int64, device="meta")
+        stream = torch.empty(rows, model.seq_len, model.hidden, dtype=wide, device="meta", requires_grad=True)
+        logits = torch.empty(rows, model.seq_len, model.vocab_size, dtype=compute, device="meta", requires_grad=True)
+        first, last = index == 0, index == num_stages - 1
+        return PipelineStage(
+            part,
+            index,
+            num_stages,
+            self.context.device,
+            input_args=tokens if first else stream,
+            output_args=logits if last else stream,
+            input_grads=None if first else stream.detach(),
+            output_grads=None if last else stream.detach(),
+            group=self.pipeline,
+        )
+
     def run_shard(self, pipeline: Callable[..., object], shard: Batch) -> Tensor:
         inputs = (self.chunks[0].stage_inputs(shard).T,) if self.first else ()
         targets, losses = self._targets(shard) if self.last else None, list[Tensor]()
@@ -125,7 +150,8 @@ class SplitEngine(PipelineEngine):
 
 class PipelineSplit(Pipeline):
     """`args_chunk_spec`, `kwargs_chunk_spec` and `output_merge_spec`: tokens come sequence first, and are split along
-    the second dimension; a flag is not split; and the loss of evaluation is that of the merged outputs."""
+    the second dimension; a flag is not split; and the loss of evaluation is that of the merged outputs. Stages are told
+    all shapes."""
 
     engine: ClassVar[type[PipelineEngine]] = SplitEngine
     capabilities: ClassVar = dataclasses.replace(

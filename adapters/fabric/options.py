@@ -23,15 +23,12 @@ from meshmark.spec.precision import Dtype, Precision
 class FabricDDPPrecision(FabricDDP):
     """`DDPStrategy(precision=...)`: a plugin, where `Fabric(precision=...)` takes its name."""
 
-    capabilities: ClassVar = dataclasses.replace(
-        FabricDDP.capabilities, precisions=frozenset({Precision.FP64, Precision.BF16})
-    )
+    capabilities: ClassVar = dataclasses.replace(FabricDDP.capabilities, precisions=frozenset({Precision.BF16}))
 
     def choices(self, case: Case) -> dict[str, Any]:
-        from lightning_fabric.plugins.precision import DoublePrecision, MixedPrecision
+        from lightning_fabric.plugins.precision import MixedPrecision
 
-        low = case.precision.compute is Dtype.BF16
-        return {"precision": MixedPrecision("bf16-mixed", device="cpu") if low else DoublePrecision()}
+        return {"precision": MixedPrecision("bf16-mixed", device="cpu")}
 
 
 class FabricFSDPShardGradOp(FabricFSDP):
