@@ -120,6 +120,7 @@ ROSTER: dict[str, str] = {
     "fabric-fsdp-hybrid": "meshmark.adapters.fabric.options:FabricFSDPHybrid",
     "fabric-fsdp-recomputes": "meshmark.adapters.fabric.options:FabricFSDPRecomputes",
     "fabric-deepspeed-arguments": "meshmark.adapters.fabric.options:FabricDeepSpeedArguments",
+    "fabric-deepspeed-separate": "meshmark.adapters.fabric.options:FabricDeepSpeedSeparate",
     "fabric-deepspeed-offloads": "meshmark.adapters.fabric.options:FabricDeepSpeedOffloads",
     "fabric-tp-fsdp2": "meshmark.adapters.fabric.model_parallel:FabricTensorParallelFSDP2",
     "fabric-tp-fsdp2-whole-checkpoint": "meshmark.adapters.fabric.model_parallel:FabricTensorParallelWholeCheckpoint",

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from meshmark.adapter.data_parallel import initial_model
 from meshmark.adapter.engine import RankContext
-from meshmark.adapters.deepspeed.variants import DeepSpeedOffloadParams
+from meshmark.adapters.deepspeed.variants import DeepSpeedOffloadParams, DeepSpeedSeparateGradients
 from meshmark.adapters.fabric import FabricDDP, FabricFSDP
 from meshmark.adapters.fabric.deepspeed import FabricDeepSpeed, on_cpu
 from meshmark.adapters.fsdp1 import FSDP1Hybrid, FSDP1ShardGradOp
@@ -136,3 +136,15 @@ class FabricDeepSpeedOffloads(DeepSpeedOffloadParams, FabricDeepSpeedArguments):
             "max_in_cpu": 2**20,
         }
         return {**super().arguments(case, config), **offloads}
+
+
+class FabricDeepSpeedSeparate(DeepSpeedSeparateGradients, FabricDeepSpeedArguments):
+    """`contiguous_gradients=False` and `reduce_scatter=False`: gradients are all-reduced from where they are."""
+
+    requires: ClassVar = FabricDeepSpeed.requires
+    capabilities: ClassVar = dataclasses.replace(
+        FabricDeepSpeed.capabilities, zero_stages=DeepSpeedSeparateGradients.capabilities.zero_stages
+    )
+
+    def arguments(self, case: Case, config: dict[str, Any]) -> dict[str, Any]:
+        return {**super().arguments(case, config), "contiguous_gradients": False, "reduce_scatter": False}

@@ -84,7 +84,7 @@ SUITES_OF_TWO = (
     *("fsdp2-wide-outputs", "fsdp1-materialized", "fsdp1-casts", "pipeline-traced", "pipeline-split"),
     *("fabric-loop-raw", "fabric-ddp-precision", "fabric-fsdp-shard-grad-op", "fabric-deepspeed-arguments"),
     *("fabric-deepspeed-offloads", "fairscale-fsdp-casts", "fairscale-fsdp-first-rank", "fairscale-oss-by-hand"),
-    *("tp-whole-loss",),
+    *("tp-whole-loss", "fabric-deepspeed-separate"),
 )
 SUITES_OF_FOUR = (
     *(

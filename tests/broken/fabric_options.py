@@ -110,7 +110,7 @@ FABRIC_OPTION_MUTANTS: list[Mutant] = [
     *on("fabric-fsdp-shard-grad-op", ShardsAll, suite="communication", layout=TWO),
     *on("fabric-fsdp-hybrid", ShardsAll, suite="communication", layout=FOUR),
     *on("fabric-fsdp-recomputes", ShardsAll, suite="memory", layout=AGAIN),
-    *on("fabric-deepspeed-arguments", LargeBuckets, suite="memory", layout=PARTED),
+    *on("fabric-deepspeed-arguments fabric-deepspeed-separate", LargeBuckets, suite="memory", layout=PARTED),
     *on("fairscale-fsdp-casts", DividesTwice, F.SCALED, layout=TWO),
     *on("fairscale-oss-by-hand", ReducesAtOnce, layout=PARTED),
 ]
