@@ -93,8 +93,6 @@ class FSDP2(Adapter):
     )
     engine: ClassVar[type[FSDP2Engine]] = FSDP2Engine
     sharding: ClassVar = Sharding()
-    by_columns: ClassVar[bool] = False
-    """Whether matrices are sharded by their second dimension."""
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
@@ -115,11 +113,10 @@ class FSDP2(Adapter):
         return cls.sharding.invalid_reason(case.layout) or super().supports(case, device, backend)
 
     def choices(self, case: Case, model: Model) -> dict[str, Any]:
-        """Return the further arguments of `fully_shard` that a variant has. `model`: on the meta device."""
-        return {}
+        """Return the further arguments of `fully_shard` that a variant has; under `of_root` those of the root alone.
 
-    def root_choices(self, case: Case) -> dict[str, Any]:
-        """Return those that only the root has."""
+        `model`: on the meta device.
+        """
         return {}
 
     def build(self, case: Case, context: RankContext) -> Engine:
@@ -127,8 +124,7 @@ class FSDP2(Adapter):
             model = configure(build_model(case.workload.model), case)
         if case.precision.master is Dtype.FP64:
             model.double()
-        choices, of_root = self.choices(case, model), self.root_choices(case)
-        shard(model, case, context, self.sharding, by_columns=self.by_columns, arguments=choices, of_root=of_root)
+        shard(model, case, context, self.sharding, self.choices(case, model))
         optimizer = build_optimizer(case.workload.optimizer, model.named_parameters(), case.tuning)
         engine = self.engine(case, context, model, optimizer)
         engine.sharding = self.sharding
@@ -195,7 +191,10 @@ class FSDP2Sums(FSDP2):
 class FSDP2Columns(FSDP2):
     """`shard_placement_fn`: matrices are sharded by their second dimension, all else by the first."""
 
-    by_columns: ClassVar = True
+    def choices(self, case: Case, model: Model) -> dict[str, Any]:
+        from torch.distributed.tensor import Shard
+
+        return {"shard_placement_fn": lambda parameter: Shard(1) if parameter.dim() > 1 else None}
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
@@ -295,19 +294,12 @@ def fsdp2_exceptions(case: Case, rank: int, sharding: Sharding) -> tuple[Traffic
 
 
 def shard(
-    model: Model,
-    case: Case,
-    context: RankContext,
-    sharding: Sharding,
-    *,
-    by_columns: bool = False,
-    arguments: Mapping[str, Any] | None = None,
-    of_root: Mapping[str, Any] | None = None,
+    model: Model, case: Case, context: RankContext, sharding: Sharding, arguments: Mapping[str, Any] | None = None
 ) -> None:
     """Shard a model on the meta device over all ranks, block by block, and fill the shards with initial values.
 
-    `arguments`: of `fully_shard`, in the place of those that the case and the sharding ask for. `of_root`: of the root
-    alone.
+    `arguments`: of `fully_shard`, in the place of those that the case and the sharding ask for; under `of_root` those
+    of the root alone.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -321,15 +313,12 @@ def shard(
     home = CPUOffloadPolicy(pin_memory=False) if case.layout.offload is Offload.CPU else OffloadPolicy()
     after = sharding.resharded_over or sharding.reshards_blocks
     given: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": home}
-    if by_columns:
-        from torch.distributed.tensor import Shard
-
-        given["shard_placement_fn"] = lambda parameter: Shard(1) if parameter.dim() > 1 else None
     given.update(arguments or {})
+    of_root = given.pop("of_root", {})
     for block in model.blocks.values():
         fully_shard(block, reshard_after_forward=after, **given)
     # PyTorch's default leaves the root whole between forward and backward, which is not quite ZeRO-3.
-    fully_shard(model, reshard_after_forward=sharding.reshards_root, **{**given, **(of_root or {})})
+    fully_shard(model, reshard_after_forward=sharding.reshards_root, **{**given, **of_root})
     model.to_empty(device=context.device)
     fill_shards(model, case)
     model.initialize_buffers()

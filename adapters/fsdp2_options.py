@@ -273,7 +273,7 @@ class FSDP2WideOutputs(FSDP2):
         FSDP2.capabilities, precisions=frozenset({Precision.BF16, Precision.BF16_REDUCE_BF16})
     )
 
-    def root_choices(self, case: Case) -> dict[str, Any]:
+    def choices(self, case: Case, model: Model) -> dict[str, Any]:
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         policy = MixedPrecisionPolicy(
@@ -282,7 +282,7 @@ class FSDP2WideOutputs(FSDP2):
             output_dtype=torch.float32,
             cast_forward_inputs=False,
         )
-        return {"mp_policy": policy}
+        return {"of_root": {"mp_policy": policy}}
 
 
 class WholeCheckpointEngine(FSDP2Engine):
