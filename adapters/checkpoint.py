@@ -56,10 +56,70 @@ def load_sharded(folder: Path, model: nn.Module, optimizer: Optimizer, schedule:
         schedule.load_state_dict(state["schedule"])
 
 
-def _state(model: nn.Module, optimizer: Optimizer, schedule: Schedule | None) -> dict[str, Any]:
+def save_whole(folder: Path, model: nn.Module, optimizer: Optimizer, schedule: Schedule | None) -> None:
+    """Write one file of whole tensors, by the first rank. Frozen parameters are left out. A collective call."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+    state = _state(model, optimizer, schedule, options)
+    if dist.get_rank() == 0:
+        torch.save(state, _whole_file(folder))
+    dist.barrier()
+
+
+def load_whole(folder: Path, model: nn.Module, optimizer: Optimizer, schedule: Schedule | None) -> None:
+    """Read what `save_whole` wrote, by the first rank, which sends the others their shards. A collective call."""
+    from torch.distributed.checkpoint import state_dict as of
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    first = dist.get_rank() == 0
+    state = torch.load(_whole_file(folder), map_location="cpu") if first else {"model": {}, "optimizer": {}}
+    # Not by `set_state_dict`, which ranks without weights leave early (adapters/gaps/dcp_broadcast_empty_model.py).
+    of.set_model_state_dict(model, state["model"], options=options)
+    of.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    told: list[Any] = [state.get("schedule")]
+    dist.broadcast_object_list(told, src=0)
+    if schedule:
+        schedule.load_state_dict(told[0])
+
+
+def save_in_background(folder: Path, model: nn.Module, optimizer: Optimizer, schedule: Schedule | None) -> None:
+    """As `save_sharded`, by a thread, which is waited for. A collective call."""
+    from torch.distributed.checkpoint.state_dict_saver import async_save
+
+    state = _state(model, optimizer, schedule)
+    async_save(state, checkpoint_id=folder).result()  # type: ignore[union-attr]
+
+
+def load_converted(folder: Path, model: nn.Module, optimizer: Optimizer, schedule: Schedule | None) -> None:
+    """Make one file of what `save_in_background` or `save_sharded` wrote, and load it whole. A collective call."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+
+    if dist.get_rank() == 0:
+        dcp_to_torch_save(folder, _whole_file(folder))
+    dist.barrier()
+    state = torch.load(_whole_file(folder), map_location="cpu")
+    # Not flattened, as it was saved (adapters/gaps/dcp_full_flattened_optimizer.py).
+    options = StateDictOptions(full_state_dict=True)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
+    )
+    if schedule:  # what was empty is not in the file (adapters/gaps/dcp_converted_empty_container.py)
+        schedule.load_state_dict({**schedule.state_dict(), **state["schedule"]})
+
+
+def _whole_file(folder: Path) -> Path:
+    return folder / "whole.pt"
+
+
+def _state(
+    model: nn.Module, optimizer: Optimizer, schedule: Schedule | None, options: StateDictOptions | None = None
+) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    weights, moments = get_state_dict(model, optimizer, options=_options())
+    weights, moments = get_state_dict(model, optimizer, options=options or _options())
     return {"model": weights, "optimizer": moments, "schedule": schedule.state_dict() if schedule else {}}
 
 

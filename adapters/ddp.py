@@ -70,8 +70,6 @@ class DDP(Adapter):
     broadcasts_buffers: ClassVar[bool] = False
     """Otherwise each replica keeps its own statistics, as the workload defines them."""
     static_graph: ClassVar[bool] = False
-    buckets: ClassVar[dict[str, Any]] = {}
-    """Further arguments of DDP."""
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
@@ -83,24 +81,29 @@ class DDP(Adapter):
         return self.engine(case, context, module, optimizer)
 
     def wrap(self, case: Case, context: RankContext) -> DistributedDataParallel:
-        module: DistributedDataParallel = DistributedDataParallel(
-            initial_model(case, context.device),
-            device_ids=[context.device] if context.device.type == "cuda" else None,
-            find_unused_parameters=case.workload.leaves_unused,
-            gradient_as_bucket_view=self.gradients_are_views,
-            broadcast_buffers=self.broadcasts_buffers,
-            static_graph=self.static_graph,
-            **self.buckets,
-        )
+        arguments: dict[str, Any] = {
+            "device_ids": [context.device] if context.device.type == "cuda" else None,
+            "find_unused_parameters": case.workload.leaves_unused,
+            "gradient_as_bucket_view": self.gradients_are_views,
+            "broadcast_buffers": self.broadcasts_buffers,
+            "static_graph": self.static_graph,
+        }
+        model = initial_model(case, context.device)
+        module: DistributedDataParallel = DistributedDataParallel(model, **{**arguments, **self.choices(context)})
         if case.precision.narrows_reduction:
             module.register_comm_hook(dist.group.WORLD, _HOOKS[case.precision.reduction])
         return module
+
+    def choices(self, context: RankContext) -> dict[str, Any]:
+        """Return the further arguments of DDP that a variant has."""
+        return {}
 
 
 class DDPBuckets(DDP):
     """Buckets of 10 KiB, so that a small model too has several, and no comparison of ranks at the start."""
 
-    buckets: ClassVar[dict[str, Any]] = {"bucket_cap_mb": _SMALL_BUCKET_BYTES / 2**20, "init_sync": False}
+    def choices(self, context: RankContext) -> dict[str, Any]:
+        return {"bucket_cap_mb": _SMALL_BUCKET_BYTES / 2**20, "init_sync": False}
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
@@ -238,3 +241,48 @@ class DDPRecommended(DDP):
             most=count,
         )
         return (*found, TrafficException(sends=(flow,), reason="`broadcast_buffers`: buffers are the first rank's"))
+
+
+class DDPBucketList(DDPBuckets):
+    """`bucket_cap_mb_list`: a size for each bucket. Gradients are copied into a whole bucket at once
+    (`batched_grad_copy`), ranks come from a `device_mesh`, and no buffers are sent (`forward_sync_buffers=False`).
+    """
+
+    gradients_are_views: ClassVar[bool] = False
+
+    @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        return DDPRecommended.recipe(case)
+
+    @classmethod
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
+        return DDPRecommended.extra_memory(case, rank)
+
+    def choices(self, context: RankContext) -> dict[str, Any]:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return {
+            "bucket_cap_mb_list": [size / 2**20 for size in (_SMALL_BUCKET_BYTES // 2, _SMALL_BUCKET_BYTES)],
+            "batched_grad_copy": True,
+            "device_mesh": init_device_mesh(context.device.type, (context.world_size,)),
+            "broadcast_buffers": None,  # its older name
+            "forward_sync_buffers": False,
+        }
+
+
+class DDPSkipsUnused(DDP):
+    """`skip_all_reduce_unused_params`: a bucket whose parameters have no gradients on any rank is not sent."""
+
+    @classmethod
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        trained = sum(map(case.workload.trains, parameter_shapes(case.workload.model)))
+        told = tuple(
+            replace(flow, num_bytes=4 * trained, fewest=1, most=1)
+            for flow in step_traffic(case, rank) or ()
+            if flow.purpose is Purpose.GRADIENTS
+        )
+        reason = "`find_unused_parameters`: ranks tell each other which parameters they have used"
+        return (TrafficException(sends=told, reason=reason),) if told else ()
+
+    def choices(self, context: RankContext) -> dict[str, Any]:
+        return {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}

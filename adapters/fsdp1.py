@@ -7,20 +7,22 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshmark.adapter.arithmetic import Arithmetic, Casting
 from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.contract import Adapter
-from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine, initial_model
+from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine, configure, initial_model
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.gathered import Gathered
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
-from meshmark.reference.build import sizes_by_block
+from meshmark.reference.build import build_model, sizes_by_block
+from meshmark.reference.initial import initial_value
+from meshmark.reference.model import Model
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
@@ -108,7 +110,8 @@ def _handles(module: FullyShardedDataParallel) -> Iterator[tuple[str, Any]]:
 
 def canonical(name: str) -> str:
     """A parameter's name without the wrappers on its way."""
-    return ".".join(part for part in name.split(".") if part and part != "_fsdp_wrapped_module")
+    wrappers = ("", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+    return ".".join(part for part in name.split(".") if part not in wrappers)
 
 
 class FSDP1(Adapter):
@@ -127,8 +130,17 @@ class FSDP1(Adapter):
             Feature.SCALARS: "it refuses them, and asks for a dimension of one",
         },
     )
+    engine: ClassVar[type[FSDP1Engine]] = FSDP1Engine
     strategy: ClassVar = "FULL_SHARD"
     sharding: ClassVar = Sharding(reshards_root=False)
+
+    def choices(self, case: Case) -> dict[str, Any]:
+        """Return the further arguments that a variant gives every unit."""
+        return {}
+
+    def model(self, case: Case, context: RankContext) -> Model:
+        """Return the model that is wrapped."""
+        return initial_model(case, context.device)
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
@@ -171,12 +183,13 @@ class FSDP1(Adapter):
             sizes = replicas, case.layout.dp // replicas
             mesh = init_device_mesh(context.device.type, sizes, mesh_dim_names=("replicas", "shards"))
             arguments["device_mesh"] = mesh
-        model = initial_model(case, context.device)
+        arguments.update(self.choices(case))
+        model = self.model(case, context)
         for key, block in model.blocks.items():
             model.blocks[key] = FullyShardedDataParallel(block, **arguments)
         module = FullyShardedDataParallel(model, **arguments)
         named = [(canonical(name), parameter) for name, parameter in module.named_parameters()]
-        engine = FSDP1Engine(case, context, module, build_optimizer(case.workload.optimizer, named))
+        engine = self.engine(case, context, module, build_optimizer(case.workload.optimizer, named))
         engine.sharding = self.sharding
         if engine.scaler.is_enabled():
             from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -229,6 +242,89 @@ class FSDP1Hybrid(FSDP1):
 
     strategy: ClassVar = "HYBRID_SHARD"
     sharding: ClassVar = Sharding(reshards_root=False, replicas=2)
+
+
+class SummonedEngine(FSDP1Engine):
+    """Reads weights and gradients by `summon_full_params`."""
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        with self._whole():
+            return {canonical(name): p.detach().clone() for name, p in self.module.named_parameters()}
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        with self._whole(with_grads=True):
+            named = [(canonical(name), p.grad) for name, p in self.module.named_parameters()]
+            return {name: gradient.clone() for name, gradient in named if gradient is not None}
+
+    def _whole(self, **options: bool) -> contextlib.AbstractContextManager[None]:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        return FullyShardedDataParallel.summon_full_params(self.module, writeback=False, **options)
+
+
+class FSDP1Materialized(FSDP1):
+    """`param_init_fn`: the model is on the meta device until a unit is wrapped, and drawn there. A user's hook reduces
+    (`register_comm_hook`), and weights are read by `summon_full_params`."""
+
+    engine: ClassVar[type[FSDP1Engine]] = SummonedEngine
+    capabilities: ClassVar = replace(
+        FSDP1.capabilities,
+        precisions=frozenset({Precision.FP32}),
+        lacks={
+            **FSDP1.capabilities.lacks,
+            **dict.fromkeys(_MIXED, "its hook would reduce in the format of the weights"),
+            Feature.TIED_EMBEDDINGS: "a shared weight would be drawn for each module that has it",
+        },
+    )
+
+    def choices(self, case: Case) -> dict[str, Any]:
+        return {"param_init_fn": self.draw}
+
+    def model(self, case: Case, context: RankContext) -> Model:
+        with torch.device("meta"):
+            model = configure(build_model(case.workload.model), case)
+        self.case, self.device = case, context.device
+        self.paths = {part: f"{path}." if path else "" for path, part in model.named_modules()}
+        return model
+
+    @torch.no_grad()
+    def draw(self, part: nn.Module) -> None:
+        """Give the parameters of one module their initial values; its buffers are computed."""
+        part.to_empty(device=self.device, recurse=False)
+        for name, parameter in part.named_parameters(recurse=False):
+            path = self.paths[part] + name
+            parameter.copy_(
+                initial_value(self.case.workload.model, path, parameter.shape, seed=self.case.workload.seed)
+            )
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState, reduce_scatter_hook
+
+        engine = super().build(case, context)
+        assert isinstance(engine, SummonedEngine)
+        assert (group := dist.group.WORLD) is not None
+        cast("Model", engine.module.module).initialize_buffers()
+        engine.module.register_comm_hook(DefaultState(group), reduce_scatter_hook)
+        return engine
+
+
+class FSDP1Casts(FSDP1):
+    """`MixedPrecision(cast_forward_inputs=True, cast_root_forward_inputs=False)`: every unit casts its own inputs."""
+
+    capabilities: ClassVar = replace(
+        FSDP1.capabilities, precisions=frozenset({Precision.BF16, Precision.BF16_REDUCE_BF16})
+    )
+
+    def choices(self, case: Case) -> dict[str, Any]:
+        from torch.distributed.fsdp import MixedPrecision
+
+        policy = MixedPrecision(
+            param_dtype=AUTOCAST[case.precision.compute],
+            reduce_dtype=getattr(torch, case.precision.reduction),
+            cast_forward_inputs=True,
+            cast_root_forward_inputs=False,
+        )
+        return {"mixed_precision": policy}
 
 
 def _padding(case: Case, sharding: Sharding) -> Padding:

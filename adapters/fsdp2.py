@@ -93,8 +93,6 @@ class FSDP2(Adapter):
     )
     engine: ClassVar[type[FSDP2Engine]] = FSDP2Engine
     sharding: ClassVar = Sharding()
-    by_columns: ClassVar[bool] = False
-    """Whether matrices are sharded by their second dimension."""
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
@@ -114,12 +112,19 @@ class FSDP2(Adapter):
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
         return cls.sharding.invalid_reason(case.layout) or super().supports(case, device, backend)
 
+    def choices(self, case: Case, model: Model) -> dict[str, Any]:
+        """Return the further arguments of `fully_shard` that a variant has; under `of_root` those of the root alone.
+
+        `model`: on the meta device.
+        """
+        return {}
+
     def build(self, case: Case, context: RankContext) -> Engine:
         with torch.device("meta"):
             model = configure(build_model(case.workload.model), case)
         if case.precision.master is Dtype.FP64:
             model.double()
-        shard(model, case, context, self.sharding, by_columns=self.by_columns)
+        shard(model, case, context, self.sharding, self.choices(case, model))
         optimizer = build_optimizer(case.workload.optimizer, model.named_parameters(), case.tuning)
         engine = self.engine(case, context, model, optimizer)
         engine.sharding = self.sharding
@@ -176,21 +181,20 @@ class FSDP2Sums(FSDP2):
     arithmetic: ClassVar = dataclasses.replace(FSDP2.arithmetic, averages=False)
 
     def build(self, case: Case, context: RankContext) -> Engine:
-        from torch.distributed.fsdp import FSDPModule
-
         engine = super().build(case, context)
-        assert isinstance(engine, FSDP2Engine)
-        for part in engine.module.modules():
-            if isinstance(part, FSDPModule):
-                part.set_gradient_divide_factor(1.0)
-                part.set_force_sum_reduction_for_comms(True)
+        for unit in sharded_units(engine):
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
         return engine
 
 
 class FSDP2Columns(FSDP2):
     """`shard_placement_fn`: matrices are sharded by their second dimension, all else by the first."""
 
-    by_columns: ClassVar = True
+    def choices(self, case: Case, model: Model) -> dict[str, Any]:
+        from torch.distributed.tensor import Shard
+
+        return {"shard_placement_fn": lambda parameter: Shard(1) if parameter.dim() > 1 else None}
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
@@ -225,11 +229,8 @@ class FSDP2Offload(FSDP2):
 
     def build(self, case: Case, context: RankContext) -> Engine:
         """On a CPU nothing that is measured would tell whether the policy was heeded."""
-        from torch.distributed.fsdp import FSDPModule
-
         engine = super().build(case, context)
-        assert isinstance(engine, FSDP2Engine)
-        units = [part for part in engine.module.modules() if isinstance(part, FSDPModule)]
+        units = sharded_units(engine)
         if not units or not all(p.offload_to_cpu for unit in units for p in _sharded_parameters(unit)):
             raise AdapterError(f"rank {context.rank}: fully_shard offloads not everything, which it was asked for")
         return engine
@@ -292,8 +293,14 @@ def fsdp2_exceptions(case: Case, rank: int, sharding: Sharding) -> tuple[Traffic
     )
 
 
-def shard(model: Model, case: Case, context: RankContext, sharding: Sharding, *, by_columns: bool = False) -> None:
-    """Shard a model on the meta device over all ranks, block by block, and fill the shards with initial values."""
+def shard(
+    model: Model, case: Case, context: RankContext, sharding: Sharding, arguments: Mapping[str, Any] | None = None
+) -> None:
+    """Shard a model on the meta device over all ranks, block by block, and fill the shards with initial values.
+
+    `arguments`: of `fully_shard`, in the place of those that the case and the sharding ask for; under `of_root` those
+    of the root alone.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -305,18 +312,24 @@ def shard(model: Model, case: Case, context: RankContext, sharding: Sharding, *,
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced) if low else MixedPrecisionPolicy()
     home = CPUOffloadPolicy(pin_memory=False) if case.layout.offload is Offload.CPU else OffloadPolicy()
     after = sharding.resharded_over or sharding.reshards_blocks
-    arguments: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": home}
-    if by_columns:
-        from torch.distributed.tensor import Shard
-
-        arguments["shard_placement_fn"] = lambda parameter: Shard(1) if parameter.dim() > 1 else None
+    given: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": home}
+    given.update(arguments or {})
+    of_root = given.pop("of_root", {})
     for block in model.blocks.values():
-        fully_shard(block, reshard_after_forward=after, **arguments)
+        fully_shard(block, reshard_after_forward=after, **given)
     # PyTorch's default leaves the root whole between forward and backward, which is not quite ZeRO-3.
-    fully_shard(model, reshard_after_forward=sharding.reshards_root, **arguments)
+    fully_shard(model, reshard_after_forward=sharding.reshards_root, **{**given, **of_root})
     model.to_empty(device=context.device)
     fill_shards(model, case)
     model.initialize_buffers()
+
+
+def sharded_units(engine: Engine) -> list[FSDPModule]:
+    """Return every module that `fully_shard` was called on, the root first."""
+    from torch.distributed.fsdp import FSDPModule
+
+    assert isinstance(engine, FSDP2Engine)
+    return [part for part in engine.module.modules() if isinstance(part, FSDPModule)]
 
 
 def _sharded_parameters(unit: FSDPModule) -> list[FSDPParam]:

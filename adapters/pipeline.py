@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -46,8 +46,6 @@ class PipelineEngine(Engine):
 
     def __init__(self, case: Case, context: RankContext, interleaving: str = "Interleaved1F1B") -> None:
         """`interleaving`: PyTorch's schedule of several stages a rank, by its name."""
-        from torch.distributed.pipelining import PipelineStage
-
         self.case, self.context = case, context
         layout, spec, rank = case.layout, case.workload.model, context.rank
         self.stands = layout.coordinates(rank)
@@ -65,12 +63,22 @@ class PipelineEngine(Engine):
         self.replicas = group_of(layout.all_spanned(("dp",)), rank) if replicated else None
         split = spec.ties_ends and layout.pp > 1
         self.tied_group = group_of([(ranks[0], ranks[-1]) for ranks in pipelines], rank) if split else None
-        self.stages = [
-            PipelineStage(part, index, num_stages, context.device, group=self.pipeline, **examples(case, index))
-            for index, part in zip(own, parts, strict=True)
-        ]
-        self.schedule = _schedule(layout, self.stages, self._loss, interleaving)
+        self.stages = [self.make_stage(part, index) for index, part in zip(own, parts, strict=True)]
+        self.schedule = _schedule(layout, self.stages, self._loss, interleaving, self.choices())
         self.total_weight = 0.0
+
+    def make_stage(self, part: Part, index: int) -> PipelineStage:
+        """Return PyTorch's stage, the `index`-th of all, of a part."""
+        from torch.distributed.pipelining import PipelineStage
+
+        layout = self.case.layout
+        told = examples(self.case, index)
+        num_stages = layout.pp * layout.virtual_stages
+        return PipelineStage(part, index, num_stages, self.context.device, group=self.pipeline, **told)
+
+    def choices(self) -> dict[str, Any]:
+        """Return the further arguments of PyTorch's schedule that a variant has."""
+        return {}
 
     def make_part(self, chunk: Model) -> Part:
         """Return the module that is run for a chunk. Subclasses override it to split the chunk over further axes."""
@@ -126,6 +134,9 @@ class PipelineEngine(Engine):
         for chunk in self.chunks:
             skip_block(chunk, batch, self.case.workload)
             chunk.hold(shard)
+        return self.run_shard(pipeline, shard)
+
+    def run_shard(self, pipeline: Callable[..., object], shard: Batch) -> Tensor:
         losses: list[Tensor] = []
         inputs = (self.chunks[0].stage_inputs(shard),) if self.first else ()
         pipeline(*inputs, target=self._targets(shard) if self.last else None, losses=losses, return_outputs=False)
@@ -200,19 +211,24 @@ def group_of(groups: Sequence[tuple[int, ...]], rank: int) -> dist.ProcessGroup 
 
 
 def _schedule(
-    layout: Layout, stages: list[PipelineStage], loss: Callable[[Tensor, Tensor], Tensor], interleaving: str
+    layout: Layout,
+    stages: list[PipelineStage],
+    loss: Callable[[Tensor, Tensor], Tensor],
+    interleaving: str,
+    choices: dict[str, Any],
 ) -> PipelineScheduleSingle | PipelineScheduleMulti:
     """PyTorch's. On one stage nothing is gained by holding all micro-batches."""
     from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     # scale_grads divides by the number of micro-batches, which is wrong for a loss that is a share already.
+    common: dict[str, Any] = {"loss_fn": loss, "scale_grads": False, **choices}
     if layout.virtual_stages > 1:
         several = cast("type[PipelineScheduleMulti]", get_schedule_class(interleaving))
-        return several([*stages], layout.num_micro_batches, loss_fn=loss, scale_grads=False)
+        return several([*stages], layout.num_micro_batches, **common)
     all_first = layout.schedule is Schedule.GPIPE and layout.pp > 1
     kind = ScheduleGPipe if all_first else Schedule1F1B
-    return kind(stages[0], layout.num_micro_batches, loss_fn=loss, scale_grads=False)
+    return kind(stages[0], layout.num_micro_batches, **common)
 
 
 _NO_SCALER = "torch.distributed.pipelining scales no loss, and PyTorch's GradScaler tells no other stage of an overflow"
@@ -245,6 +261,7 @@ class Pipeline(Adapter):
 
     interleaving: ClassVar[str] = "Interleaved1F1B"
     """PyTorch's schedule of several stages a rank."""
+    engine: ClassVar[type[PipelineEngine]] = PipelineEngine
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
@@ -298,7 +315,7 @@ class Pipeline(Adapter):
         return (ExtraMemory(category="activations", num_bytes=count * logits, reason=reason),)
 
     def build(self, case: Case, context: RankContext) -> Engine:
-        return PipelineEngine(case, context, self.interleaving)
+        return self.engine(case, context, self.interleaving)
 
 
 class GPipe(Pipeline):

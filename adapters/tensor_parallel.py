@@ -214,7 +214,8 @@ class TensorParallel(Adapter):
 
 
 class TensorParallelWholeLoss(TensorParallel):
-    """Without `loss_parallel`: logits are gathered, and every rank computes the loss over the whole vocabulary."""
+    """Without `loss_parallel`: logits are gathered, and every rank computes the loss over the whole vocabulary. No rank
+    sends its weights to the others (`src_data_rank=None`), and the last norm's output is a plain tensor."""
 
     capabilities: ClassVar = replace(
         TensorParallel.capabilities,
@@ -307,8 +308,9 @@ def parallelize(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool
         plan |= {f"{block}.{name}": ColwiseParallel() for name in inner}
     if sequence_parallel:  # positions are added to all tokens before
         plan["embedding"] = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=stream)
-        plan["head.norm"] = SequenceParallel()
-    parallelize_module(model, mesh, plan)  # type: ignore[arg-type]
+        plan["head.norm"] = SequenceParallel(use_local_output=whole_logits)
+    # None: no rank's weights are sent to the others, which draw their own.
+    parallelize_module(model, mesh, plan, src_data_rank=None if whole_logits else 0)  # type: ignore[arg-type]
     if model.spec.tied_embeddings and model.head is not None and model.embedding is not None:
         # which replacing parameters module by module has undone
         model.head.output.weight = model.embedding.tokens.weight

@@ -131,7 +131,7 @@ def set_up(fabric: Any, case: Case, model: nn.Module, together: bool) -> tuple[A
 
 def canonical(name: str) -> str:
     """Return a parameter's name without the wrappers of Fabric, DDP and FSDP1 on its way."""
-    wrappers = ("_forward_module", "_original_module", "_fsdp_wrapped_module")
+    wrappers = ("_forward_module", "_original_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
     return ".".join(part for part in name.split(".") if part not in wrappers).removeprefix("module.")
 
 
@@ -144,9 +144,11 @@ class FabricDDP(Adapter):
         degrees=frozenset({"dp"}),
         families=frozenset(Family),
         devices=ON_CPU,
-        precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
+        precisions=frozenset({Precision.FP32, Precision.BF16}),
         lacks={
             Precision.FP16: _NO_SCALER,
+            # adapters/gaps/fabric_double_outputs.py
+            Precision.FP64: "Fabric's 64-true rounds what the model returns to float32",
             Precision.BF16_REDUCE_BF16: "its comm hook would be PyTorch's own, which DDP lets run on NCCL alone",
         },
     )
@@ -155,6 +157,10 @@ class FabricDDP(Adapter):
     def recipe(cls, case: Case) -> TrainingRecipe:
         return eager_recipe(case, "eager-ddp")
 
+    def choices(self, case: Case) -> dict[str, Any]:
+        """Return the further arguments of Fabric's strategy that a variant has."""
+        return {}
+
     def build(self, case: Case, context: RankContext) -> Engine:
         from lightning_fabric.strategies import DDPStrategy
 
@@ -162,8 +168,9 @@ class FabricDDP(Adapter):
             gradient_as_bucket_view=True,
             broadcast_buffers=False,  # each replica keeps its own statistics, as the workload defines them
             find_unused_parameters=case.workload.leaves_unused,
+            **self.choices(case),
         )
-        precision = {Dtype.FP64: "64-true", Dtype.BF16: "bf16-mixed"}.get(case.precision.compute, "32-true")
+        precision = "bf16-mixed" if case.precision.compute is Dtype.BF16 else "32-true"
         fabric = launched(context, strategy, precision)
         wrapped, prepared = set_up(fabric, case, initial_model(case, context.device), self.together)
         return FabricDDPEngine(case, context, fabric, wrapped, prepared)
@@ -208,6 +215,7 @@ class FabricFSDP(FSDP1):
 
     def build(self, case: Case, context: RankContext) -> Engine:
         from lightning_fabric.strategies import FSDPStrategy
+        from lightning_fabric.strategies.fsdp import _setup_activation_checkpointing
         from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 
         class Strategy(FSDPStrategy):  # type: ignore[misc]
@@ -217,19 +225,21 @@ class FabricFSDP(FSDP1):
                     mixed_precision=self.mixed_precision_config,
                     sharding_strategy=self.sharding_strategy,
                     device_id=context.device,
+                    cpu_offload=self.cpu_offload,
                     **self._fsdp_kwargs,
                 )
+                _setup_activation_checkpointing(made, self._activation_checkpointing_kwargs)
                 return made
 
         low, reduced = AUTOCAST.get(case.precision.compute), getattr(torch, case.precision.reduction)
-        strategy = Strategy(
-            auto_wrap_policy=block_classes(case.workload.model),
-            sharding_strategy=self.strategy,
-            mixed_precision=MixedPrecision(param_dtype=low, reduce_dtype=reduced) if low else None,
-            state_dict_type="sharded",
-        )
-        fabric = launched(context, strategy, "32-true")
-        wrapped, prepared = set_up(fabric, case, initial_model(case, context.device), self.together)
+        arguments: dict[str, Any] = {
+            "auto_wrap_policy": block_classes(case.workload.model),
+            "sharding_strategy": self.strategy,
+            "mixed_precision": MixedPrecision(param_dtype=low, reduce_dtype=reduced) if low else None,
+            "state_dict_type": "sharded",
+        }
+        fabric = launched(context, Strategy(**{**arguments, **self.choices(case)}), "32-true")
+        wrapped, prepared = set_up(fabric, case, self.model(case, context), self.together)
         return FabricFSDPEngine(case, context, fabric, wrapped, prepared)
 
 

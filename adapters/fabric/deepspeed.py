@@ -67,10 +67,14 @@ class FabricDeepSpeed(DeepSpeed):
         del config["train_batch_size"]
         return {**config, "gradient_accumulation_steps": 1}
 
+    def strategy(self, case: Case, context: RankContext) -> Any:  # noqa: ANN401
+        """Return Fabric's strategy."""
+        return on_cpu()(config=self.config(case, context))
+
     def build(self, case: Case, context: RankContext) -> Engine:
         prepare(context)
         precision = "bf16-true" if case.precision.compute is Dtype.BF16 else "32-true"
-        fabric = launched(context, _strategy(self.config(case, context)), precision)
+        fabric = launched(context, self.strategy(case, context), precision)
         model = initial_model(case, context.device)
         wrapped, prepared = fabric.setup(model, build_optimizer(case.workload.optimizer, model.named_parameters()))
         module = wrapped._forward_module
@@ -84,8 +88,8 @@ class FabricDeepSpeed(DeepSpeed):
         return engine
 
 
-def _strategy(config: dict[str, Any]) -> Any:  # noqa: ANN401
-    """Fabric's, but for what it asks of CUDA."""
+def on_cpu() -> type[Any]:
+    """Return Fabric's strategy, but for what it asks of CUDA."""
     from lightning_fabric.strategies import DDPStrategy, DeepSpeedStrategy
 
     class Strategy(DeepSpeedStrategy):  # type: ignore[misc]
@@ -101,4 +105,4 @@ def _strategy(config: dict[str, Any]) -> Any:  # noqa: ANN401
         def _initialize_engine(self, model: Any, optimizer: Any = None, scheduler: Any = None) -> tuple[Any, ...]:  # noqa: ANN401
             return initialize(model, optimizer, scheduler, self.config)
 
-    return Strategy(config=config)
+    return Strategy

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
@@ -17,6 +19,7 @@ from meshmark.adapter.loop import GREENLET, LOOP_LACKS, Dealing, Loop, LoopEngin
 from meshmark.adapters.ddp import DDPRecommended
 from meshmark.adapters.fabric import FABRIC, ON_CPU, launched
 from meshmark.errors import AdapterError
+from meshmark.reference.data import Batch
 from meshmark.reference.objective import build_optimizer, build_schedule, loss_share
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
@@ -48,6 +51,7 @@ class FabricLoop(Loop):
         fabric.seed_everything(self.case.workload.seed, verbose=False)
         plain = initial_model(self.case, self.context.device)
         model, optimizer = fabric.setup(plain, build_optimizer(spec, plain.named_parameters()))
+        self.start(fabric, model)
         schedule = build_schedule(spec, optimizer.optimizer)
         state = {"model": model, "optimizer": optimizer, "schedule": schedule, "step": 0}
         if checkpoint:
@@ -56,11 +60,11 @@ class FabricLoop(Loop):
         self.ready(model._forward_module, optimizer.optimizer)
         while True:
             samples = list(itertools.islice(batches, count))
-            targets = fabric.all_reduce(sum(batch.weights.sum() for batch in samples), reduce_op="sum")
+            targets = self.total(fabric, sum(batch.weights.sum() for batch in samples))
             total = torch.zeros((), device=fabric.device)
             for index, batch in enumerate(samples):
                 with fabric.no_backward_sync(model, enabled=index < count - 1):
-                    share = loss_share(model(batch.inputs), batch, self.case.workload.loss)
+                    share = self.loss_share(fabric, model(batch.inputs), batch)
                     loss = share * batch.total_weight / targets
                     fabric.backward(loss * fabric.world_size)
                     total += loss.detach()
@@ -79,8 +83,40 @@ class FabricLoop(Loop):
                 self._folder = None
                 self.saved()
 
+    def start(self, fabric: Any, model: Any) -> None:  # noqa: ANN401
+        """Give the model other weights before the first step, as a variant may."""
+
+    def total(self, fabric: Any, own: Any) -> Any:  # noqa: ANN401
+        """Return the sum over ranks of a number of each."""
+        return fabric.all_reduce(own, reduce_op="sum")
+
+    def loss_share(self, fabric: Any, outputs: Tensor, batch: Batch) -> Tensor:  # noqa: ANN401
+        return loss_share(outputs, batch, self.case.workload.loss)
+
     def save_to(self, folder: Path) -> None:
         self._folder = folder
+
+
+class RawLoop(FabricLoop):
+    """Weights come from a raw file of the first rank's (`load_raw`), at a path that it tells (`broadcast`); targets are
+    counted by `all_gather`, and the loss is computed under `autocast`."""
+
+    def start(self, fabric: Any, model: Any) -> None:  # noqa: ANN401
+        path = fabric.broadcast(str(self.context.scratch / "weights.pt") if fabric.global_rank == 0 else "")
+        if fabric.global_rank == 0:
+            torch.save(model.state_dict(), path)
+        fabric.barrier()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        fabric.load_raw(path, model)
+
+    def total(self, fabric: Any, own: Any) -> Any:  # noqa: ANN401
+        return fabric.all_gather(own).sum()
+
+    def loss_share(self, fabric: Any, outputs: Tensor, batch: Batch) -> Tensor:  # noqa: ANN401
+        with fabric.autocast():
+            return super().loss_share(fabric, outputs, batch)
 
 
 class FabricScript(DDPRecommended):
@@ -107,9 +143,23 @@ class FabricScript(DDPRecommended):
         found, ranks = super().traffic_exceptions(case, rank), tuple(range(case.layout.dp))
         if len(ranks) == 1:
             return found
-        size = case.precision.wide.itemsize
-        count = Flow(kind="all_reduce", axes="dp", ranks=ranks, purpose=Purpose.LOSS, num_bytes=size, fewest=1, most=1)
+        count = cls.counting(ranks, case.precision.wide.itemsize)
         return (*found, TrafficException(sends=(count,), reason="targets are counted over all ranks, once a step"))
+
+    @classmethod
+    def counting(cls, ranks: tuple[int, ...], size: int) -> Flow:
+        """Return what is sent to count targets."""
+        return Flow(kind="all_reduce", axes="dp", ranks=ranks, purpose=Purpose.LOSS, num_bytes=size, fewest=1, most=1)
 
     def build(self, case: Case, context: RankContext) -> Engine:
         return LoopEngine(case, context, self.loop(case, context))
+
+
+class FabricRawScript(FabricScript):
+    """With Fabric's other collectives, and weights from a raw file."""
+
+    loop: ClassVar[type[FabricLoop]] = RawLoop
+
+    @classmethod
+    def counting(cls, ranks: tuple[int, ...], size: int) -> Flow:
+        return replace(super().counting(ranks, size), kind="all_gather", num_bytes=size * len(ranks))

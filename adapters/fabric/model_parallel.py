@@ -39,6 +39,8 @@ class FabricTensorParallelFSDP2(TensorParallelFSDP2):
 
     requires: ClassVar = FABRIC
     capabilities: ClassVar = replace(TensorParallelFSDP2.capabilities, devices=ON_CPU)
+    saves_shards: ClassVar = True
+    """Whether every rank writes its part of a checkpoint, otherwise the first rank all of it."""
 
     def build(self, case: Case, context: RankContext) -> Engine:
         from lightning_fabric.strategies import ModelParallelStrategy
@@ -50,8 +52,17 @@ class FabricTensorParallelFSDP2(TensorParallelFSDP2):
             return module
 
         strategy = ModelParallelStrategy(
-            parallelized, data_parallel_size=case.layout.dp, tensor_parallel_size=case.layout.tp
+            parallelized,
+            data_parallel_size=case.layout.dp,
+            tensor_parallel_size=case.layout.tp,
+            save_distributed_checkpoint=self.saves_shards,
         )
         fabric = launched(context, strategy, "32-true")
         wrapped, prepared = set_up(fabric, case, initial_model(case, context.device), together=False)
         return FabricTensorParallelEngine(case, context, fabric, wrapped, prepared)
+
+
+class FabricTensorParallelWholeCheckpoint(FabricTensorParallelFSDP2):
+    """`save_distributed_checkpoint=False`."""
+
+    saves_shards: ClassVar = False

@@ -89,6 +89,11 @@ class FairScaleOSS(Adapter):
     """Data parallelism with sharded gradients and optimizer states."""
 
     requires: ClassVar = _FAIRSCALE
+    engine: ClassVar[type[OSSEngine]] = OSSEngine
+    optimizer_choices: ClassVar[dict[str, Any]] = {}
+    """Further arguments of OSS."""
+    module_choices: ClassVar[dict[str, Any]] = {}
+    """Further arguments of ShardedDataParallel."""
     arithmetic: ClassVar = Arithmetic(casting=Casting.AUTOCAST)
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
@@ -132,7 +137,8 @@ class FairScaleOSS(Adapter):
 
         model, spec = initial_model(case, context.device), case.workload.optimizer
         cls, arguments = reference_optimizer(spec).arguments()
-        optimizer = OSS(parameter_groups(spec, model.named_parameters()), optim=cls, **arguments)
+        groups = parameter_groups(spec, model.named_parameters())
+        optimizer = OSS(groups, optim=cls, **{**self.optimizer_choices, **arguments})
         module = ShardedDataParallel(
             model,
             optimizer,
@@ -141,8 +147,9 @@ class FairScaleOSS(Adapter):
             # Gradients in its buckets are kept by every rank, which would be stage 1, and after the first
             # `optimizer.zero_grad()`, which cuts them out of their bucket, are no longer reduced at all.
             reduce_buffer_size=0,
+            **self.module_choices,
         )
-        return OSSEngine(case, context, module, optimizer)
+        return self.engine(case, context, module, optimizer)
 
 
 class FSDPEngine(DataParallelEngine):
@@ -233,7 +240,7 @@ class FairScaleFSDP(Adapter):
             "facebookresearch/fairscale#1083",
         },
     )
-    known_gaps: ClassVar = (
+    known_gaps: ClassVar[tuple[KnownGap, ...]] = (
         KnownGap(
             clause="unused",
             symptom="expected to be in states",

@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -16,10 +17,11 @@ from torch import Tensor
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.gathered import Gathered
-from meshmark.adapters.fairscale import FairScaleFSDP, FSDPEngine, canonical
+from meshmark.adapters.fairscale import FairScaleFSDP, FairScaleOSS, FSDPEngine, OSSEngine, canonical
 from meshmark.errors import AdapterError
 from meshmark.reference.build import parameter_shapes
 from meshmark.spec.case import Case
+from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Recompute
 from meshmark.spec.precision import Precision
 from meshmark.theory.flow import TrafficException
@@ -147,3 +149,120 @@ class FairScaleCheckpointOffload(FairScaleFSDP):
         if case.layout.recompute is Recompute.FULL and not (found and all(found)):
             raise AdapterError(f"rank {context.rank}: FairScale offloads no inputs of blocks, which it was asked for")
         return engine
+
+
+class FairScaleFSDPCasts(FairScaleFSDPPredivide):
+    """`force_input_to_fp32` and `buffer_dtype`, which in float32 change nothing, `clear_autocast_cache`, and divisors
+    that are set after wrapping (`set_gradient_divide_factors`): all of the division comes after the reduction."""
+
+    capabilities: ClassVar = dataclasses.replace(
+        FairScaleFSDP.capabilities,
+        precisions=frozenset({Precision.FP32}),
+    )
+
+    def choices(self, case: Case) -> dict[str, Any]:
+        return {"force_input_to_fp32": True, "buffer_dtype": torch.float32, "clear_autocast_cache": True}
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        engine = super().build(case, context)
+        assert isinstance(engine, FSDPEngine)
+        engine.module.set_gradient_divide_factors(1.0, float(case.layout.dp), recursive=True)
+        return engine
+
+
+class ShardFilesEngine(FSDPEngine):
+    """Every rank writes its shards with what is needed to put them together; the first, the gathered optimizer."""
+
+    def save(self, folder: Path) -> None:
+        shards = {"weights": self.module.local_state_dict(), "metadata": self.module.local_metadata_dict()}
+        torch.save(shards, folder / f"shards-{self.context.rank}.pt")
+        gathered = self.module.gather_full_optim_state_dict(self.optimizer)
+        for state in self.optimizer.state.values():  # adapters/gaps/fairscale_fsdp_gathered_optimizer.py
+            if "step" in state:
+                state["step"] = torch.as_tensor(float(state["step"]))
+        if self.context.rank == 0:
+            torch.save({"optimizer": gathered, "schedule": self.schedule_state()}, folder / "optimizer.pt")
+        torch.distributed.barrier()
+
+    def load(self, folder: Path) -> None:
+        from fairscale.nn.data_parallel import FullyShardedDataParallel
+
+        files = sorted(folder.glob("shards-*.pt"))
+        if len(files) == self.context.world_size:
+            own = torch.load(folder / f"shards-{self.context.rank}.pt", weights_only=False)
+            self.module.state_dict()  # prepares inner wrappers too (adapters/gaps/fairscale_fsdp_local_load.py)
+            self.module.load_local_state_dict(own["weights"])
+        else:
+            shards = [torch.load(file, weights_only=False) for file in files]
+            whole = FullyShardedDataParallel.consolidate_shard_weights(
+                [each["weights"] for each in shards], [each["metadata"] for each in shards]
+            )
+            self.module.load_state_dict(whole)
+        state = torch.load(folder / "optimizer.pt", weights_only=False)
+        self.optimizer.load_state_dict(self.module.get_shard_from_optim_state_dict(state["optimizer"]))
+        self.load_schedule(state["schedule"])
+
+
+class FairScaleFSDPShardFiles(FairScaleFSDP):
+    """`local_state_dict` and `gather_full_optim_state_dict`; on another number of ranks `consolidate_shard_weights`."""
+
+    engine: ClassVar = ShardFilesEngine
+    known_gaps: ClassVar = (
+        *FairScaleFSDP.known_gaps,
+        *(
+            KnownGap(
+                clause=clause,
+                symptom="first moments forgotten",
+                reason="on a CPU the gathered optimizer has second moments in the place of first ones",
+                reproducer="fairscale_fsdp_gathered_moments",
+            )
+            for clause in ("resume", "reshard", "recovery")
+        ),
+    )
+    capabilities: ClassVar = dataclasses.replace(
+        FairScaleFSDP.capabilities,
+        lacks={k: why for k, why in FairScaleFSDP.capabilities.lacks.items() if k is not Feature.RESHARD},
+    )
+
+
+class FairScaleFSDPFirstRank(FairScaleFSDP):
+    """`state_dict_on_rank_0_only`: the first rank alone gets weights that are whole."""
+
+    def choices(self, case: Case) -> dict[str, Any]:
+        return {"state_dict_on_rank_0_only": True}
+
+
+class ByHandEngine(OSSEngine):
+    """Puts every reduction off, and reduces once all gradients are there."""
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        with self.module.no_sync():
+            yield
+
+    def finish_gradients(self) -> None:
+        self.module.reduce()
+        super().finish_gradients()
+
+    def update(self) -> Tensor | None:
+        norm = super().update()
+        self.module.sync_buffers(blocking=True)
+        return norm
+
+
+class FairScaleOSSByHand(FairScaleOSS):
+    """`ShardedDataParallel.reduce` and `sync_buffers`, called by the user; parameters that are frozen stay so
+    (`auto_refresh_trainable=False`), and states are collected by FairScale's own broadcast
+    (`force_broadcast_object`)."""
+
+    engine: ClassVar[type[OSSEngine]] = ByHandEngine
+    optimizer_choices: ClassVar = {"force_broadcast_object": True}
+    module_choices: ClassVar = {"auto_refresh_trainable": False}
+    capabilities: ClassVar = dataclasses.replace(
+        FairScaleOSS.capabilities,
+        lacks={
+            **FairScaleOSS.capabilities.lacks,
+            Feature.BUFFERS: "`sync_buffers` sends the first rank's",
+            Feature.UNUSED: "`reduce` asserts that every parameter has a gradient",
+        },
+    )

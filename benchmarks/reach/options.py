@@ -228,7 +228,15 @@ def summary(value: object) -> str:
         return repr(value)[:40] if not value else f"{type(value).__name__} of {len(value)}"
     if inspect.isroutine(value) or inspect.isclass(value):
         return getattr(value, "__name__", "function")
+    if dataclasses.is_dataclass(value):
+        return f"{type(value).__name__}({', '.join(_not_default(value))})".replace("()", "")
     return type(value).__name__
+
+
+def _not_default(value: Any) -> list[str]:  # noqa: ANN401
+    """Return the names of the fields that are not at their default, by which two configurations of a class differ."""
+    defaults = {name: default for name, default in _fields(type(value)).items() if hasattr(value, name)}
+    return [name for name, default in defaults.items() if summary(getattr(value, name)) != default]
 
 
 def _arguments(target: Any) -> dict[str, str]:  # noqa: ANN401

@@ -22,6 +22,7 @@ from meshmark.reference.own_model import describe
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout, Recompute
 from meshmark.spec.layout_id import parse_layout
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload, workload
@@ -47,6 +48,8 @@ CLAUSES_OF = (
     *("deepspeed-universal", "deepspeed-elastic", "megatron-gpt", "megatron-gpt-per-token"),
     "megatron-gpt-recommended",
     *("accelerate-fsdp1-by-size", "accelerate-loop-triggered"),
+    *("fsdp2-whole-checkpoint", "fsdp2-converted-checkpoint", "fsdp1-materialized", "fabric-fsdp-shard-grad-op"),
+    *("fairscale-fsdp-shard-files", "fairscale-oss-by-hand", "pipeline-split", "fabric-deepspeed-arguments"),
 )
 """Adapters whose clauses are run, of each the deepest ZeRO stage, most valuable first."""
 SUITES_OF_TWO = (
@@ -88,6 +91,11 @@ SUITES_OF_TWO = (
     *("accelerate-fsdp2-launched", "megatron-gpt-per-token", "megatron-gpt-pipeline-options"),
     "megatron-gpt-exchanged-sums",
     *("deepspeed-autocast", "fsdp2-sums", "fsdp2-columns", "fsdp1-no-shard", "ddp-zero1-views"),
+    *("ddp-bucket-list", "ddp-skips-unused", "fsdp2-collectives", "fsdp2-recovered", "fsdp2-ignores"),
+    *("fsdp2-wide-outputs", "fsdp1-materialized", "fsdp1-casts", "pipeline-traced", "pipeline-split"),
+    *("fabric-loop-raw", "fabric-ddp-precision", "fabric-fsdp-shard-grad-op", "fabric-deepspeed-arguments"),
+    *("fabric-deepspeed-offloads", "fairscale-fsdp-casts", "fairscale-fsdp-first-rank", "fairscale-oss-by-hand"),
+    *("tp-whole-loss", "fabric-deepspeed-separate"),
 )
 SUITES_OF_FOUR = (
     *(
@@ -100,6 +108,7 @@ SUITES_OF_FOUR = (
         "pipeline-fsdp2",
     ),
     *("fsdp2-reshard2", "deepspeed-autotp", "deepspeed-hpz", "fabric-tp-fsdp2", "accelerate-hsdp"),
+    *("fsdp2-replicas-by-hook", "fabric-fsdp-hybrid", "fabric-tp-fsdp2-whole-checkpoint"),
 )
 """Adapters that need four ranks."""
 SCHEDULED = (
@@ -143,6 +152,17 @@ OF_LAYOUTS = (
     ("megatron-gpt-aligned", "dp2.pp2.interleaved.v2.zero1.mb4", Precision.FP32, _DEEP),
 )
 """Cases that no matrix has: unequal degrees, recomputation, interleaved stages, other precisions and optimizers."""
+DEEP = (
+    "pipeline",
+    "pipeline-split",
+    "pipeline-looped-bfs",
+    "pipeline-zero-bubble",
+    "pipeline-zbv",
+    "pipeline-dualpipev",
+)
+"""Adapters whose suites are also run on a model that is deep enough for several stages a rank."""
+RECOMPUTED = ("fabric-fsdp-recomputes",)
+"""Adapters whose suites are run with recomputation."""
 TIMES = 3.0
 """Factor on a pass's time limit: tracing slows ranks down."""
 OPTIONS = RunOptions(time_limit_seconds=120.0 * TIMES, observed_steps=3)
@@ -202,6 +222,11 @@ def units(of: Iterable[str] = ()) -> Iterator[Unit]:
     hard = describe(HARD_WORKLOAD)
     for name in wanted(HARD):
         yield from _suites(name, Precision.FP32, hard)
+    for name in wanted(DEEP):
+        yield from _suites(name, Precision.FP32, _DEEP)
+    for name in wanted(RECOMPUTED):
+        layout = Layout(dp=2, zero_stage=3, num_micro_batches=2, recompute=Recompute.FULL)
+        yield Unit(case=Case(adapter=name, workload=_MINI, layout=layout), clauses=False)
 
 
 def _suites(name: str, precision: Precision, trained: Workload | None = None) -> Iterator[Unit]:

@@ -48,8 +48,10 @@ from tests.broken import gradients as g
 from tests.broken import reducing as h
 from tests.broken import wrapped as w
 from tests.broken.engine import Broken
+from tests.broken.fabric_options import FABRIC_OPTION_MUTANTS
 from tests.broken.megatron_gpt import MEGATRON_GPT_MUTANTS
 from tests.broken.mutant import DEEP, GPT, Mutant
+from tests.broken.pytorch_options import PYTORCH_OPTION_MUTANTS
 
 F = Fault
 PIPELINE = Layout(pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B)
@@ -655,4 +657,6 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("horovod", g.MeanOfRanks, F.UNEVEN, layout=REDUCED),
     *_on("horovod-recommended", h.BroadcastsNoState, F.START, F.UPDATE, layout=REDUCED),
     *MEGATRON_GPT_MUTANTS,
+    *PYTORCH_OPTION_MUTANTS,
+    *FABRIC_OPTION_MUTANTS,
 ]
