@@ -117,9 +117,14 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
     using = recipe or eager_recipe(case)
     transformer = theory_of(model).transformer
     if layout.folded or transformer is None:
-        if using.states.matrix_wise or (count := local_parameters(model, layout, rank)) is None:
+        if using.states.matrix_wise or (counts := theory_of(model).trained_and_frozen(layout, rank)) is None:
             return None
+        count, num_frozen = counts
+        if num_frozen and (case.precision.is_mixed or layout.offload is not Offload.NONE):
+            return None  # whether a frozen parameter has a master is the framework's choice
         states = state_bytes(np.array([float(count)]), grid, using)
+        # A frozen parameter has weights, sharded like the others, and neither a gradient nor moments.
+        frozen = state_bytes(np.array([float(num_frozen)]), grid, using)
         activations = None
         if _is_exact(case) and using.activations_known and using.eager:
             casts = using.eager.casts_weights
@@ -127,7 +132,7 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
             if activations is not None:
                 activations += _kept_weights(case, using)
         return ModelStates(
-            parameters=float(states["parameters"][0]),
+            parameters=float(states["parameters"][0] + frozen["parameters"][0]),
             gradients=float(states["gradients"][0]),
             optimizer_states=float(states["optimizer"][0]),
             buffers=_received(case, rank, using) + _lasting_gradients(case, using, float(states["gradients"][0])),
