@@ -120,8 +120,8 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
         if using.states.matrix_wise or (counts := theory_of(model).trained_and_frozen(layout, rank)) is None:
             return None
         count, num_frozen = counts
-        if num_frozen and (case.precision.is_mixed or layout.offload is not Offload.NONE):
-            return None  # whether a frozen parameter has a master is the framework's choice
+        if num_frozen and not _holds_frozen_weights_alone(case, using):
+            return None
         states = state_bytes(np.array([float(count)]), grid, using)
         # A frozen parameter has weights, sharded like the others, and neither a gradient nor moments.
         frozen = state_bytes(np.array([float(num_frozen)]), grid, using)
@@ -176,6 +176,17 @@ def _kept_weights(case: Case, using: TrainingRecipe) -> float:
     root = model.embedding_parameters + model.head_parameters
     kept = using.backward.kept_share * (model.num_parameters - root) + using.backward.keeps_root * root
     return using.wire.gather_bytes * kept
+
+
+def _holds_frozen_weights_alone(case: Case, using: TrainingRecipe) -> bool:
+    """Return whether it is known that a frozen parameter has weights, and no master and no room for a gradient.
+
+    Flat parameters have gradients as a whole (FSDP1), DeepSpeed keeps no masters of frozen ones, and which rank keeps the
+    moments of which tensor is the framework's choice at stages 1 and 2.
+    """
+    flat = using.backward.gradient_path in (GradientPath.FLAT_UNITS, *DEEPSPEED_PATHS)
+    whole = case.layout.zero_stage in (0, 3) and case.layout.offload is Offload.NONE
+    return whole and not case.precision.is_mixed and not flat
 
 
 def _received(case: Case, rank: int, using: TrainingRecipe) -> float:
