@@ -334,9 +334,9 @@ def test_a_smaller_model_is_trained_in_the_memory_that_is_planned(tmp_path: Path
     assert [record.case.adapter for record in records] == ["ddp", "fsdp2"], printed[-3000:]
     assert all(verdict.passed for record in records for verdict in record.verdicts), printed[-3000:]
     for record in records:
-        model, plan = record.case.workload.model, record.memory.planned[0]
+        model, plan, layout = record.case.workload.model, record.memory.planned[0], record.case.layout
         assert isinstance(model, OwnModelConfig) and plan is not None and plan.activations
-        trained, shards = model.num_parameters - model.num_frozen, record.case.layout.dp if "zero3" in record.id else 1
+        trained, shards = model.num_parameters - model.num_frozen, layout.dp if layout.zero_stage == 3 else 1
         assert plan.parameters == 4 * model.num_parameters / shards
         assert (plan.gradients, plan.optimizer_states) == (4 * trained / shards, 8 * trained / shards)
         assert plan.tables == model.buffer_bytes

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import studies.inference
 from benchmarks.inference_power import failures
 from meshmark.adapter.registry import ENGINE_PRECISIONS, inference_adapters
 from meshmark.adapters.paged.engine import PagedEngine
@@ -189,6 +190,14 @@ def test_waste_and_sharing_of_blocks_are_their_closed_forms(tmp_path: Path) -> N
         measure_waste(leaking, 16, shape)
     for found in measure_sharing(plain, prefix, 16):
         assert found.blocks == found.closed_form < found.unshared
+
+
+def test_the_page_names_engines_that_were_not_judged() -> None:
+    records = read_inference(studies.inference.KEPT)
+    assert "Not judged" not in studies.inference.page(records)
+    less = [record for record in records if not record.case["engine"].startswith("vllm")]
+    said = "**Not judged: vllm, vllm-tp2.** They could not run where this page was made. It takes `make env NAME=vllm`"
+    assert said in studies.inference.page(less)
 
 
 def test_a_known_gap_covers_its_own_symptom_alone() -> None:

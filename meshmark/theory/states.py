@@ -181,8 +181,8 @@ def _kept_weights(case: Case, using: TrainingRecipe) -> float:
 def _holds_frozen_weights_alone(case: Case, using: TrainingRecipe) -> bool:
     """Return whether it is known that a frozen parameter has weights, and no master and no room for a gradient.
 
-    Flat parameters have gradients as a whole (FSDP1), DeepSpeed keeps no masters of frozen ones, and which rank keeps the
-    moments of which tensor is the framework's choice at stages 1 and 2.
+    Flat parameters have gradients as a whole (FSDP1), DeepSpeed keeps no masters of frozen ones, and at stages 1 and 2
+    it is the framework's choice which rank keeps the moments of which tensor.
     """
     flat = using.backward.gradient_path in (GradientPath.FLAT_UNITS, *DEEPSPEED_PATHS)
     whole = case.layout.zero_stage in (0, 3) and case.layout.offload is Offload.NONE
