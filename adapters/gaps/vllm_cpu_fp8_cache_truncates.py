@@ -9,7 +9,7 @@
 # and all of one sign: keys and values shrink by 4 %."""
 # cause = """
 # float_to_fp8e4m3_scalar and float_to_fp8e5m2_scalar (csrc/cpu/cpu_attn_fp8.hpp) shift the bits of the float32 to the
-# right, and add nothing for what is lost. Conversions on GPUs round to the nearest."""
+# right, and add nothing for what is lost. `to(torch.float8_e4m3fn)` and CUDA's conversions round to the nearest."""
 # processes = 1
 # launcher = "python"
 # environment = "vllm"
