@@ -33,13 +33,13 @@ CORRECT = "tests.correct.paged"
 ENGINES = {
     **{name: (inference_adapters()[name], ("fp32", "bf16")) for name in ("paged", "transformers-generate")},
     "paged, rounds by batch": (f"{CORRECT}:RoundsByBatch", ("bf16",)),
-    "the same, draws by inverse CDF": (f"{CORRECT}:RoundsByBatchInverseCdf", ("bf16",)),
+    "paged, rounds by batch, draws by inverse CDF": (f"{CORRECT}:RoundsByBatchInverseCdf", ("bf16",)),
 }
 """Engines by what the page calls them: the adapter, and the precisions that it runs in."""
 LENGTHS, NEW_TOKENS = (1, 7, 31, 33, 65), 8
 
 
-def run(seed: int) -> list[dict[str, object]]:
+def run(seed: int, engines: Sequence[str] = tuple(ENGINES)) -> list[dict[str, object]]:
     """Return what each correct engine is accused of on one model, and its errors over the noise."""
     rows = list[dict[str, object]]()
     requests = [
@@ -50,7 +50,8 @@ def run(seed: int) -> list[dict[str, object]]:
     with tempfile.TemporaryDirectory() as name:
         folder = write_model("llama-tiny", Path(name), seed=seed)
         judges = {precision: Judge(folder, precision) for precision in ("fp32", "bf16")}
-        for engine, (target, precisions) in ENGINES.items():
+        for engine in engines:
+            target, precisions = ENGINES[engine]
             for precision in precisions:
                 judge, case = judges[precision], InferenceCase(engine=engine, target=target, precision=precision)
                 adapter = load_engine(target)
@@ -82,13 +83,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.inference_alarms", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("--seeds", type=int, default=60, help="models, each served by every engine")
+    parser.add_argument("--first", type=int, default=1, metavar="SEED", help="go on here, after what is kept")
+    parser.add_argument("-k", default="", metavar="TEXT", help="engines whose name contains TEXT (default: all)")
     parser.add_argument("-o", "--output", type=Path, default=KEPT)
     parsed = parser.parse_args(arguments)
     commit = describe("cpu", "", 1).commit
-    parsed.output.write_text("")
-    accused = 0
-    for seed in range(1, parsed.seeds + 1):
-        for row in run(seed):
+    if parsed.first == 1:
+        parsed.output.write_text("")
+    accused, engines = 0, [name for name in ENGINES if parsed.k in name]
+    for seed in range(parsed.first, parsed.seeds + 1):
+        for row in run(seed, engines):
             accused += bool(row["accused"])
             with parsed.output.open("a") as file:
                 file.write(json.dumps({**row, "commit": commit}) + "\n")
