@@ -38,8 +38,9 @@ class GenerateEngine(Engine):
             raise ValueError(
                 f"a prompt of {len(request.prompt)} tokens; expected 1 to {self._options.context_limit - 1}"
             )
-        if max(request.prompt) >= self._model.config.vocab_size:
-            raise ValueError(f"token {max(request.prompt)} is not in the vocabulary of {self._model.config.vocab_size}")
+        vocabulary = self._model.config.vocab_size
+        if wrong := [token for token in request.prompt if not 0 <= token < vocabulary]:
+            raise ValueError(f"token {wrong[0]} is not in the vocabulary of {vocabulary}")
         self._waiting.append(request)
 
     def step(self, emit: Callable[[Emitted], None]) -> None:

@@ -3,7 +3,9 @@
 python -m benchmarks.inference_alarms        # reports/records/inference-alarms.jsonl, which reports/inference.md shows
 
 Each run has a model of its own (weights by the seed) and prompts of its own. The tolerance is a factor times the noise,
-so the largest ratio of a correct engine's error to the noise says how much room the factor leaves.
+so the largest ratio of a correct engine's error to the noise says how much room the factor leaves. Engines of
+tests/correct/paged.py round in another way for each size of a batch, and draw in two ways. Draws of paged engines are
+judged by the clauses "seeds" and "parallel samples".
 """
 
 from __future__ import annotations
@@ -18,18 +20,26 @@ from pathlib import Path
 
 from meshmark.adapter.registry import inference_adapters
 from meshmark.environment import describe
-from meshmark.inference.contract import EngineOptions, Request
+from meshmark.inference.clauses import Around, parallel_samples, seeds
+from meshmark.inference.contract import Request
 from meshmark.inference.judge import Judge
 from meshmark.inference.local import LocalEngine
 from meshmark.inference.model import prompts, write_model
 from meshmark.inference.process import load_engine
+from meshmark.inference.run import InferenceCase
 
 KEPT = Path(__file__).parents[1] / "reports" / "records" / "inference-alarms.jsonl"
-ENGINES, PRECISIONS = ("paged", "transformers-generate"), ("fp32", "bf16")
+CORRECT = "tests.correct.paged"
+ENGINES = {
+    **{name: (inference_adapters()[name], ("fp32", "bf16")) for name in ("paged", "transformers-generate")},
+    "paged, rounds by batch": (f"{CORRECT}:RoundsByBatch", ("bf16",)),
+    "paged, rounds by batch, draws by inverse CDF": (f"{CORRECT}:RoundsByBatchInverseCdf", ("bf16",)),
+}
+"""Engines by what the page calls them: the adapter, and the precisions that it runs in."""
 LENGTHS, NEW_TOKENS = (1, 7, 31, 33, 65), 8
 
 
-def run(seed: int) -> list[dict[str, object]]:
+def run(seed: int, engines: Sequence[str] = tuple(ENGINES)) -> list[dict[str, object]]:
     """Return what each correct engine is accused of on one model, and its errors over the noise."""
     rows = list[dict[str, object]]()
     requests = [
@@ -39,17 +49,20 @@ def run(seed: int) -> list[dict[str, object]]:
     apart = [dataclasses.replace(request, arrives=20 * index) for index, request in enumerate(requests[::-1])]
     with tempfile.TemporaryDirectory() as name:
         folder = write_model("llama-tiny", Path(name), seed=seed)
-        for precision in PRECISIONS:
-            judge = Judge(folder, precision)
-            for engine in ENGINES:
-                adapter = load_engine(inference_adapters()[engine])
-                options = EngineOptions(precision=precision, block_size=adapter.block_sizes[0])
-                with LocalEngine(adapter().build(folder, options)) as served_by:
+        judges = {precision: Judge(folder, precision) for precision in ("fp32", "bf16")}
+        for engine in engines:
+            target, precisions = ENGINES[engine]
+            for precision in precisions:
+                judge, case = judges[precision], InferenceCase(engine=engine, target=target, precision=precision)
+                adapter = load_engine(target)
+                with LocalEngine(adapter().build(folder, case.options())) as served_by:
                     served, again = served_by.serve(requests), served_by.serve(apart)
-                noise = judge.noise(requests, served.completions)
+                    noise = judge.noise(requests, served.completions)
+                    around = Around(engine=served_by, judge=judge, setting=case.setting(), served=served, noise=noise)
+                    drawn = [seeds(around), parallel_samples(around)] if adapter.pages else []
                 logprobs = judge.logprobs(requests, served.completions, noise)
                 same = judge.same("alone", requests, (served, again), noise)
-                verdicts = [logprobs, judge.greedy(requests, served.completions, noise), same]
+                verdicts = [logprobs, judge.greedy(requests, served.completions, noise), same, *drawn]
                 rows.append(
                     {
                         "seed": seed,
@@ -58,6 +71,7 @@ def run(seed: int) -> list[dict[str, object]]:
                         "accused": [verdict.name for verdict in verdicts if not verdict.passed],
                         "largest": logprobs.numbers.get("largest", 0.0) / noise.largest,
                         "rms": logprobs.numbers.get("rms", 0.0) / noise.rms,
+                        "parted": sum(verdict.numbers.get("tokens", 0) for verdict in drawn),
                         "apart": same.numbers.get("apart", 0.0) / (2 * noise.largest),
                     }
                 )
@@ -68,14 +82,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.inference_alarms", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("--seeds", type=int, default=60, help="models, each served by two engines in two precisions")
+    parser.add_argument("--seeds", type=int, default=60, help="models, each served by every engine")
+    parser.add_argument("--first", type=int, default=1, metavar="SEED", help="go on here, after what is kept")
+    parser.add_argument("-k", default="", metavar="TEXT", help="engines whose name contains TEXT (default: all)")
     parser.add_argument("-o", "--output", type=Path, default=KEPT)
     parsed = parser.parse_args(arguments)
     commit = describe("cpu", "", 1).commit
-    parsed.output.write_text("")
-    accused = 0
-    for seed in range(1, parsed.seeds + 1):
-        for row in run(seed):
+    if parsed.first == 1:
+        parsed.output.write_text("")
+    accused, engines = 0, [name for name in ENGINES if parsed.k in name]
+    for seed in range(parsed.first, parsed.seeds + 1):
+        for row in run(seed, engines):
             accused += bool(row["accused"])
             with parsed.output.open("a") as file:
                 file.write(json.dumps({**row, "commit": commit}) + "\n")

@@ -14,9 +14,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from meshmark.adapter.registry import inference_adapters
 from meshmark.inference.clauses import LENGTHS, NEW_TOKENS
 from meshmark.inference.judge import FACTOR
 from meshmark.inference.model import PRECISIONS
+from meshmark.inference.process import load_engine
 from meshmark.inference.run import LOAD, InferenceRecord, read_inference
 from meshmark.inference.waste import LIMIT, MEAN_NEW, MEAN_PROMPT, NUM_REQUESTS, Sharing, Waste
 from meshmark.records.judged_case import CaseVerdict
@@ -43,7 +45,31 @@ def run() -> bool:
     if not records.exists():
         raise SystemExit("no engine was judged: see what pytest says above")
     shutil.copy(records, KEPT)
+    if reasons := [f"{name}: {reason}" for name in _missing(read_inference(KEPT)) if (reason := _refusal(name))]:
+        print("not judged, so the page has no rows of", *reasons, sep="\n  ", file=sys.stderr)
     return done.returncode == 0
+
+
+def _missing(records: Sequence[InferenceRecord]) -> list[str]:
+    """Return the engines that Meshmark has and the records have not."""
+    judged = {record.case["engine"] for record in records}
+    return [name for name in inference_adapters() if name not in judged]
+
+
+def _refusal(name: str) -> str | None:
+    return load_engine(inference_adapters()[name]).refusal()
+
+
+def _left_out(records: Sequence[InferenceRecord]) -> str:
+    """Say which engines were not judged where the records were made."""
+    missing = _missing(records)
+    if not missing:
+        return ""
+    environments = {load_engine(inference_adapters()[name]).virtual_environment for name in missing} - {""}
+    how = " and ".join(f"`make env NAME={name}`" for name in sorted(environments)) or "their packages"
+    return f"""
+**Not judged: {", ".join(missing)}.** They could not run where this page was made. It takes {how} first.
+"""
 
 
 def page(records: Sequence[InferenceRecord]) -> str:
@@ -62,7 +88,7 @@ def page(records: Sequence[InferenceRecord]) -> str:
 **{right} of {len(records)} cases are right** ({holding} of {len(judged)} verdicts). Made by `make inference` at
 {pluralize(len(commits), "commit")} ({", ".join(commits)}) on {newest.machine}, with {said}.
 [How engines are judged](../docs/inference.md).
-
+{_left_out(records)}
 ## Correct
 
 Log probabilities of {len(LENGTHS)} prompts ({LENGTHS[0]} to {LENGTHS[-1]} tokens) and of {NEW_TOKENS} tokens that
@@ -148,6 +174,8 @@ def _clauses(records: Sequence[InferenceRecord]) -> list[dict[str, object]]:
 def _shown(verdict: CaseVerdict) -> str:
     if verdict.gap and not verdict.passed:
         return "known gap"
+    if verdict.passed and verdict.numbers.get("evicted", 1) == 0:
+        return "not judged"
     return "holds" if verdict.passed else "**fails**"
 
 
@@ -269,6 +297,7 @@ def _alarms() -> str:
                 "precision": precision,
                 "runs": len(part),
                 "accused": sum(bool(line["accused"]) for line in part),
+                "drawn sequences that part": f"{sum(line['parted'] for line in part):.0f}",
                 **{
                     f"{text} / noise": f"{max(line[name] for line in part):.2f}"
                     for name, text in (("largest", "largest error"), ("rms", "mean error"), ("apart", "half of apart"))
@@ -278,9 +307,10 @@ def _alarms() -> str:
     accused = sum(bool(line["accused"]) for line in lines)
     return f"""## False alarms
 
-**{accused} of {len(lines)} correct runs are accused.** Each seed is a model and prompts of its own, served by two
-engines. Judged are log probabilities, greedy tokens, and the same requests one after the other in reverse. The last
-columns are the largest of all runs, where {FACTOR:g} fails: so much room does the factor leave.
+**{accused} of {len(lines)} correct runs are accused.** Each seed is a model and prompts of its own. Judged are log
+probabilities, greedy tokens, and the same requests one after the other in reverse; of paged engines also the clauses
+*seeds* and *parallel samples*. One engine sums in another order for each size of a batch, so that drawn sequences part
+by rounding. The last columns are the largest of all runs, where {FACTOR:g} fails: so much room does the factor leave.
 By `make inference-power` at {", ".join(commits)}.
 
 {markdown(rows)}

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +22,11 @@ from meshmark.compression.contract import CompressionAdapter, OptimizerAdapter
 from meshmark.compression.judge import Batch, judge
 from meshmark.compression.run import compress, gradients_of, held_out, load_method, make_workload, train
 from meshmark.compression.specification import NF4, dynamic_codes, linears, round_int8, round_to_codes
+from meshmark.records.record import Record
+from meshmark.records.record_file import read_records
+from meshmark.spec.own_model import OwnModelConfig
 
+ROOT = Path(__file__).parents[1]
 TASK = make_workload(64)
 Broken = Callable[[nn.Module], None]
 
@@ -286,6 +294,52 @@ def test_qlora_is_its_dequantized_weights_and_adapters() -> None:
     assert packed == 4 * module.WIDTH * 2 * module.WIDTH // 2
     layer.largest.copy_(layer.largest.roll(1))
     assert float((layer(x).detach() - exact - scale * low_rank).abs().max()) > 1e-3
+
+
+def _launched(folder: Path, workload: str, *options: str) -> tuple[str, list[Record]]:
+    """Run the equivalence and memory suites on two ranks. Return what they print, and their records."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", "suites/test_equivalence.py"]
+    command += ["suites/test_memory.py", "--workload", f"examples/workloads/{workload}", "--world", "2"]
+    command += [*options, "--results", str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return done.stdout, read_records(folder).records
+
+
+@pytest.mark.parametrize(
+    "defect, workload, suite, said",
+    [
+        ("NextMaxima", "qlora.py:QLoRA", "equivalence", "another function computed"),
+        ("SwappedCodes", "qlora.py:QLoRA", "equivalence", "another function computed"),
+        ("AdaptersNotReduced", "qlora.py:QLoRA", "equivalence", "missing reduction"),
+        ("KeepsDequantized", "qlora.py:QLoRA", "memory", "+131,072 bytes"),
+        ("TeacherMoves", "distillation.py:Distillation", "equivalence", "23 frozen parameters moved"),
+    ],
+)
+def test_training_a_smaller_model_wrongly_is_seen(
+    tmp_path: Path, defect: str, workload: str, suite: str, said: str
+) -> None:
+    """Real launches of DDP with one defect each."""
+    adapter_of("bitsandbytes-nf4")
+    printed, (record,) = _launched(tmp_path, workload, "--adapter", f"tests/broken/smaller.py:{defect}")
+    verdict = record.verdict(suite)
+    assert verdict is not None and not verdict.passed and said in printed, printed[-3000:]
+
+
+@pytest.mark.parametrize("workload", ["qlora.py:QLoRA", "distillation.py:Distillation"])
+def test_a_smaller_model_is_trained_in_the_memory_that_is_planned(tmp_path: Path, workload: str) -> None:
+    """Frozen weights are sharded like the others, and have no gradients and no moments; 4-bit ones are buffers."""
+    adapter_of("bitsandbytes-nf4")
+    printed, records = _launched(tmp_path, workload, "--adapters", "ddp,fsdp2")
+    assert [record.case.adapter for record in records] == ["ddp", "fsdp2"], printed[-3000:]
+    assert all(verdict.passed for record in records for verdict in record.verdicts), printed[-3000:]
+    for record in records:
+        model, plan, layout = record.case.workload.model, record.memory.planned[0], record.case.layout
+        assert isinstance(model, OwnModelConfig) and plan is not None and plan.activations
+        trained, shards = model.num_parameters - model.num_frozen, layout.dp if layout.zero_stage == 3 else 1
+        assert plan.parameters == 4 * model.num_parameters / shards
+        assert (plan.gradients, plan.optimizer_states) == (4 * trained / shards, 8 * trained / shards)
+        assert plan.tables == model.buffer_bytes
 
 
 @pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="this CPU has no AVX512-BF16")

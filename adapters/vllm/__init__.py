@@ -20,7 +20,8 @@ class VLLM(InferenceAdapter):
 
     virtual_environment = "vllm"
     block_sizes = (32,)
-    precisions: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "bf16-int4-weights")
+    precisions: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp8-cache", "bf16-int4-weights")
+    cache_rounding = "towards zero"  # of its CPU kernels; see the known gap
     spare_blocks = 1  # the null block of its pool
     promises = {"copies": "seed + index"}
     known_gaps = (
@@ -35,6 +36,12 @@ class VLLM(InferenceAdapter):
             symptom="CPU Generator does not use offset",
             reason="the generator of a seeded request is rewound after a chunk, which generators of a CPU cannot be",
             reproducer="vllm_seed_chunked_prefill",
+        ),
+        KnownGap(
+            clause="rounding of the KV cache",
+            symptom="keys and values are rounded towards zero",
+            reason="the kernel that writes an fp8 cache on a CPU drops the lower bits of each number",
+            reproducer="vllm_cpu_fp8_cache_truncates",
         ),
     )
 

@@ -18,13 +18,21 @@ LENGTHS = (1, 2, 5, 31, 32, 33, 63, 64, 65, 100, 150, 200)
 NEW_TOKENS = 16
 DRAWS = 256
 """Requests that draw after one prompt, to hold frequencies against float64."""
+COPIES = 12
+"""Parallel samples of a prompt: so many that not all of them can part by rounding, even in bf16."""
 TEMPERATURES = (0.5, 2.0)
 """Of the draws: one that favours the most probable tokens, and one by which all are about as likely."""
 BAD = {
-    "a prompt that is too long": Request(name="too long", prompt=prompts([400])[0], max_new_tokens=4),
-    "a token that is unknown": Request(name="unknown token", prompt=(5, 1_000_000), max_new_tokens=4),
+    "a prompt that is too long": (
+        Request(name="too long", prompt=prompts([400])[0], max_new_tokens=4),
+        Request(name="no room", prompt=prompts([EngineOptions().context_limit])[0], max_new_tokens=4),
+    ),
+    "a token that is unknown": (
+        Request(name="unknown token", prompt=(5, 1_000_000), max_new_tokens=4),
+        Request(name="negative token", prompt=(5, -3), max_new_tokens=4),
+    ),
 }
-"""Requests that engines must refuse, by the clause. The last one to come ends an engine that checks nothing."""
+"""Requests that engines must refuse, by the clause. The last ones to come end an engine that checks nothing."""
 _SAMPLED = {"temperature": 1.0, "wants_prompt": False}
 
 
@@ -65,6 +73,8 @@ def judge_engine(engine: Serves, judge: Judge, setting: Setting) -> Iterator[Cas
     noise = judge.noise(requests, served.completions)
     yield judge.logprobs(requests, served.completions, noise)
     yield judge.greedy(requests, served.completions, noise)
+    if judge.truth.rounds_cache:
+        yield judge.cache_rounding(requests, served.completions)
     yield _lengths(requests, served)
     blocks = options.num_blocks
     if not adapter.pages:  # one batch, padded to its longest prompt
@@ -77,13 +87,13 @@ def judge_engine(engine: Serves, judge: Judge, setting: Setting) -> Iterator[Cas
     for clause in _CLAUSES.get(setting.variant, ()):
         if clause is _beams and "beams" not in adapter.promises:
             continue
-        yield clause(_Around(engine=engine, judge=judge, setting=setting, served=served, noise=noise))
+        yield clause(Around(engine=engine, judge=judge, setting=setting, served=served, noise=noise))
     if adapter.pages:
         text = f"{engine.left} blocks in use after all requests of a load have ended"
         yield CaseVerdict(name="blocks left over", passed=engine.left == 0, text=text)
     if setting.variant == "plain":
-        for name, bad in BAD.items():
-            yield _bad_request(name, bad, judge, (engine, served), noise)
+        for name, bads in BAD.items():
+            yield _bad_requests(name, bads, judge, (engine, served), noise)
 
 
 class _Watched:
@@ -99,7 +109,7 @@ class _Watched:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Around:
+class Around:
     """What a clause is judged with."""
 
     engine: Serves
@@ -128,45 +138,72 @@ def _step_tokens(requests: Sequence[Request], served: Served, most: int) -> Case
     return CaseVerdict(name="tokens of a step", passed=served.steps >= needed, text=text)
 
 
-def _alone(around: _Around) -> CaseVerdict:
+def _alone(around: Around) -> CaseVerdict:
     requests = requests_of()
     alone = [dataclasses.replace(request, arrives=40 * index) for index, request in enumerate(requests)]
     return around.judge.same("alone", requests, (around.served, around.engine.serve(alone)), around.noise)
 
 
-def _arrival(around: _Around) -> CaseVerdict:
+def _arrival(around: Around) -> CaseVerdict:
     requests = requests_of()
     backwards = [dataclasses.replace(request, arrives=2 * index) for index, request in enumerate(requests[::-1])]
     served = around.engine.serve(backwards)
     return around.judge.same("order and arrival", requests, (around.served, served), around.noise)
 
 
-def _stops(around: _Around) -> CaseVerdict:
-    """Serve again with a token as stop that is known to come, and expect the completion to end with it."""
+def _stops(around: Around) -> CaseVerdict:
+    """Serve again with stop tokens that are known to come, and expect completions to end with the first of them.
+
+    Each completion is held against its own tokens: near ties may give others than the run without stop tokens.
+    """
     request, tokens = requests_of()[5], around.served.completions[5].tokens
-    stop = tokens[min(6, len(tokens) - 1)]
-    expected = tokens[: tokens.index(stop) + 1]
-    prompt_has_it = dataclasses.replace(request, name="in prompt", prompt=(stop, *request.prompt), stop=(stop,))
-    again, other = around.engine.serve([dataclasses.replace(request, stop=(stop,)), prompt_has_it]).completions
-    ends = other.tokens.index(stop) + 1 if stop in other.tokens else NEW_TOKENS
-    passed = again.tokens == expected and again.finish == "stop" and len(other.tokens) == ends
-    text = f"ended with {again.finish!r} after {len(again.tokens)} tokens, expected 'stop' after {len(expected)}"
-    if len(other.tokens) != ends:
-        text += f"; a prompt that has the token ended after {len(other.tokens)}, expected {ends}"
-    return CaseVerdict(name="stop tokens", passed=passed, text=text)
+    later = tokens[min(6, len(tokens) - 1)]
+    stops = {"one": (later,), "several": (later, *tokens[2:4]), "first": (tokens[0],), "in prompt": (later,)}
+    requests = [
+        dataclasses.replace(request, name=name, stop=stop, prompt=(later, *request.prompt))
+        if name == "in prompt"
+        else dataclasses.replace(request, name=name, stop=stop)
+        for name, stop in stops.items()
+    ]
+    served, texts, stopped = around.engine.serve(requests), list[str](), 0
+    for completion in served.completions:
+        ends = [index for index, token in enumerate(completion.tokens) if token in stops[completion.request]]
+        expected = (ends[0] + 1, "stop") if ends else (NEW_TOKENS, "length")
+        stopped += bool(ends)
+        if (found := (len(completion.tokens), completion.finish)) != expected:
+            text = f"{completion.request}: ended with {found[1]!r} after {found[0]} tokens"
+            texts.append(f"{text}, expected {expected[1]!r} after {expected[0]}")
+    alike = [one for one in requests if one.name != "in prompt"]
+    bases = [dataclasses.replace(around.served.completions[5], request=one.name) for one in alike]
+    base = dataclasses.replace(around.served, completions=bases)
+    again = dataclasses.replace(served, completions=[c for c in served.completions if c.request != "in prompt"])
+    same = around.judge.same("stop tokens", alike, (base, again), around.noise)
+    text = "; ".join([*texts, f"{stopped} of {len(requests)} ended with a stop token", same.text])
+    return dataclasses.replace(same, passed=same.passed and not texts and stopped > 0, text=text)
 
 
-def _context_limit(around: _Around) -> CaseVerdict:
-    limit, length = EngineOptions().context_limit, 250
-    prompt = prompts([length])[0]
-    found = around.engine.serve([Request(name="long", prompt=prompt, max_new_tokens=40)]).completions[0]
-    passed = len(found.tokens) == limit - length and found.finish == "length"
-    text = f"{length} + {len(found.tokens)} tokens of {limit}, ended with {found.finish or found.error!r}"
-    return CaseVerdict(name="context limit", passed=passed, text=text)
+def _context_limit(around: Around) -> CaseVerdict:
+    """Expect completions to end at the context limit, also where it leaves room for one token alone."""
+    limit, texts = EngineOptions().context_limit, list[str]()
+    requests = [
+        Request(name=f"long-{length}", prompt=prompts([length])[0], max_new_tokens=40) for length in (250, limit - 1)
+    ]
+    done = around.engine.serve(requests).completions
+    for request, found in zip(requests, done, strict=True):
+        text = f"{len(request.prompt)} + {len(found.tokens)} tokens of {limit}"
+        texts.append(f"{text}, ended with {found.finish or found.error!r}")
+    full = all(
+        (len(r.prompt) + len(c.tokens), c.finish) == (limit, "length") for r, c in zip(requests, done, strict=True)
+    )
+    if full:
+        told = around.judge.logprobs(requests, done, around.judge.noise(requests, done))
+        return dataclasses.replace(told, name="context limit", text="; ".join([*texts, told.text]))
+    return CaseVerdict(name="context limit", passed=False, text="; ".join(texts))
 
 
-def _seeds(around: _Around) -> CaseVerdict:
-    sampled = _drawn([8, 40], seed=1)
+def seeds(around: Around) -> CaseVerdict:
+    """Draw by seeds, and once more beside other requests and in another order."""
+    sampled = _drawn([8, 40, 3, 17, 31, 5, 64, 12, 1, 2, 7, 16, 33, 9, 4, 20], seed=1)
     drawn = around.engine.serve(sampled)
     again = around.engine.serve([*requests_of()[:3], *sampled[::-1]])
     found = around.judge.logprobs(sampled, drawn.completions, around.noise)
@@ -182,7 +219,7 @@ def _drawn(lengths: Sequence[int], seed: int) -> list[Request]:
     ]
 
 
-def _temperature(around: _Around) -> CaseVerdict:
+def _temperature(around: Around) -> CaseVerdict:
     """Draw two tokens often, and hold frequencies and log probabilities against float64."""
     (prompt,) = prompts([20], seed=6)
     texts = list[str]()
@@ -200,12 +237,12 @@ def _temperature(around: _Around) -> CaseVerdict:
     return dataclasses.replace(found, text="; ".join(texts))
 
 
-def _copies(around: _Around) -> CaseVerdict:
+def parallel_samples(around: Around) -> CaseVerdict:
     """Serve parallel samples, and hold them against requests of their own with `seed + index` where that is promised.
 
     Where the engine shares blocks, the peak must be what the samples need together.
     """
-    prompt, copies = prompts([77], seed=3)[0], 3
+    prompt, copies = prompts([77], seed=3)[0], COPIES
     base = Request(name="copies", prompt=prompt, max_new_tokens=NEW_TOKENS, seed=11, **_SAMPLED)  # type: ignore[arg-type]
     together = around.engine.serve([dataclasses.replace(base, copies=copies)])
     found = around.judge.logprobs([base], together.completions, around.noise)
@@ -226,7 +263,7 @@ def _copies(around: _Around) -> CaseVerdict:
     return dataclasses.replace(found, name="parallel samples", passed=passed, text=text)
 
 
-def _beams(around: _Around) -> CaseVerdict:
+def _beams(around: Around) -> CaseVerdict:
     """Search with beams beside other requests, and hold beams and log probabilities against float64.
 
     Where the engine pages, the blocks of the prompt must be there once.
@@ -252,7 +289,7 @@ def _beams(around: _Around) -> CaseVerdict:
     return dataclasses.replace(found, passed=passed, text=text)
 
 
-def _leaks(around: _Around) -> CaseVerdict:
+def _leaks(around: Around) -> CaseVerdict:
     number = around.setting.num_leak
     many = [
         Request(name=f"many-{index}", prompt=prompt, max_new_tokens=2, wants_prompt=False)
@@ -273,7 +310,7 @@ def _leaks(around: _Around) -> CaseVerdict:
     return CaseVerdict(name="nothing leaks", passed=passed, text=text)
 
 
-def _prefix_caching(around: _Around) -> CaseVerdict:
+def _prefix_caching(around: Around) -> CaseVerdict:
     bare = [dataclasses.replace(request, wants_prompt=False) for request in requests_of()]
     first, second = around.engine.serve(bare), around.engine.serve(bare)
     same = around.judge.same("prefix caching", bare, (first, second), around.noise)
@@ -281,7 +318,7 @@ def _prefix_caching(around: _Around) -> CaseVerdict:
     return dataclasses.replace(same, passed=same.passed and second.cached_tokens > 0, text=text)
 
 
-def _cache_under_eviction(around: _Around) -> CaseVerdict:
+def _cache_under_eviction(around: Around) -> CaseVerdict:
     """Serve the prompts twice from a prefix cache that cannot hold them, and hold both runs against float64.
 
     The second run is backwards: of a cache that forgets what was used longest ago, only the last blocks are left.
@@ -294,14 +331,20 @@ def _cache_under_eviction(around: _Around) -> CaseVerdict:
         around.judge.greedy(requests, done, around.noise),
     )
     evicted, cached = sum(run.preemptions for run in runs), sum(run.cached_tokens for run in runs)
-    text = f"{evicted} requests were evicted, {cached} tokens came from the cache; {right.text}"
+    text = f"{_evicted(evicted)}, {cached} tokens came from the cache; {right.text}"
     if not greedy.passed:
         text += f"; {greedy.text}"
-    passed = right.passed and greedy.passed and evicted > 0 and cached > 0
-    return dataclasses.replace(right, name="prefix cache under eviction", passed=passed, text=text)
+    passed = right.passed and greedy.passed and cached > 0
+    numbers = {**right.numbers, "evicted": evicted}
+    return dataclasses.replace(right, name="prefix cache under eviction", passed=passed, text=text, numbers=numbers)
 
 
-def _look_alike(around: _Around) -> CaseVerdict:
+def _evicted(number: int) -> str:
+    """Say how many requests were evicted. Engines may do without: they keep a request waiting until it fits."""
+    return f"{number} requests were evicted" if number else "no request was evicted, so eviction is not judged"
+
+
+def _look_alike(around: Around) -> CaseVerdict:
     """Serve prompts that a careless key takes for one another, one after the other, and a conversation that goes on."""
     base, other = prompts([100, 100], seed=5)
     kinds = [
@@ -331,8 +374,8 @@ def _look_alike(around: _Around) -> CaseVerdict:
     return dataclasses.replace(found, name="prompts that look alike")
 
 
-def _eviction(around: _Around) -> CaseVerdict:
-    """Expect evictions, also of requests that draw tokens, which must go on with the same draws."""
+def _eviction(around: Around) -> CaseVerdict:
+    """Serve more than the cache holds. Evicted requests go on as they were, also those that draw tokens."""
     drawn, name = _drawn([60] * 6, seed=7), "eviction"
     if around.setting.options.max_step_tokens < 60:
         name = "eviction, prompts in chunks"
@@ -342,36 +385,42 @@ def _eviction(around: _Around) -> CaseVerdict:
     except EngineError as error:
         return CaseVerdict(name=name, passed=False, text=f"it ends the engine, and every request with it: {error}")
     same = around.judge.same(name, drawn, (alone, together), around.noise)
-    text = (
-        f"{around.served.preemptions} requests were evicted, and {together.preemptions} that draw tokens; {same.text}"
-    )
-    evicted = around.served.preemptions > 0 and together.preemptions > 0 and alone.preemptions == 0
-    return dataclasses.replace(same, passed=same.passed and evicted, text=text)
+    text = f"{_evicted(around.served.preemptions)}; of those that draw tokens: {_evicted(together.preemptions)}"
+    numbers = {**same.numbers, "evicted": min(around.served.preemptions, together.preemptions)}
+    passed = same.passed and alone.preemptions == 0
+    return dataclasses.replace(same, passed=passed, text=f"{text}; {same.text}", numbers=numbers)
 
 
-def _bad_request(name: str, bad: Request, judge: Judge, before: tuple[Serves, Served], noise: Noise) -> CaseVerdict:
-    """Serve a request that no engine can, among others: it is refused, and the others are as they were."""
+def _bad_requests(
+    name: str, bads: Sequence[Request], judge: Judge, before: tuple[Serves, Served], noise: Noise
+) -> CaseVerdict:
+    """Serve requests that no engine can, each among others: it is refused, and the others are as they were."""
     engine, served = before
-    requests = requests_of()
-    try:
-        mixed = engine.serve([requests[3], bad, *requests[4:6]])
-    except EngineError as error:
-        return CaseVerdict(name=name, passed=False, text=f"it ends the engine, and every request with it: {error}")
-    refused = [c.request for c in mixed.completions if c.error] == [bad.name]
-    same = judge.same(name, requests, (served, mixed), noise)
-    text = f"{'refused' if refused else 'not refused'}; of the others: {same.text}"
-    left = mixed.blocks_after - mixed.blocks_before
-    if left:
-        text += f"; {left} blocks are left over"
-    return dataclasses.replace(same, passed=same.passed and refused and not left, text=text)
+    requests, texts = requests_of(), list[str]()
+    for bad in bads:
+        try:
+            mixed = engine.serve([requests[3], bad, *requests[4:6]])
+        except EngineError as error:
+            text = f"{bad.name}: it ends the engine, and every request with it: {error}"
+            return CaseVerdict(name=name, passed=False, text=text)
+        refused = [(c.request, c.tokens) for c in mixed.completions if c.error] == [(bad.name, [])]
+        same = judge.same(name, requests, (served, mixed), noise)
+        text = f"{bad.name}: {'refused' if refused else 'not refused'}; of the others: {same.text}"
+        left = mixed.blocks_after - mixed.blocks_before
+        if left:
+            text += f"; {left} blocks are left over"
+        texts.append(text)
+        if not (same.passed and refused and not left):
+            return dataclasses.replace(same, passed=False, text=text)
+    return dataclasses.replace(same, text="; ".join(texts))
 
 
-_CLAUSES: dict[str, Sequence[Callable[[_Around], CaseVerdict]]] = {
-    "plain": (_alone, _arrival, _stops, _context_limit, _seeds, _temperature, _copies, _beams, _leaks),
+_CLAUSES: dict[str, Sequence[Callable[[Around], CaseVerdict]]] = {
+    "plain": (_alone, _arrival, _stops, _context_limit, seeds, _temperature, parallel_samples, _beams, _leaks),
     "chunked": (_arrival,),
-    "prefix": (_prefix_caching, _look_alike, _copies),
+    "prefix": (_prefix_caching, _look_alike, parallel_samples),
     "small-cache": (_eviction,),
-    "large-blocks": (_copies, _beams),
+    "large-blocks": (parallel_samples, _beams),
     "all-at-once": (_arrival, _look_alike, _cache_under_eviction, _eviction),
 }
 """Clauses by the variant that they are judged in."""

@@ -89,7 +89,7 @@ class Completion:
     prompt_logprobs: list[float] = field(default_factory=list)
     finish: str = ""
     error: str = ""
-    """Message, if the engine refused the request."""
+    """Message, if the engine refused the request, by a `ValueError` or by the finish "error"."""
     arrived: float = 0.0
     """Seconds since serving began; so are the next two."""
     first_token: float = 0.0
@@ -178,6 +178,8 @@ class InferenceAdapter(ABC):
     promises: ClassVar[Mapping[str, str]] = {}
     """What the engine says of itself: of "copies", seeds of parallel samples ("seed + index" is judged); of "sharing",
     the blocks they share; of "beams", how it searches."""
+    cache_rounding: ClassVar[str] = "nearest"
+    """How keys and values become those of a narrower cache: "nearest", or "towards zero"."""
     spare_blocks: ClassVar[int] = 0
     """Blocks of `num_blocks` that the engine keeps for itself."""
     known_gaps: ClassVar[tuple[KnownGap, ...]] = ()

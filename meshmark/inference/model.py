@@ -161,9 +161,9 @@ class Truth:
     numbers of that format, a correct engine may take either, and what follows is judged with the one that it took.
     """
 
-    def __init__(self, folder: Path, cache_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, folder: Path, cache_dtype: torch.dtype | None = None, rounding: str = "nearest") -> None:
         self._model = load_model(folder, torch.float64, "eager")
-        self._cache_dtype = cache_dtype
+        self._cache_dtype, self._rounding = cache_dtype, rounding
         self._kept: dict[tuple[tuple[int, ...], tuple[float, ...]], Tensor] = {}
 
     @property
@@ -184,7 +184,7 @@ class Truth:
     @torch.no_grad()
     def _pass(self, tokens: Sequence[int], others: frozenset[Place] = frozenset()) -> tuple[Tensor, list[Place]]:
         """Return log probabilities and the places of values that could be rounded either way, the likeliest first."""
-        cache = rounded_cache(self._cache_dtype, others) if self._cache_dtype else None
+        cache = rounded_cache(self._cache_dtype, others, self._rounding) if self._cache_dtype else None
         ids = torch.tensor([tuple(tokens)])
         with InFloat64():
             logits = self._model(input_ids=ids, past_key_values=cache, use_cache=cache is not None).logits
@@ -220,11 +220,21 @@ Place = tuple[int, int, int, int, int]
 """Of an element in a KV cache: layer, 0 for keys and 1 for values, position, head, index in the head."""
 
 
-def rounded_cache(dtype: torch.dtype, others: frozenset[Place] = frozenset()) -> Any:  # noqa: ANN401
+def narrowed(x: Tensor, dtype: torch.dtype, rounding: str = "nearest") -> Tensor:
+    """Return numbers of a narrow format in the format of `x`: the nearest, or the next "towards zero"."""
+    nearest = x.to(dtype)
+    if rounding == "towards zero":
+        # Of numbers of one sign the next smaller one has the code before, whatever the exponent.
+        further = nearest.to(x.dtype).abs() > x.abs()
+        nearest = (nearest.view(torch.uint8) - further.to(torch.uint8)).view(dtype)
+    return nearest.to(x.dtype)
+
+
+def rounded_cache(dtype: torch.dtype, others: frozenset[Place] = frozenset(), rounding: str = "nearest") -> Any:  # noqa: ANN401
     """Return a cache of Transformers that rounds keys and values to a narrow format when they are written.
 
-    In float64 it notes where the rounding could go either way: `ties` has the distance to the middle and the place. It
-    goes the other way at the places in `others`.
+    In float64 it notes where the rounding could go either way: `ties` has the distance to where it changes and the
+    place. It goes the other way at the places in `others`.
     """
     import transformers
 
@@ -247,19 +257,22 @@ def rounded_cache(dtype: torch.dtype, others: frozenset[Place] = frozenset()) ->
 
         def _rounded(self, x: Tensor, where: tuple[int, int], start: int) -> Tensor:
             """Round keys or values of shape (rows, heads, tokens, head size)."""
-            nearest = x.to(dtype).to(x.dtype)
+            taken = narrowed(x, dtype, rounding)
             if x.dtype is not torch.float64:
-                return nearest
+                return taken
             room = TIE_ROOM * x.abs().amax(-1, keepdim=True).expand_as(x)
-            low, high = ((x + sign * room).to(dtype).to(x.dtype) for sign in (-1, 1))
-            other = torch.where(nearest == low, high, low)
-            distance = ((low + high) / 2 - x).abs() / room
+            low, high = (narrowed(x + sign * room, dtype, rounding) for sign in (-1, 1))
+            other = torch.where(taken == low, high, low)
+            changes = (low + high) / 2
+            if rounding == "towards zero":
+                changes = torch.where(low.abs() > high.abs(), low, high)
+            distance = (changes - x).abs() / room
             for at in map(tuple, (low != high).nonzero().tolist()):
                 place = (*where, start + at[2], at[1], at[3])
                 self.ties.append((float(distance[at]), place))
                 if place in others:
-                    nearest[at] = other[at]
-            return nearest
+                    taken[at] = other[at]
+            return taken
 
     return RoundedCache()
 
@@ -269,15 +282,16 @@ class Narrow:
 
     WAYS = ("one pass", "eager attention", "with a cache", "in a batch")
 
-    def __init__(self, folder: Path, precision: str) -> None:
+    def __init__(self, folder: Path, precision: str, rounding: str = "nearest") -> None:
         dtype, self._cache_dtype = PRECISIONS[precision].dtype, PRECISIONS[precision].cache_dtype
+        self._rounding = rounding
         self._sdpa, self._eager = load_model(folder, dtype), load_model(folder, dtype, "eager")
 
     def _cache(self) -> dict[str, Any]:
         """Return what makes a model round keys and values, if the precision does."""
         if self._cache_dtype is None:
             return {"use_cache": False}
-        return {"use_cache": True, "past_key_values": rounded_cache(self._cache_dtype)}
+        return {"use_cache": True, "past_key_values": rounded_cache(self._cache_dtype, rounding=self._rounding)}
 
     def logprobs(self, sequences: Sequence[Sequence[int]], num_prompt: Sequence[int]) -> dict[str, list[Tensor]]:
         """Return the log probabilities of each sequence by each way, as `Truth.logprobs` does."""

@@ -82,7 +82,7 @@ class EngineProcess:
         """Serve requests to their ends. Raises `EngineError` if the engine fails."""
         try:
             self._connection.send(list(requests))
-        except ConnectionError as error:  # it failed in an earlier call, and has ended
+        except OSError as error:  # it failed in an earlier call, and has ended
             raise EngineError(f"the engine's process ended; see {self._log}") from error
         served = self._answer(SERVE_SECONDS)
         assert isinstance(served, Served)
@@ -91,7 +91,8 @@ class EngineProcess:
     def _answer(self, seconds: float) -> object:
         try:
             if not self._connection.poll(seconds):
-                raise EngineError(f"the engine did not answer within {seconds:.0f} s; see {self._log}")
+                self._kill()  # a late answer would be taken for that of the next requests
+                raise EngineError(f"the engine did not answer within {seconds:.0f} s, and was ended; see {self._log}")
             answer = self._connection.recv()
         except (EOFError, ConnectionError) as error:
             raise EngineError(f"the engine's process ended; see {self._log}") from error
@@ -107,10 +108,13 @@ class EngineProcess:
             self._connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(20)
+        self._kill()
+        self._folder.cleanup()
+
+    def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._folder.cleanup()
 
     def __enter__(self) -> Self:
         return self

@@ -40,9 +40,9 @@ def quantize(weights: Mapping[str, Tensor], bits: int, group_size: int) -> dict[
 def round_weight(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
     """Return codes of shape (outputs, inputs) and scales of shape (outputs, groups)."""
     groups = weight.float().view(len(weight), -1, group_size)
-    most = 2 ** (bits - 1) - 1
-    scale = (groups.abs().amax(-1, keepdim=True) / most).bfloat16().float()
-    codes = (groups / scale).round().clamp(-most - 1, most)
+    most = 2 ** (bits - 1)
+    scale = (groups.abs().amax(-1, keepdim=True) / (most - 0.5)).bfloat16().float()  # the lowest code is used too
+    codes = (groups / scale).round().clamp(-most, most - 1)
     return codes.view(weight.shape).int(), scale[..., 0].contiguous()
 
 

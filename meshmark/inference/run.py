@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import statistics
 import tempfile
@@ -98,27 +97,22 @@ def with_gap(verdict: CaseVerdict, gaps: Sequence[KnownGap]) -> CaseVerdict:
 def run_case(case: InferenceCase, results: Path, num_leak: int = 1000) -> InferenceRecord:
     """Run a case and append its record to `results`/records.jsonl. One clause serves `num_leak` requests."""
     bits = PRECISIONS[case.precision].weight_bits
-    folder = results / "models" / (f"{case.model}-int{bits}" if bits else case.model)
-    if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        # It gets its name when it is whole: a run that is ended meanwhile leaves no half of it for the next one.
-        with tempfile.TemporaryDirectory(dir=folder.parent) as name:
-            whole = write_model(case.model, Path(name) / folder.name, weight_bits=bits)
-            with contextlib.suppress(OSError):  # another process was faster
-                whole.rename(folder)
     verdicts, speed, versions, error = list[CaseVerdict](), dict[str, float](), dict[str, str](), ""
-    try:
-        with EngineProcess(case.target, folder, case.options(), results / "logs" / f"{case.id}.log") as engine:
-            versions = dict(engine.versions)
-            judge = Judge(folder, case.precision)
-            if case.variant == "plain":
-                speed = _speed(engine)  # first, for the last clause may end the engine
-            setting = case.setting(num_leak)
-            for verdict in judge_engine(engine, judge, setting):
-                # what was judged before an engine fails is kept
-                verdicts.append(with_gap(verdict, setting.adapter.known_gaps))
-    except EngineError as failed:
-        error = str(failed)
+    # Each case writes its own model: one that an ended run or older code left would be judged as if it were this one.
+    with tempfile.TemporaryDirectory(prefix="meshmark-model-") as name:
+        folder = write_model(case.model, Path(name) / case.model, weight_bits=bits)
+        try:
+            with EngineProcess(case.target, folder, case.options(), results / "logs" / f"{case.id}.log") as engine:
+                versions = dict(engine.versions)
+                judge = Judge(folder, case.precision, load_engine(case.target).cache_rounding)
+                if case.variant == "plain":
+                    speed = _speed(engine)  # first, for the last clause may end the engine
+                setting = case.setting(num_leak)
+                for verdict in judge_engine(engine, judge, setting):
+                    # what was judged before an engine fails is kept
+                    verdicts.append(with_gap(verdict, setting.adapter.known_gaps))
+        except EngineError as failed:
+            error = str(failed)
     around = environment.describe("cpu", "", 1)
     record = InferenceRecord(
         case={"engine": case.engine, "variant": case.variant, "model": case.model, "precision": case.precision},

@@ -39,6 +39,8 @@ def serve(engine: Engine, requests: Sequence[Request]) -> Served:
         if emitted.prompt_logprobs is not None:
             completion.prompt_logprobs = list(emitted.prompt_logprobs)
         completion.finish = emitted.finish or completion.finish
+        if emitted.finish == "error":
+            completion.error = completion.error or "the engine ended it with an error"
 
     step = 0
     while waiting or engine.is_busy():

@@ -55,8 +55,6 @@ class Waste:
     """Of blocks with an owner."""
     used_bytes: float
     """Of the keys and values that sequences need."""
-    closed_form_bytes: float
-    """Of each sequence's tokens in whole blocks."""
     contiguous_bytes: float
     """Of one reservation for `LIMIT` tokens for each sequence."""
 
@@ -86,7 +84,6 @@ def measure_waste(served: Served, block_size: int, shape: Shape, precision: str 
         block_size=block_size,
         reserved_bytes=token * each * sum(served.used_blocks),
         used_bytes=token * sum(map(sum, served.live_tokens)) / steps,
-        closed_form_bytes=token * each * sum(blocks),
         contiguous_bytes=token * LIMIT * sum(map(len, served.live_tokens)) / steps,
     )
 

@@ -153,6 +153,7 @@ def describe(target: str) -> Workload:
         split=_split(target, own, module),
         narrow_error=_narrow_error(own, module, batch),
         has_frozen=bool(frozen),
+        num_frozen=sum(p.numel() for p in parameters if not p.requires_grad),
     )
     optimizer = getattr(own, "optimizer", _DEFAULT_OPTIMIZER)
     if not isinstance(optimizer, OptimizerSpec):

@@ -124,6 +124,8 @@ class OwnModelConfig(ModelConfig):
     """What its modules raise where weights and batch are in bf16 and buffers are not; empty where they run so."""
     has_frozen: bool = False
     """Whether the model's code freezes some parameters."""
+    num_frozen: int = 0
+    """Elements of these parameters."""
 
     @property
     def preload(self) -> tuple[str, ...]:  # type: ignore[override]

@@ -41,6 +41,11 @@ class UnknownTheory:
         """Return how many parameters `rank` computes with: those of its pipeline stage and tensor-parallel shard."""
         return None
 
+    def trained_and_frozen(self, layout: Layout, rank: int) -> tuple[int, int] | None:
+        """Return how many parameters `rank` trains, and how many it computes with and never updates."""
+        count = self.num_parameters(layout, rank)
+        return None if count is None else (count, 0)
+
     def num_tensors(self, layout: Layout, rank: int) -> int | None:
         """Return the number of tensors that these parameters are in."""
         return None
@@ -187,7 +192,7 @@ class CountedTheory(UnknownTheory):
     model: OwnModelConfig
 
     def num_parameters(self, layout: Layout, rank: int) -> int | None:
-        """Models with frozen parameters are not planned, because formulas assume gradients and moments for all."""
+        """Of models with frozen parameters traffic is not planned, for it assumes gradients of all parameters."""
         model = self.model
         if layout.cp > 1 or model.has_frozen or layout.tp * layout.pp > max(layout.tp, layout.pp):
             return None
@@ -195,6 +200,14 @@ class CountedTheory(UnknownTheory):
             return sum(layer.num_parameters for layer in self._held(layout, rank))
         split = model.split.num_parameters if model.split and layout.tp > 1 else 0
         return model.num_parameters - split + split // layout.tp
+
+    def trained_and_frozen(self, layout: Layout, rank: int) -> tuple[int, int] | None:
+        model = self.model
+        if not model.has_frozen:
+            return super().trained_and_frozen(layout, rank)
+        # Where a frozen parameter goes if the model is split or cut is not counted.
+        known = model.num_frozen and layout.tp * layout.pp * layout.cp == 1
+        return (model.num_parameters - model.num_frozen, model.num_frozen) if known else None
 
     def num_tensors(self, layout: Layout, rank: int) -> int | None:
         if layout.pp > 1:

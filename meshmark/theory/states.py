@@ -117,9 +117,14 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
     using = recipe or eager_recipe(case)
     transformer = theory_of(model).transformer
     if layout.folded or transformer is None:
-        if using.states.matrix_wise or (count := local_parameters(model, layout, rank)) is None:
+        if using.states.matrix_wise or (counts := theory_of(model).trained_and_frozen(layout, rank)) is None:
+            return None
+        count, num_frozen = counts
+        if num_frozen and not _holds_frozen_weights_alone(case, using):
             return None
         states = state_bytes(np.array([float(count)]), grid, using)
+        # A frozen parameter has weights, sharded like the others, and neither a gradient nor moments.
+        frozen = state_bytes(np.array([float(num_frozen)]), grid, using)
         activations = None
         if _is_exact(case) and using.activations_known and using.eager:
             casts = using.eager.casts_weights
@@ -127,7 +132,7 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
             if activations is not None:
                 activations += _kept_weights(case, using)
         return ModelStates(
-            parameters=float(states["parameters"][0]),
+            parameters=float(states["parameters"][0] + frozen["parameters"][0]),
             gradients=float(states["gradients"][0]),
             optimizer_states=float(states["optimizer"][0]),
             buffers=_received(case, rank, using) + _lasting_gradients(case, using, float(states["gradients"][0])),
@@ -171,6 +176,17 @@ def _kept_weights(case: Case, using: TrainingRecipe) -> float:
     root = model.embedding_parameters + model.head_parameters
     kept = using.backward.kept_share * (model.num_parameters - root) + using.backward.keeps_root * root
     return using.wire.gather_bytes * kept
+
+
+def _holds_frozen_weights_alone(case: Case, using: TrainingRecipe) -> bool:
+    """Return whether it is known that a frozen parameter has weights, and no master and no room for a gradient.
+
+    Flat parameters have gradients as a whole (FSDP1), DeepSpeed keeps no masters of frozen ones, and at stages 1 and 2
+    it is the framework's choice which rank keeps the moments of which tensor.
+    """
+    flat = using.backward.gradient_path in (GradientPath.FLAT_UNITS, *DEEPSPEED_PATHS)
+    whole = case.layout.zero_stage in (0, 3) and case.layout.offload is Offload.NONE
+    return whole and not case.precision.is_mixed and not flat
 
 
 def _received(case: Case, rank: int, using: TrainingRecipe) -> float:

@@ -17,6 +17,7 @@ from meshmark.adapters.paged.blocks import BlockPool
 from meshmark.adapters.paged.engine import PagedEngine, Sample
 from meshmark.adapters.paged.model import Batch, PagedLlama, Span
 from meshmark.inference.contract import Emitted, Engine, EngineOptions, Request
+from meshmark.inference.quantized import unpack
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,6 +154,15 @@ def _weight_of_offset(self: PagedLlama, name: str) -> Tensor:
     return weight
 
 
+def _lowest_code_is_next(self: PagedLlama, name: str) -> Tensor:
+    """The lowest code of 4 bits, which has no positive counterpart, is taken for the next one."""
+    packed, scale = (self._weights.get(f"{name}.weight_{part}") for part in ("packed", "scale"))
+    if packed is None or scale is None:
+        return PagedLlama.weight(self, name)
+    codes = unpack(packed, self._weight_bits).clamp(min=1 - 2 ** (self._weight_bits - 1)).to(self.dtype)
+    return (codes.view(*scale.shape, -1) * scale[..., None]).view(len(codes), -1)
+
+
 # --- Blocks.
 
 
@@ -287,6 +297,18 @@ def _same_seed_of_copies(self: PagedEngine, request: Request, copy: int) -> torc
     return PagedEngine.draws(self, request, 0)
 
 
+def _streams_change_places(self: PagedEngine, request: Request, copy: int) -> torch.Generator | None:
+    """Parallel samples have one another's random numbers."""
+    return PagedEngine.draws(self, request, request.copies - 1 - copy)
+
+
+def _seed_and_number(self: PagedEngine, request: Request, copy: int) -> torch.Generator | None:
+    """Draws depend on how many requests came before."""
+    self._drawn = getattr(self, "_drawn", 0) + 1  # type: ignore[attr-defined]
+    draws = PagedEngine.draws(self, request, copy)
+    return draws and draws.manual_seed(draws.initial_seed() + self._drawn)  # type: ignore[attr-defined]
+
+
 def _evicts_draws(self: PagedEngine, sample: Sample) -> None:
     """An evicted sequence begins its draws anew."""
     PagedEngine.evict(self, sample)
@@ -338,6 +360,17 @@ def _no_stop(self: PagedEngine, sample: Sample) -> str:
     return "length" if PagedEngine.finish(self, sample) == "length" else ""
 
 
+def _stops_by_first_alone(self: PagedEngine, sample: Sample) -> str:
+    found = PagedEngine.finish(self, sample)
+    return "" if found == "stop" and sample.tokens[-1] != sample.request.stop[0] else found
+
+
+def _never_stops_at_once(self: PagedEngine, sample: Sample) -> str:
+    is_first = len(sample.tokens) == len(sample.request.prompt) + 1
+    found = PagedEngine.finish(self, sample)
+    return "" if found == "stop" and is_first else found
+
+
 def _stops_in_prompt(self: PagedEngine, sample: Sample) -> str:
     return "stop" if set(sample.request.stop) & set(sample.tokens) else PagedEngine.finish(self, sample)
 
@@ -376,6 +409,20 @@ def _beams_change_blocks(self: PagedEngine, beams: list[Sample], count: int) -> 
     if len(beams) > 1:
         beams[0].blocks, beams[1].blocks = beams[1].blocks, beams[0].blocks
     return PagedEngine.best(self, beams, count)
+
+
+def _takes_negative_tokens(self: PagedEngine, request: Request) -> None:
+    vocabulary = self._ranks.model.config["vocab_size"]
+    wrapped = tuple(token + vocabulary if -vocabulary <= token < 0 else token for token in request.prompt)
+    PagedEngine.submit(self, dataclasses.replace(request, prompt=wrapped))
+
+
+def _takes_prompts_without_room(self: PagedEngine, request: Request) -> None:
+    given, limit = self.options, self.options.context_limit
+    if len(request.prompt) == limit:
+        self.options = dataclasses.replace(given, context_limit=limit + 1)
+    PagedEngine.submit(self, request)
+    self.options = given
 
 
 def _takes_any_token(self: PagedEngine, request: Request) -> None:
@@ -486,6 +533,24 @@ MUTANTS: list[PagedMutant] = [
         engine={"evict": _evicts_one_token},
     ),
     PagedMutant(name="SharedSeed", text="requests share one generator", engine={"draws": _one_seed}),
+    PagedMutant(
+        name="SharedSeedBf16",
+        text="requests share one generator, in bf16",
+        precision="bf16",
+        engine={"draws": _one_seed},
+    ),
+    PagedMutant(
+        name="SeedAndNumber",
+        text="draws depend on how many requests came before, in bf16",
+        precision="bf16",
+        engine={"draws": _seed_and_number},
+    ),
+    PagedMutant(
+        name="StreamsChangePlaces",
+        text="parallel samples have one another's random numbers, in bf16",
+        precision="bf16",
+        engine={"draws": _streams_change_places},
+    ),
     PagedMutant(name="CopiesAlike", text="parallel samples have one seed", engine={"draws": _same_seed_of_copies}),
     PagedMutant(name="NoTemperature", text="temperature is ignored", engine={"choose": _ignores_temperature}),
     PagedMutant(
@@ -524,6 +589,10 @@ MUTANTS: list[PagedMutant] = [
     ),
     PagedMutant(name="NotGreedy", text="a token is never taken twice in a row", engine={"choose": _second_best}),
     PagedMutant(name="NoStop", text="stop tokens are ignored", engine={"finish": _no_stop}),
+    PagedMutant(
+        name="StopsByFirst", text="of several stop tokens one is seen", engine={"finish": _stops_by_first_alone}
+    ),
+    PagedMutant(name="StopNotAtOnce", text="the first token never stops", engine={"finish": _never_stops_at_once}),
     PagedMutant(name="StopsByPrompt", text="a stop token in the prompt ends it", engine={"finish": _stops_in_prompt}),
     PagedMutant(name="OneMore", text="one token more than asked", engine={"finish": _one_token_more}),
     PagedMutant(name="NoLimit", text="the context limit is ignored", engine={"finish": _no_limit}),
@@ -551,10 +620,24 @@ MUTANTS: list[PagedMutant] = [
         precision="int8-weights",
         model={"weight": _weight_of_offset},
     ),
+    PagedMutant(
+        name="LowestCode",
+        text="the lowest of 4-bit codes is taken for the next",
+        precision="int4-weights",
+        model={"weight": _lowest_code_is_next},
+    ),
     PagedMutant(name="BeamsForget", text="beams are compared by their last token", engine={"best": _beams_forget}),
     PagedMutant(name="BeamsAlone", text="each beam goes on by itself", engine={"best": _beams_alone}),
     PagedMutant(
         name="BeamsChangeBlocks", text="two beams' blocks change places", engine={"best": _beams_change_blocks}
+    ),
+    PagedMutant(
+        name="NegativeToken", text="a negative token counts from the end", engine={"submit": _takes_negative_tokens}
+    ),
+    PagedMutant(
+        name="NoRoom",
+        text="a prompt of exactly the context limit is taken, and one token follows",
+        engine={"submit": _takes_prompts_without_room},
     ),
     PagedMutant(name="AnyToken", text="an unknown token is taken for another", engine={"submit": _takes_any_token}),
 ]
