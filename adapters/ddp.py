@@ -102,8 +102,10 @@ class DDP(Adapter):
 class DDPBuckets(DDP):
     """Buckets of 10 KiB, so that a small model too has several, and no comparison of ranks at the start."""
 
+    bucket_cap_mb: ClassVar = _SMALL_BUCKET_BYTES / 2**20
+
     def choices(self, context: RankContext) -> dict[str, Any]:
-        return {"bucket_cap_mb": _SMALL_BUCKET_BYTES / 2**20, "init_sync": False}
+        return {"bucket_cap_mb": self.bucket_cap_mb, "init_sync": False}
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:

@@ -215,7 +215,7 @@ class AccelerateBuckets(Accelerate):
         from accelerate.utils import DDPCommunicationHookType
 
         return {
-            "bucket_cap_mb": DDPBuckets.buckets["bucket_cap_mb"],
+            "bucket_cap_mb": DDPBuckets.bucket_cap_mb,
             "comm_hook": DDPCommunicationHookType.POWER_SGD,
             "comm_state_option": {"start_powerSGD_iter": 1_000_000},
         }

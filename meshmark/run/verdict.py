@@ -153,8 +153,8 @@ def _limits(tolerance_model: ToleranceModel, deviations: Deviations, kind: Quant
     for quantity, steps in deviations.items():
         if quantity.kind is not kind or quantity in zero or quantity not in tolerance_model.noise:
             continue
-        used = [step for step, d in enumerate(steps) if d.scale >= ZERO * norms[step]]
-        if not used:  # at no step, or where nothing is a number
+        used = [step for step, d in enumerate(steps) if 0 < d.scale >= ZERO * norms[step]]
+        if not used:  # at no step, or where nothing is a number, or where all is zero
             continue
         any_direction = max(tolerance_model.tolerance(quantity, step) / steps[step].scale for step in used)
         multiple, scaling = replace(quantity, kind=MULTIPLES[kind]), any_direction
