@@ -199,6 +199,14 @@ def test_gradients_that_are_zero_by_mathematics_have_no_detection_limit() -> Non
     assert judge_equivalence(record).passed
 
 
+def test_a_run_whose_gradients_should_all_be_zero_has_no_detection_limit() -> None:
+    """As of a model whose weights are all zero, which a broken set-up leaves."""
+    record = run(1.0)
+    record.equivalence.deviations[GRADIENT] = [Deviation(distance=1.0, scale=0.0, factor=0.0)] * 2
+    assert detection_limits(record) == {}
+    assert not judge_equivalence(record).passed
+
+
 def test_the_diagnosis_is_part_of_the_evidence() -> None:
     found = Diagnosis(fault=Fault.SCALED, step=1, names=["a.weight"], num_names=3, ranks=[1], detail="0.5 = 1/dp")
     verdict = judge_equivalence(run(30.0, diagnosis=found))
