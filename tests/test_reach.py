@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 from benchmarks.reach import mutate
 from benchmarks.reach.attempts import End, read_readings, tried_before
 from benchmarks.reach.launcher import CoveringLauncher
-from benchmarks.reach.measured import Measured, load
+from benchmarks.reach.measured import Measured, added, load
 from benchmarks.reach.mutate import Mutation, change_of, install, mutations
 from benchmarks.reach.mutating_launcher import MutatingLauncher
 from benchmarks.reach.options import SOURCES, Excluded, OptionStatus, excluded, stale, status
@@ -23,6 +24,7 @@ from benchmarks.reach.page import page
 from benchmarks.reach.runs import SUITES_OF_FOUR, SUITES_OF_TWO
 from benchmarks.reach.scope import DISTRIBUTIONS, as_ranges, of_ranges, statements_of
 from meshmark.adapter.registry import builtin_adapters
+from meshmark.errors import InputError
 from meshmark.launch.cluster import Cluster, ClusterSpec
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
@@ -218,6 +220,25 @@ def test_ranks_tell_lines_and_options_and_a_mutant_of_pytorch_fails(tmp_path: Pa
         mutating.close()
     assert mutating.changed and not mutating.complaint
     assert [verdict.suite for verdict in record.verdicts if not verdict.passed] == ["equivalence"]
+
+
+def test_a_run_adds_to_what_earlier_ones_reached(measured: Measured) -> None:
+    name, file = next((n, f) for n, f in measured.files.items() if len(of_ranges(f.executed)) > 9 and f.accelerator)
+    lines = sorted(of_ranges(file.executed))
+    less = replace(file, executed=as_ranges({*lines[:5]}), accelerator=as_ranges({*lines[5:7]}))
+    source, options = next((s, o) for s, o in measured.options.items() if any(each.values for each in o.values()))
+    option = next(each for each in options if options[each].values)
+    bare = {**options, option: replace(options[option], values={"other": ["mine"]})}
+    found = replace(
+        measured, files={**measured.files, name: less}, options={**measured.options, source: bare}, adapters=["mine"]
+    )
+    both = added(found, measured)
+    assert of_ranges(both.files[name].executed) == {*lines} and both.files[name].not_executed == file.not_executed
+    assert both.options[source][option].values.keys() >= {"other", *[*options[option].values][:7]}
+    assert {"mine", *measured.adapters} == {*both.adapters} and measured.commit in both.earlier
+    assert measured.commit in page(both)
+    with pytest.raises(InputError, match="is of .*, this run of"):
+        added(replace(found, versions={"PyTorch": "1.0"}), measured)
 
 
 def test_the_record_counts_what_it_says(measured: Measured) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.reach.attempts import read_readings, tried_before
-from benchmarks.reach.measured import MEASURED, load, measure, save
+from benchmarks.reach.measured import MEASURED, added, load, measure, save
 from benchmarks.reach.page import page
 from benchmarks.reach.runs import run, units
 
@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--adapters", default="", metavar="NAME,...", help="only these (default: all of the list)")
     parser.add_argument("--page", action="store_true", help=f"run nothing: write the page of {MEASURED}")
     parser.add_argument("--summary", action="store_true", help="run nothing: sum up the passes that are there")
+    parser.add_argument("--add", action="store_true", help=f"keep what {MEASURED} has reached, and add to it")
     parser.add_argument("-o", "--output", type=Path, default=PAGE)
     parsed = parser.parse_args(arguments)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # introspection imports DeepSpeed, which would look for accelerators
@@ -33,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = filter(None, parsed.adapters.split(","))
         if not parsed.summary and (left := run(units(chosen), 60 * parsed.minutes)):
             print(f"{left} units are left: the same command goes on")
-        save(measure())
+        found = measure()
+        save(added(found, load()) if parsed.add else found)
     parsed.output.write_text(page(load(), tried_before(), read_readings()))
     print(f"{parsed.output}: written")
     return 0

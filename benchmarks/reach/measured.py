@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.reach.options import SOURCES
 from benchmarks.reach.runs import done, passes, units
-from benchmarks.reach.scope import DISTRIBUTIONS, MODULES, as_ranges, files, statements
+from benchmarks.reach.scope import DISTRIBUTIONS, MODULES, as_ranges, files, of_ranges, statements
 from meshmark.environment import describe
+from meshmark.errors import InputError
 from meshmark.serial import decode, encode
 
 MEASURED = Path("baselines/reach/measured.json")
@@ -62,6 +63,8 @@ class Measured:
     files: dict[str, FileReach]
     options: dict[str, dict[str, OptionReach]]
     """By source and option."""
+    earlier: str = ""
+    """Earlier runs whose lines and options are kept, in words."""
 
 
 def measure() -> Measured:
@@ -97,6 +100,54 @@ def measure() -> Measured:
         },
         options={source.name: _options(source.options(), source.name, values) for source in SOURCES},
     )
+
+
+def added(found: Measured, before: Measured) -> Measured:
+    """Return what a run and an earlier one reached together.
+
+    Raises `InputError` if they are of other versions of the frameworks, whose lines are not comparable.
+    """
+    if found.versions != before.versions:
+        raise InputError(
+            f"--add: {MEASURED} is of {before.versions}, this run of {found.versions}; run all without --add"
+        )
+    earlier = f"{before.num_suites} cases and {before.num_scenarios} passes of conformance at {before.commit}"
+    return replace(
+        found,
+        adapters=sorted({*found.adapters, *before.adapters}),
+        with_clauses=sorted({*found.with_clauses, *before.with_clauses}),
+        files={name: _both(file, before.files.get(name)) for name, file in found.files.items()},
+        options={
+            source: {
+                name: _values_of_both(option, before.options.get(source, {}).get(name)) for name, option in own.items()
+            }
+            for source, own in found.options.items()
+        },
+        earlier="; ".join(filter(None, [earlier, before.earlier])),
+    )
+
+
+def _both(file: FileReach, before: FileReach | None) -> FileReach:
+    if before is None:
+        return file
+    executed = of_ranges(file.executed) | of_ranges(before.executed)
+    accelerator = (of_ranges(file.accelerator) | of_ranges(before.accelerator)) - executed
+    return replace(
+        file,
+        executed=as_ranges(executed),
+        accelerator=as_ranges(accelerator),
+        not_executed=file.statements - len(executed) - len(accelerator),
+    )
+
+
+def _values_of_both(option: OptionReach, before: OptionReach | None) -> OptionReach:
+    if before is None or before.default != option.default:
+        return option
+    values = {
+        value: sorted({*option.values.get(value, ()), *before.values.get(value, ())})[:3]
+        for value in [*option.values, *before.values]
+    }
+    return replace(option, values=dict(sorted(values.items())[:8]))
 
 
 def _file(entry: str, file: str, lines: set[int]) -> FileReach:

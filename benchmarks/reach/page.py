@@ -68,6 +68,7 @@ def page(found: Measured, attempts: Sequence[Attempt] = (), readings: Mapping[st
         f"and {found.num_scenarios} passes of conformance, under coverage.py, in {found.seconds / 60:.0f} minutes of "
         f"launches. {found.num_unjudged} more passes, such as those that kill a rank, came to no end and do not count. "
         + (f"{found.left} units of the list were not run. " if found.left else "")
+        + (f"What earlier runs reached counts too: {found.earlier}. " if found.earlier else "")
         + "[How reach is measured](../docs/reach.md) has the rules.",
         "## Lines",
         table([_row(entry, share) for entry, share in sorted(shares.items(), key=lambda item: item[1].share)]),
