@@ -78,10 +78,8 @@ def load_whole(folder: Path, model: nn.Module, optimizer: Optimizer, schedule: S
     # Not by `set_state_dict`, which ranks without weights leave early (adapters/gaps/dcp_broadcast_empty_model.py).
     of.set_model_state_dict(model, state["model"], options=options)
     of.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
-    told: list[Any] = [state.get("schedule")]
-    dist.broadcast_object_list(told, src=0)
-    if schedule:
-        schedule.load_state_dict(told[0])
+    if schedule:  # read by every rank, for pickled objects are not taken from a peer; mapped, no weights are read
+        schedule.load_state_dict(torch.load(_whole_file(folder), map_location="cpu", mmap=True)["schedule"])
 
 
 def save_in_background(folder: Path, model: nn.Module, optimizer: Optimizer, schedule: Schedule | None) -> None:

@@ -312,14 +312,14 @@ class FSDP1Casts(FSDP1):
     """`MixedPrecision(cast_forward_inputs=True, cast_root_forward_inputs=False)`: every unit casts its own inputs."""
 
     capabilities: ClassVar = replace(
-        FSDP1.capabilities, precisions=frozenset({Precision.BF16, Precision.BF16_REDUCE_BF16})
+        FSDP1.capabilities, precisions=frozenset({Precision.FP32, Precision.BF16, Precision.BF16_REDUCE_BF16})
     )
 
     def choices(self, case: Case) -> dict[str, Any]:
         from torch.distributed.fsdp import MixedPrecision
 
         policy = MixedPrecision(
-            param_dtype=AUTOCAST[case.precision.compute],
+            param_dtype=AUTOCAST.get(case.precision.compute, torch.float32),
             reduce_dtype=getattr(torch, case.precision.reduction),
             cast_forward_inputs=True,
             cast_root_forward_inputs=False,

@@ -111,5 +111,6 @@ def test_a_form_that_does_not_fit_its_bytes_is_refused(form: list[Any], message:
     "path", sorted([*(ROOT / "meshmark").rglob("*.py"), *(ROOT / "adapters").rglob("*.py")]), ids=lambda path: path.name
 )
 def test_no_object_collective_is_used(path: Path) -> None:
-    """They run code that a peer names."""
-    assert not re.search(r"(gather|broadcast|scatter|send|recv)_object", path.read_text())
+    """They run code that a peer names. Reproducers, which run without Meshmark, show what frameworks do with them."""
+    used = re.search(r"(gather|broadcast|scatter|send|recv)_object(_list)?\(", path.read_text())
+    assert not used or path.parent.name == "gaps"

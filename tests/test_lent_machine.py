@@ -56,6 +56,8 @@ PRIVATE = {
     "_handle": "torch.distributed.fsdp._common_utils:_FSDPState",
     "_dynamo": "torch",
     "_engine_run_backward": "torch.autograd",
+    "_comm_hooks": "torch.distributed.algorithms",
+    "_fsdp_api": "torch.distributed.fsdp._fully_shard",
     "_fsdp_param": "torch.distributed.fsdp._fully_shard",
     "_fsdp_param_group": "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
     "_fully_shard": "torch.distributed.fsdp",
@@ -72,11 +74,13 @@ it is. Any of them may go with the next release: a new use is looked up in `CHEC
 _OF_CUDA_BUILDS = {"_cuda_clearCublasWorkspaces", "_dump_nccl_trace"}
 _OTHERS = {
     "_CFuncPtr",
+    "_activation_checkpointing_kwargs",
     "_allocate_or_extend_buffers",
     "_format_config",
     "_forward_module",
     "_fsdp_kwargs",
     "_get_sequence_parallel_group",
+    "_grad_acc_hooks",
     "_get_param_partition_rank",
     "_get_zero_param_intra_parallel_group",
     "_global_grad_norm",

@@ -247,7 +247,7 @@ class DeepSpeedPipelineOptions(DeepSpeedPipeline):
 
     capabilities: ClassVar = dataclasses.replace(
         DeepSpeedPipeline.capabilities,
-        recomputes=frozenset({Recompute.FULL}),
+        recomputes=frozenset({Recompute.NONE, Recompute.FULL}),
         lacks={
             feature: why
             for feature, why in DeepSpeedPipeline.capabilities.lacks.items()
@@ -281,8 +281,12 @@ class DeepSpeedPipelineOptions(DeepSpeedPipeline):
         return (*super().traffic_exceptions(case, rank), TrafficException(sends=tuple(sends), reason=reason))
 
     def config(self, case: Case, context: RankContext) -> dict[str, Any]:
-        section = {"activation_checkpoint_interval": 1, "use_reentrant": False}
+        section = {"activation_checkpoint_interval": self.interval(case), "use_reentrant": False}
         return {**super().config(case, context), "pipeline": section}
+
+    def interval(self, case: Case) -> int:
+        """Return of how many layers each is computed again as a whole; 0 is none."""
+        return 0 if case.layout.recompute is Recompute.NONE else 1
 
     def module_options(self, case: Case) -> dict[str, Any]:
         from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
@@ -293,7 +297,7 @@ class DeepSpeedPipelineOptions(DeepSpeedPipeline):
             "seed_layers": True,
             "seed_fn": torch.manual_seed,
             "base_seed": case.workload.seed,
-            "activation_checkpoint_interval": 1,
+            "activation_checkpoint_interval": self.interval(case),
             "activation_checkpoint_func": non_reentrant_checkpoint,
             "checkpointable_layers": [InnerLayer.__name__],
             "dynamic_shape": True,

@@ -74,10 +74,14 @@ class FabricFSDPRecomputes(FabricFSDP):
     """`activation_checkpointing_policy`: blocks are computed again, by PyTorch's wrapper inside FSDP's."""
 
     capabilities: ClassVar = dataclasses.replace(
-        FabricFSDP.capabilities, recomputes=frozenset({Recompute.FULL}), precisions=frozenset({Precision.FP32})
+        FabricFSDP.capabilities,
+        recomputes=frozenset({Recompute.NONE, Recompute.FULL}),
+        precisions=frozenset({Precision.FP32}),
     )
 
     def choices(self, case: Case) -> dict[str, Any]:
+        if case.layout.recompute is Recompute.NONE:
+            return {}
         return {"activation_checkpointing_policy": block_classes(case.workload.model)}
 
     def model(self, case: Case, context: RankContext) -> Model:

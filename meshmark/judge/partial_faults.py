@@ -198,7 +198,8 @@ def wrong_region(failed: FailedStep, own: Tensors, exact: Tensors) -> dict[str, 
         per_element = failed.tolerances[name] / np.sqrt(error.size)  # a wrong tensor has an element beyond it
         region[name] = error > max(per_element, _SMALL * float(error.max()))
     share = sum(int(mask.sum()) for mask in region.values()) / sum(mask.size for mask in region.values())
-    return region if share <= _MOST_WRONG else None
+    # Where an error is no number, no element is marked.
+    return region if share <= _MOST_WRONG and all(mask.any() for mask in region.values()) else None
 
 
 def _explains(
