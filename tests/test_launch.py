@@ -78,6 +78,8 @@ def descendants() -> set[int]:
 @pytest.fixture(autouse=True)
 def nothing_left(runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No process of a rank, and no temporary file, outlives its launch."""
+    import torch._dynamo  # noqa: F401  # at its first import in this process it makes a folder for itself
+
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = descendants()
     yield
