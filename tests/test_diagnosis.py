@@ -222,6 +222,31 @@ def test_one_rank_with_old_weights_and_one_with_one_old_block() -> None:
     assert "the weights of blocks.1 before step 0 on data-parallel rank 1" in part.detail
 
 
+def test_one_old_weight_on_one_rank_and_one_gathered_in_the_wrong_order() -> None:
+    """As a rank that missed one broadcast, and as shards put together in the order of another group."""
+
+    def doctor(trace: Trace, value: np.ndarray, rows: tuple[slice, ...]) -> None:
+        mixed = {**trace.parameters[1], WEIGHT: value}
+        parts = [
+            exact_gradients(CASE.workload, mixed, make_batch(CASE.workload, 1).rows(r.start, r.stop)) for r in rows
+        ]
+        right = truth(trace, 1, slice(0, 4)) if len(rows) == 1 else dict.fromkeys(mixed, 0.0)
+        gradients(trace, 1, lambda n, g: right[n] + sum(part.gradients[n] for part in parts))
+
+    one, both = (slice(4, 8),), (slice(0, 4), slice(4, 8))
+    old = found(lambda t: doctor(t, t.parameters[0][WEIGHT], one), Fault.STALE_WEIGHTS, 1)
+    assert old.detail == f"the gradient with {WEIGHT} of before step 0 on data-parallel rank 1"
+
+    def swapped(trace: Trace) -> None:
+        doctor(trace, np.concatenate(np.split(trace.parameters[1][WEIGHT], 2)[::-1]), both)
+
+    sharded = dataclasses.replace(CASE, layout=Layout(dp=2, num_micro_batches=2, zero_stage=3))
+    moved = examine(swapped, case=sharded)
+    assert moved is not None
+    assert moved.fault is Fault.MISPLACED, moved.text
+    assert moved.detail == f"the gradient with the 2 ranks' rows of {WEIGHT} in the reversed order"
+
+
 def test_a_small_error_of_one_ranks_data_is_not_rounding() -> None:
     """Rounding would touch the embeddings of all ranks' tokens alike."""
 
