@@ -222,6 +222,31 @@ def test_one_rank_with_old_weights_and_one_with_one_old_block() -> None:
     assert "the weights of blocks.1 before step 0 on data-parallel rank 1" in part.detail
 
 
+def test_one_old_weight_on_one_rank_and_one_gathered_in_the_wrong_order() -> None:
+    """As a rank that missed one broadcast, and as shards put together in the order of another group."""
+
+    def doctor(trace: Trace, value: np.ndarray, rows: tuple[slice, ...]) -> None:
+        mixed = {**trace.parameters[1], WEIGHT: value}
+        parts = [
+            exact_gradients(CASE.workload, mixed, make_batch(CASE.workload, 1).rows(r.start, r.stop)) for r in rows
+        ]
+        right = truth(trace, 1, slice(0, 4)) if len(rows) == 1 else dict.fromkeys(mixed, 0.0)
+        gradients(trace, 1, lambda n, g: right[n] + sum(part.gradients[n] for part in parts))
+
+    one, both = (slice(4, 8),), (slice(0, 4), slice(4, 8))
+    old = found(lambda t: doctor(t, t.parameters[0][WEIGHT], one), Fault.STALE_WEIGHTS, 1)
+    assert old.detail == f"the gradient with {WEIGHT} of before step 0 on data-parallel rank 1"
+
+    def swapped(trace: Trace) -> None:
+        doctor(trace, np.concatenate(np.split(trace.parameters[1][WEIGHT], 2)[::-1]), both)
+
+    sharded = dataclasses.replace(CASE, layout=Layout(dp=2, num_micro_batches=2, zero_stage=3))
+    moved = examine(swapped, case=sharded)
+    assert moved is not None
+    assert moved.fault is Fault.MISPLACED, moved.text
+    assert moved.detail == f"the gradient with the 2 ranks' rows of {WEIGHT} in the reversed order"
+
+
 def test_a_small_error_of_one_ranks_data_is_not_rounding() -> None:
     """Rounding would touch the embeddings of all ranks' tokens alike."""
 
@@ -394,3 +419,77 @@ def test_a_schedule_that_restarted_is_not_another_rate() -> None:
     names = sorted(trace.parameters[0])
     failed = FailedStep(case=case, trace=trace, step=2, tolerances=dict.fromkeys(names, 1e-9))
     assert explain_updates(failed) == (Fault.UPDATE, "with a schedule that restarted")
+
+
+def explained_update(run: Callable[[ExactOptimizer, int], None], layout: Layout, warmup_steps: int = 0) -> str:
+    """Return the explanation of a run whose optimizer `run` changes before every step; empty if there is none."""
+    spec = dataclasses.replace(CASE.workload.optimizer, warmup_steps=warmup_steps)
+    case = dataclasses.replace(CASE, layout=layout, workload=dataclasses.replace(CASE.workload, optimizer=spec))
+    trace, own, right = copy.deepcopy(honest()[0]), ExactOptimizer(spec), ExactOptimizer(spec)
+    failed_step = None
+    for step in range(STEPS):
+        run(own, step)
+        after = own.step(trace.parameters[step], trace.gradients[step])
+        exact = right.step(trace.parameters[step], trace.gradients[step])
+        trace.parameters[step + 1] = dict(after)
+        if failed_step is None and any(np.linalg.norm(after[n] - exact[n]) > 1e-9 for n in exact):
+            failed_step, wrong = step, [n for n in sorted(exact) if np.linalg.norm(after[n] - exact[n]) > 1e-9]
+    assert failed_step is not None
+    failed = FailedStep(case=case, trace=trace, step=failed_step, tolerances=dict.fromkeys(wrong, 1e-9))
+    _, detail = explain_updates(failed) or (Fault.UNEXPLAINED, "")
+    return detail
+
+
+def test_a_schedule_stepped_once_a_micro_batch_is_not_one_that_is_a_step_ahead() -> None:
+    """Both have the same rate in the second step, where the first error shows."""
+
+    def twice(optimizer: ExactOptimizer, step: int) -> None:
+        optimizer.steps = 2 * step
+
+    def ahead(optimizer: ExactOptimizer, step: int) -> None:
+        optimizer.steps = step + (step > 0)
+
+    assert "goes on by 2" in explained_update(twice, CASE.layout, warmup_steps=8)
+    assert explained_update(ahead, CASE.layout, warmup_steps=8) == "with the learning rate of the next step"
+
+
+def test_a_count_of_steps_that_begins_again_is_not_another_rate() -> None:
+    def restart(optimizer: ExactOptimizer, step: int) -> None:
+        if step == 2:
+            assert optimizer.optimizer is not None
+            for state in optimizer.optimizer.state.values():
+                state["step"].zero_()
+
+    assert explained_update(restart, CASE.layout).startswith("bias correction begins again at this step")
+
+
+def test_moments_that_one_shard_lost() -> None:
+    """Only the second rank's rows: the first rank's are right."""
+
+    def lose(optimizer: ExactOptimizer, step: int) -> None:
+        if step == 1:
+            assert optimizer.optimizer is not None
+            for state in optimizer.optimizer.state.values():
+                for moment in (state["exp_avg"], state["exp_avg_sq"]):
+                    moment[-(-len(moment) // 2) :] = 0
+
+    expected = "moments forgotten before this step, in the rows of data-parallel rank 1 alone"
+    assert explained_update(lose, Layout(dp=2, zero_stage=3)) == expected
+    assert not explained_update(lose, Layout(dp=2)), "replicas hold all rows"
+
+
+def test_one_shard_that_is_clipped_by_its_own_norm() -> None:
+    class Clips(ExactOptimizer):
+        def clip(self, max_norm: float) -> None:
+            norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters.values()])
+            own = [p.grad[-(-len(p) // 2) :] for p in self.parameters.values()]
+            local = torch.nn.utils.get_total_norm(own)
+            for parameter, part in zip(self.parameters.values(), own, strict=True):
+                part.mul_(norm / local)
+                parameter.grad.mul_(max_norm / norm)
+
+    def clip(optimizer: ExactOptimizer, step: int) -> None:
+        optimizer.__class__ = Clips
+
+    found = explained_update(clip, Layout(dp=2, zero_stage=3))
+    assert found == "clipped by the norm of a rank's own rows, not of all, in the rows of data-parallel rank 1 alone"

@@ -17,6 +17,7 @@ from meshmark.judge.deviation import Tensors
 from meshmark.judge.failed_step import LEFT_OVER, SAME, Explanation, FailedStep, Fit
 from meshmark.judge.faults import MOST_NAMES, Fault, named_factor
 from meshmark.judge.partial_faults import (
+    altered_weight,
     in_region,
     old_block,
     old_weights_on_ranks,
@@ -52,6 +53,7 @@ def explain_gradients(failed: FailedStep) -> Explanation | None:
         in_region,
         old_block,
         _low_precision,
+        altered_weight,
     )
     return next((found for hypothesis in hypotheses if (found := hypothesis(failed, fit, exact))), None)
 

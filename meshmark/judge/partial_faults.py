@@ -7,8 +7,9 @@ computes, what one block of the model computes with, or which elements of a tens
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -29,6 +30,8 @@ _FEW_LEFT_OVER = 1e-3
 """Share of the deviation of fewer than _FEW elements that may remain unexplained: few fit much by chance."""
 _MOST_BLOCKS = 48
 """Number of gradients that are computed to find one block with old weights."""
+_MOST_WEIGHTS = 256
+"""Number of gradients that are computed to find one altered weight."""
 _TOUCHED = 0.02
 """Rows with an error below this share of the other rows' are right."""
 
@@ -163,6 +166,54 @@ def old_block(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | Non
                 f"the gradient with the weights of {block} before step {failed.step - 1}{where}",
             )
     return None
+
+
+def altered_weight(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
+    """Explain by one weight that is computed with as it was a step before, or with its parts in another order.
+
+    It may be so on all data-parallel ranks or on some. The parts are those that ranks gather.
+    """
+    now, dp = failed.trace.parameters[failed.step], failed.case.layout.dp
+    candidates = list(_altered_weights(failed))
+    if len(candidates) * dp > _MOST_WEIGHTS:
+        return None
+    for fault, detail, name, value, back in candidates:
+        other = [failed.truth(failed.step, failed.batch.shard(rank, dp), {**now, name: value}) for rank in range(dp)]
+        # The weight's own gradient is in the order of what was computed with, or put back in that of the parameter.
+        for parts in (other, [{**part, name: back(part[name])} for part in other if name in part]):
+            if len(parts) == dp and (ranks := _replaced(fit, failed.rank_parts, parts)):
+                return fault, f"{detail}{'' if len(ranks) == dp else f' on {_listed(ranks)}'}"
+    return None
+
+
+_Move = Callable[[NDArray[np.floating]], NDArray[np.floating]]
+
+
+def _altered_weights(failed: FailedStep) -> Iterator[tuple[Fault, str, str, NDArray[np.floating], _Move]]:
+    """Yield what a weight could be instead, with its name and what undoes the order in its gradient."""
+    trace, layout = failed.trace, failed.case.layout
+    now = trace.parameters[failed.step]
+    if failed.step:
+        for name, before in trace.parameters[failed.step - 1].items():
+            if not np.array_equal(before, now[name]):
+                detail = f"the gradient with {name} of before step {failed.step - 1}"
+                yield Fault.STALE_WEIGHTS, detail, name, before, _as_it_is
+    shards = layout.dp if layout.zero_stage == 3 else layout.tp
+    for name, weight in now.items():
+        if shards > 1 and weight.ndim and len(weight) % shards == 0:
+            detail = f"the gradient with the {shards} ranks' rows of {name} in the reversed order"
+            reverse = functools.partial(_reversed_parts, shards)
+            value = reverse(weight)
+            if not np.array_equal(value, weight):
+                yield Fault.MISPLACED, detail, name, value, reverse
+
+
+def _as_it_is(tensor: NDArray[np.floating]) -> NDArray[np.floating]:
+    return tensor
+
+
+def _reversed_parts(count: int, tensor: NDArray[np.floating]) -> NDArray[np.floating]:
+    return np.concatenate(np.split(tensor, count)[::-1])
 
 
 def block_of(name: str) -> str:

@@ -6,7 +6,7 @@ no more than rounding, or a tenth of the deviation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from meshmark.judge.gradient_faults import low_precisions, rounding
 from meshmark.judge.partial_faults import describe_region, misplaced
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import ExactOptimizer
-from meshmark.judge.update_hypotheses import update_hypotheses
+from meshmark.judge.update_hypotheses import UpdateHypothesis, rows_of, update_hypotheses
 from meshmark.text import pluralize
 
 LEFT_OVER = 0.1
@@ -105,19 +105,78 @@ def _did_not_move(failed: FailedStep, exact: Tensors) -> Explanation | None:
 
 
 def _closest_hypothesis(failed: FailedStep, exact: Tensors) -> Explanation | None:
-    """Return the closest hypothesis, if it is close enough."""
-    after = failed.trace.parameters[failed.step + 1]
-    found = []
-    for rival in update_hypotheses(failed.case.workload.optimizer, failed.step):
+    """Return the hypothesis that is close enough and explains the most steps, the closest of several.
+
+    If rows are dealt to data-parallel ranks, it may hold for one rank's alone, where none holds for all.
+    """
+    layout = failed.case.layout
+    shards = layout.dp if layout.zero_stage else 1
+    rank = _lone_shard(failed, exact, shards) if shards > 1 else None
+    fitting: list[tuple[int, float, UpdateHypothesis]] = []
+    of_rank: list[tuple[float, UpdateHypothesis]] = []
+    for rival in update_hypotheses(failed.case.workload.optimizer, failed.step, shards):
         there = replay(failed, rival.optimizer, rival.gradients)
-        worst = max(
-            float(np.linalg.norm(after[n] - there[n]))
-            / max(tolerance, LEFT_OVER * float(np.linalg.norm(after[n] - exact[n])))
-            for n, tolerance in failed.tolerances.items()
-        )
-        found.append((worst, rival))
-    worst, rival = min(found, key=lambda pair: pair[0])
-    return (rival.fault, rival.detail) if worst <= 1 else None
+        if (worst := _excess(failed, failed.step, there, exact)) <= 1:
+            fitting.append((-_steps_explained(failed, rival), worst, rival))
+        elif rank is not None:
+            mixed = _in_rows(rank, shards, there, exact, failed.names)
+            of_rank.append((_excess(failed, failed.step, mixed, exact), rival))
+    if fitting:
+        _, _, rival = min(fitting, key=lambda fit: fit[:2])
+        return rival.fault, rival.detail
+    if not of_rank:
+        return None
+    worst, rival = min(of_rank, key=lambda fit: fit[0])
+    return (rival.fault, f"{rival.detail}, in the rows of data-parallel rank {rank} alone") if worst <= 1 else None
+
+
+def _lone_shard(failed: FailedStep, exact: Tensors, shards: int) -> int | None:
+    """Return the data-parallel rank in whose rows all is wrong that is, or None."""
+    after = failed.trace.parameters[failed.step + 1]
+    for rank in range(shards):
+        if _excess(failed, failed.step, _in_rows(rank, shards, after, exact, failed.names), exact) <= 1:
+            return rank
+    return None
+
+
+def _in_rows(rank: int, shards: int, there: Tensors, exact: Tensors, names: Sequence[str]) -> Tensors:
+    """Return what is right but in the rows that are dealt to `rank`, which are those of `there`."""
+    mixed = {}
+    for name in names:
+        mixed[name] = np.array(exact[name])
+        if exact[name].ndim:
+            own = rows_of(rank, shards, len(exact[name]))
+            mixed[name][own] = there[name][own]
+    return mixed
+
+
+def _excess(failed: FailedStep, step: int, there: Tensors, exact: Tensors) -> float:
+    """Return how far the parameters after `step` are from `there`, at worst; up to 1 is close enough."""
+    after = failed.trace.parameters[step + 1]
+    return max(
+        float(np.linalg.norm(after[n] - there[n]))
+        / max(tolerance, LEFT_OVER * float(np.linalg.norm(after[n] - exact[n])))
+        for n, tolerance in failed.tolerances.items()
+    )
+
+
+def _steps_explained(failed: FailedStep, rival: UpdateHypothesis) -> int:
+    """Return how many steps after the failed one, up to the first that it does not explain, `rival` explains too.
+
+    `rival` has been replayed up to the failed step. Two may move the parameters alike there, and not later: a schedule
+    that is one step ahead, and one that runs too fast.
+    """
+    trace, count = failed.trace, 0
+    right = ExactOptimizer(failed.case.workload.optimizer)
+    replay(failed, right)
+    for step in range(failed.step + 1, len(trace.parameters) - 1):
+        own = {n: g for n, g in trace.gradients[step].items() if failed.case.workload.uses(n, step)}
+        exact = right.step(trace.parameters[step], own)
+        given = rival.gradients(trace, step) if rival.gradients else own
+        if _excess(failed, step, rival.optimizer.step(trace.parameters[step], given), exact) > 1:
+            break
+        count += 1
+    return count
 
 
 def _stretched(failed: FailedStep, exact: Tensors) -> Explanation | None:

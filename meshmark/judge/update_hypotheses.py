@@ -27,8 +27,11 @@ class UpdateHypothesis:
     """Other than the run's own."""
 
 
-def update_hypotheses(spec: OptimizerSpec, failed_step: int) -> Iterator[UpdateHypothesis]:
-    """Yield errors of optimizers. Some occur at `failed_step` only, as after a resume."""
+def update_hypotheses(spec: OptimizerSpec, failed_step: int, shards: int = 1) -> Iterator[UpdateHypothesis]:
+    """Yield errors of optimizers. Some occur at `failed_step` only, as after a resume.
+
+    `shards`: ranks over which the rows of every tensor are dealt.
+    """
 
     def variant(fault: Fault, detail: str, changed: OptimizerSpec) -> UpdateHypothesis:
         return UpdateHypothesis(fault=fault, detail=detail, optimizer=ExactOptimizer(changed))
@@ -46,6 +49,9 @@ def update_hypotheses(spec: OptimizerSpec, failed_step: int) -> Iterator[UpdateH
         yield UpdateHypothesis(
             fault=Fault.CLIPPING, detail="clipped by the norm of the step before", optimizer=_ClipsByLast(spec)
         )
+        if shards > 1:
+            own = "clipped by the norm of a rank's own rows, not of all"
+            yield UpdateHypothesis(fault=Fault.CLIPPING, detail=own, optimizer=_ClipsShards(spec, shards))
     if spec.weight_decay:
         yield variant(Fault.UPDATE, "without weight decay", replace(spec, weight_decay=0.0))
     if spec.weight_decay and spec.groups_decay:
@@ -63,6 +69,9 @@ def update_hypotheses(spec: OptimizerSpec, failed_step: int) -> Iterator[UpdateH
         for times in (2, 4):
             detail = f"with a schedule that runs {times} times too fast"
             yield variant(Fault.UPDATE, detail, replace(spec, warmup_steps=max(1, spec.warmup_steps // times)))
+        for times in (2, 3, 4, 8):
+            detail = f"with a schedule that goes on by {times} after every update, as if stepped once a micro-batch"
+            yield UpdateHypothesis(fault=Fault.UPDATE, detail=detail, optimizer=_StepsOften(spec, times))
     yield from _hypotheses_of_memory(spec, failed_step)
     yield from _hypotheses_of_kind(spec)
     yield UpdateHypothesis(
@@ -79,6 +88,12 @@ def update_hypotheses(spec: OptimizerSpec, failed_step: int) -> Iterator[UpdateH
             n: trace.gradients[step].get(n, np.zeros_like(x)) for n, x in trace.parameters[step].items()
         },
     )
+
+
+def rows_of(rank: int, shards: int, count: int) -> slice:
+    """Return the rows of a tensor of `count` that are dealt to `rank`: as many to each until there are none left."""
+    most = -(-count // shards)
+    return slice(min(rank * most, count), min((rank + 1) * most, count))
 
 
 def _variant(spec: OptimizerSpec, detail: str) -> UpdateHypothesis:
@@ -134,6 +149,13 @@ def _hypotheses_of_memory(spec: OptimizerSpec, step: int) -> Iterator[UpdateHypo
     for what, names in parts:
         forgetting = _ForgetsNow(spec, step, names)
         yield UpdateHypothesis(fault=Fault.UPDATE, detail=f"{what} forgotten before this step", optimizer=forgetting)
+    if first == ("exp_avg",) and step:
+        for detail, names in (
+            ("bias correction begins again at this step, with the moments of before", ()),
+            ("moments and their count of steps forgotten before this step", moments),
+        ):
+            restarted = _CountsAgain(spec, step, names)
+            yield UpdateHypothesis(fault=Fault.UPDATE, detail=detail, optimizer=restarted)
     for what, names in parts:
         yield UpdateHypothesis(
             fault=Fault.PRECISION, detail=f"with {what} kept in bf16", optimizer=_RoundsMoments(spec, names)
@@ -152,6 +174,22 @@ class _ClipsEach(ExactOptimizer):
 class _ClipsValues(ExactOptimizer):
     def clip(self, max_norm: float) -> None:
         nn.utils.clip_grad_value_(self.parameters.values(), max_norm)
+
+
+class _ClipsShards(ExactOptimizer):
+    """Clips each rank's rows by their own norm."""
+
+    def __init__(self, spec: OptimizerSpec, shards: int) -> None:
+        super().__init__(spec)
+        self.shards = shards
+
+    def clip(self, max_norm: float) -> None:
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        for rank in range(self.shards):
+            own = [gradient[rows_of(rank, self.shards, len(gradient))] for gradient in gradients if gradient.dim()]
+            scale = (max_norm / (nn.utils.get_total_norm(own) + 1e-6)).clamp(max=1.0)
+            for part in own:
+                part.mul_(scale)
 
 
 class _ClipsByLast(ExactOptimizer):
@@ -239,6 +277,19 @@ class _Shifted(ExactOptimizer):
         self.steps = shift
 
 
+class _StepsOften(ExactOptimizer):
+    """The schedule is stepped several times after every update."""
+
+    def __init__(self, spec: OptimizerSpec, times: int) -> None:
+        super().__init__(spec)
+        self.times = times
+
+    def step(self, parameters: Tensors, gradients: Tensors) -> Tensors:
+        after = super().step(parameters, gradients)
+        self.steps += self.times - 1
+        return after
+
+
 class _Restarts(ExactOptimizer):
     """The schedule begins again at one step. The optimizer goes on."""
 
@@ -290,6 +341,17 @@ class _ForgetsNow(ExactOptimizer):
             for state in self.optimizer.state.values():
                 for name in state.keys() & set(self.names):
                     state[name].zero_()
+        return super().step(parameters, gradients)
+
+
+class _CountsAgain(_ForgetsNow):
+    """Once begins to count steps again, for bias correction, and forgets the moments with these names."""
+
+    def step(self, parameters: Tensors, gradients: Tensors) -> Tensors:
+        if self.optimizer is not None and self.steps == self.at:
+            for state in self.optimizer.state.values():
+                if "step" in state:
+                    state["step"] = torch.zeros_like(torch.as_tensor(state["step"]))
         return super().step(parameters, gradients)
 
 
