@@ -493,3 +493,19 @@ def test_one_shard_that_is_clipped_by_its_own_norm() -> None:
 
     found = explained_update(clip, Layout(dp=2, zero_stage=3))
     assert found == "clipped by the norm of a rank's own rows, not of all, in the rows of data-parallel rank 1 alone"
+
+
+def test_a_search_for_an_altered_weight_is_left_out_where_it_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = FailedStep(case=CASE, trace=copy.deepcopy(honest()[0]), step=1, tolerances={WEIGHT: 1e-9})
+    assert failed.affords(3)
+    monkeypatch.setattr("meshmark.judge.failed_step._SEARCH_SECONDS", 1e-9)
+    assert not failed.affords(3)
+
+    def doctor(trace: Trace) -> None:
+        mixed = trace.parameters[1] | {WEIGHT: trace.parameters[0][WEIGHT]}
+        stale = exact_gradients(CASE.workload, mixed, make_batch(CASE.workload, 1)).gradients
+        gradients(trace, 1, lambda n, g: stale[n])
+
+    assert "rounding" in found(doctor, Fault.PRECISION, 1).detail, "which is how it looks"
+    monkeypatch.setattr("meshmark.judge.failed_step._SEARCH_SECONDS", 1e9)
+    assert f"the gradient with {WEIGHT} of before step 0" in found(doctor, Fault.STALE_WEIGHTS, 1).detail

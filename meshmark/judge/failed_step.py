@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,7 @@ from meshmark.spec.case import Case
 
 LEFT_OVER = 0.05
 """Share of a deviation that may remain unexplained."""
+_SEARCH_SECONDS = 20.0
 SAME = 0.02
 """Weights of sequences that differ by less, relative to the largest, count as equal."""
 
@@ -53,6 +55,19 @@ class FailedStep:
         if self.twin:
             return self.twin.step_of(self.trace, at, batch, self.step).gradients
         return exact_gradients(self.case.workload, at, batch, self.case.layout).gradients
+
+    def affords(self, count: int) -> bool:
+        """Return whether `count` gradients of the batch can be computed in the seconds that a search may take.
+
+        A case that is wrong must not come to its time limit while its defect is searched for.
+        """
+        return count * self._truth_seconds <= _SEARCH_SECONDS
+
+    @functools.cached_property
+    def _truth_seconds(self) -> float:
+        begin = time.monotonic()
+        self.truth(self.step, self.batch)
+        return time.monotonic() - begin
 
     @functools.cached_property
     def rank_parts(self) -> list[Tensors]:

@@ -54,6 +54,7 @@ def explain_gradients(failed: FailedStep) -> Explanation | None:
         old_block,
         _low_precision,
         altered_weight,
+        _rounded,
     )
     return next((found for hypothesis in hypotheses if (found := hypothesis(failed, fit, exact))), None)
 
@@ -179,8 +180,15 @@ def _other_batch(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | 
 
 def _low_precision(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
     own = failed.trace.gradients[failed.step]
-    if kinds := [kind for kind in low_precisions(own[name] for name in failed.names)]:
-        return Fault.PRECISION, f"every value of {pluralize(len(failed.names), 'gradient')} is a {kinds[0]} number"
+    kinds = low_precisions(own[name] for name in failed.names)
+    if not kinds:
+        return None
+    return Fault.PRECISION, f"every value of {pluralize(len(failed.names), 'gradient')} is a {kinds[0]} number"
+
+
+def _rounded(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
+    """Explain by rounding of values that are stored wider."""
+    own = failed.trace.gradients[failed.step]
     if on_ranks(failed, exact):
         return None  # what others compute is precise, and rounding would be the same on all
     # Rounding goes in all directions; what changes the function mostly stretches its gradients.
@@ -212,4 +220,7 @@ def rounding(relative: Sequence[float], what: str) -> Explanation | None:
     low, middle, high = relative[0], relative[len(relative) // 2], relative[-1]
     if not (2**-14 <= middle <= 2**-5 and high <= 20 * middle and low >= middle / 20):
         return None
-    return Fault.PRECISION, f"{what} off by {middle:.2g} in relative norm, alike in {len(relative)} tensors: rounding"
+    return (
+        Fault.PRECISION,
+        f"{what} off by {middle:.2g} in relative norm, alike in {pluralize(len(relative), 'tensor')}: rounding",
+    )

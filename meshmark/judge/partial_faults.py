@@ -28,10 +28,10 @@ _MOST_WRONG = 0.7
 _FEW = 64
 _FEW_LEFT_OVER = 1e-3
 """Share of the deviation of fewer than _FEW elements that may remain unexplained: few fit much by chance."""
-_MOST_BLOCKS = 48
-"""Number of gradients that are computed to find one block with old weights."""
-_MOST_WEIGHTS = 256
-"""Number of gradients that are computed to find one altered weight."""
+_MOST_BLOCKS = 24
+"""Number of gradients of the batch that are computed to find one block with old weights."""
+_MOST_WEIGHTS = 128
+"""Number of gradients of the batch that are computed to find one altered weight."""
 _TOUCHED = 0.02
 """Rows with an error below this share of the other rows' are right."""
 
@@ -154,7 +154,7 @@ def old_block(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | Non
         return None
     now, before = failed.trace.parameters[failed.step], failed.trace.parameters[failed.step - 1]
     dp, blocks = failed.case.layout.dp, list(dict.fromkeys(block_of(name) for name in now))
-    if len(blocks) * (dp + 1) > _MOST_BLOCKS:
+    if len(blocks) > _MOST_BLOCKS or not failed.affords(len(blocks)):
         return None
     for block in blocks:
         mixed = {name: before[name] if block_of(name) == block else value for name, value in now.items()}
@@ -175,7 +175,7 @@ def altered_weight(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation 
     """
     now, dp = failed.trace.parameters[failed.step], failed.case.layout.dp
     candidates = list(_altered_weights(failed))
-    if len(candidates) * dp > _MOST_WEIGHTS:
+    if len(candidates) > _MOST_WEIGHTS or not failed.affords(len(candidates)):
         return None
     for fault, detail, name, value, back in candidates:
         other = [failed.truth(failed.step, failed.batch.shard(rank, dp), {**now, name: value}) for rank in range(dp)]
