@@ -141,14 +141,14 @@ class FSDP2ReplicasByHook(FSDP2HSDP):
     """`set_all_reduce_hook`: FSDP2 knows the shards alone, and a hook of the user's reduces among replicas."""
 
     def choices(self, case: Case, model: Model) -> dict[str, Any]:
+        return {"mesh": self.mesh["shards"]}
+
+    def build(self, case: Case, context: RankContext) -> Engine:
         from torch.distributed.device_mesh import init_device_mesh
 
         replicas = self.sharding.replicas
         sizes = replicas, case.layout.dp // replicas
-        self.mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "shards"))
-        return {"mesh": self.mesh["shards"]}
-
-    def build(self, case: Case, context: RankContext) -> Engine:
+        self.mesh = init_device_mesh(context.device.type, sizes, mesh_dim_names=("replicas", "shards"))
         engine = super().build(case, context)
         group = self.mesh.get_group("replicas")
         for unit in sharded_units(engine):
@@ -179,9 +179,7 @@ class IgnoringEngine(FSDP2Engine):
         whole = list(self.ignored())
         apart = {id(p) for p in whole}
         sharded = [p for p in self.module.parameters() if id(p) not in apart]
-        norms: list[Any] = [
-            nn.utils.get_total_norm([p.grad for p in ps if p.grad is not None]) for ps in (sharded, whole)
-        ]
+        norms: list[Any] = [_norm(sharded), _norm(whole)]
         total: Tensor = torch.linalg.vector_norm(torch.stack([norms[0].full_tensor(), norms[1]]))
         for parameters in (sharded, whole):
             nn.utils.clip_grads_with_norm_(parameters, max_norm, total)

@@ -213,6 +213,11 @@ class DeepSpeed(Adapter):
         return build_optimizer(case.workload.optimizer, model.named_parameters())
 
 
+STAGE_3_GAPS = tuple(gap for gap in DeepSpeed.known_gaps if 3 in gap.zero_stages)
+EARLIER_GAPS = tuple(gap for gap in DeepSpeed.known_gaps if 3 not in gap.zero_stages)
+"""Known gaps of the other stages."""
+
+
 def _kept_weights(case: Case, rank: int) -> tuple[ExtraMemory, ...]:
     """Weights that stage 3 gathers and does not free before the backward pass (tests/gaps/test_deepspeed.py)."""
     model, (shards, _) = case.workload.model, state_shards(case.layout, rank)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapters.deepspeed import DeepSpeed
+from meshmark.adapters.deepspeed import EARLIER_GAPS, STAGE_3_GAPS, DeepSpeed
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.errors import AdapterError
 from meshmark.reference.data import Batch
@@ -41,7 +41,7 @@ class DeepSpeedByHand(DeepSpeed):
 
     engine: ClassVar = ByHandEngine
     capabilities: ClassVar = dataclasses.replace(DeepSpeed.capabilities, zero_stages=frozenset({3}))
-    known_gaps: ClassVar = tuple(gap for gap in DeepSpeed.known_gaps if 3 in gap.zero_stages)
+    known_gaps: ClassVar = STAGE_3_GAPS
 
     def config(self, case: Case, context: RankContext) -> dict[str, Any]:
         """A backward pass of PyTorch's is divided by the number of micro-batches that DeepSpeed is told, here one."""
@@ -122,7 +122,7 @@ class DeepSpeedSums(DeepSpeed):
     engine: ClassVar = SumsEngine
     arithmetic: ClassVar = dataclasses.replace(DeepSpeed.arithmetic, averages=False)
     capabilities: ClassVar = dataclasses.replace(DeepSpeed.capabilities, zero_stages=frozenset({1, 2}))
-    known_gaps: ClassVar = tuple(gap for gap in DeepSpeed.known_gaps if 3 not in gap.zero_stages)
+    known_gaps: ClassVar = EARLIER_GAPS
 
     def config(self, case: Case, context: RankContext) -> dict[str, Any]:
         first = {

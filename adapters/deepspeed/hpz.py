@@ -13,7 +13,7 @@ import torch
 
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapters.deepspeed import DeepSpeed
+from meshmark.adapters.deepspeed import STAGE_3_GAPS, DeepSpeed
 from meshmark.adapters.deepspeed.traffic_exceptions import zero_exceptions
 from meshmark.errors import AdapterError
 from meshmark.reference.build import parameter_shapes
@@ -36,7 +36,7 @@ class DeepSpeedHPZ(DeepSpeed):
             Feature.TIED_EMBEDDINGS: "not tried: a tied weight is gathered twice in every pass",
         },
     )
-    known_gaps: ClassVar = tuple(gap for gap in DeepSpeed.known_gaps if 3 in gap.zero_stages)
+    known_gaps: ClassVar = STAGE_3_GAPS
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:

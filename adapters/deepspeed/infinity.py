@@ -14,7 +14,7 @@ from torch import Tensor
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.holdings import Holdings
-from meshmark.adapters.deepspeed import DeepSpeed
+from meshmark.adapters.deepspeed import STAGE_3_GAPS
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.adapters.deepspeed.operators import load, missing
 from meshmark.adapters.deepspeed.variants import DeepSpeedOffload
@@ -91,7 +91,7 @@ class DeepSpeedInfinity(DeepSpeedOffload):
             Feature.RESHARD: "a checkpoint's states are files of one rank's share",
         },
     )
-    known_gaps: ClassVar = tuple(gap for gap in DeepSpeed.known_gaps if 3 in gap.zero_stages)
+    known_gaps: ClassVar = STAGE_3_GAPS
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:

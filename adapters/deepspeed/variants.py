@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.data_parallel import DataParallelEngine
 from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapters.deepspeed import DeepSpeed, sizes_by_group
+from meshmark.adapters.deepspeed import EARLIER_GAPS, STAGE_3_GAPS, DeepSpeed, sizes_by_group
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.adapters.deepspeed.operators import load, missing
 from meshmark.adapters.deepspeed.traffic_exceptions import WHOLE_BUCKETS, keeps_whole_gradients
@@ -40,7 +40,7 @@ class DeepSpeedWholeBuckets(DeepSpeed):
 
     choices: ClassVar[dict[str, Any]] = {"reduce_scatter": False}
     capabilities: ClassVar = dataclasses.replace(DeepSpeed.capabilities, zero_stages=frozenset({1, 2}))
-    known_gaps: ClassVar = tuple(gap for gap in DeepSpeed.known_gaps if 3 not in gap.zero_stages)
+    known_gaps: ClassVar = EARLIER_GAPS
 
     def zero_options(self, case: Case, context: RankContext) -> dict[str, Any]:
         return {**super().zero_options(case, context), **self.choices}
@@ -134,7 +134,7 @@ class DeepSpeedSeparateGradients(DeepSpeed):
     """`contiguous_gradients: false`: gradients are reduced from where they are, not from a buffer."""
 
     capabilities: ClassVar = dataclasses.replace(DeepSpeed.capabilities, zero_stages=frozenset({1, 2}))
-    known_gaps: ClassVar = tuple(gap for gap in DeepSpeed.known_gaps if 3 not in gap.zero_stages)
+    known_gaps: ClassVar = EARLIER_GAPS
 
     def zero_options(self, case: Case, context: RankContext) -> dict[str, Any]:
         return {**super().zero_options(case, context), "contiguous_gradients": False}
@@ -219,7 +219,7 @@ class DeepSpeedLeafModules(DeepSpeed):
     """
 
     capabilities: ClassVar = dataclasses.replace(DeepSpeed.capabilities, zero_stages=frozenset({3}))
-    known_gaps: ClassVar = tuple(gap for gap in DeepSpeed.known_gaps if 3 in gap.zero_stages)
+    known_gaps: ClassVar = STAGE_3_GAPS
 
     def zero_options(self, case: Case, context: RankContext) -> dict[str, Any]:
         classes = sorted(kind.__name__ for kind in block_classes(case.workload.model))
@@ -266,7 +266,7 @@ class DeepSpeedGranularity(DeepSpeed):
     """`stage3_module_granularity_threshold`: modules whose parts are small on average are gathered as a whole."""
 
     capabilities: ClassVar = dataclasses.replace(DeepSpeed.capabilities, zero_stages=frozenset({3}))
-    known_gaps: ClassVar = tuple(gap for gap in DeepSpeed.known_gaps if 3 in gap.zero_stages)
+    known_gaps: ClassVar = STAGE_3_GAPS
 
     def zero_options(self, case: Case, context: RankContext) -> dict[str, Any]:
         """Return a threshold that blocks are under, and the model is not: the parameters of a block for each of its
@@ -281,7 +281,7 @@ class DeepSpeedFetchesByReduction(DeepSpeed):
     """`stage3_use_all_reduce_for_fetch_params`: weights come together as a sum of buffers that hold one shard each."""
 
     capabilities: ClassVar = dataclasses.replace(DeepSpeed.capabilities, zero_stages=frozenset({3}))
-    known_gaps: ClassVar = tuple(gap for gap in DeepSpeed.known_gaps if 3 in gap.zero_stages)
+    known_gaps: ClassVar = STAGE_3_GAPS
 
     def zero_options(self, case: Case, context: RankContext) -> dict[str, Any]:
         return {**super().zero_options(case, context), "stage3_use_all_reduce_for_fetch_params": True}
@@ -336,7 +336,7 @@ class DeepSpeedOffloadsBetween(DeepSpeed):
         zero_stages=frozenset({1, 2}),
         devices=frozenset({"cpu"}),  # where the host's memory is the device's: of a GPU it is not planned
     )
-    known_gaps: ClassVar = tuple(gap for gap in DeepSpeed.known_gaps if 3 not in gap.zero_stages)
+    known_gaps: ClassVar = EARLIER_GAPS
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
@@ -402,7 +402,7 @@ class DeepSpeedOffloadParams(DeepSpeedOffload):
         zero_stages=frozenset({3}),
         devices=frozenset({"cpu"}),  # where the host's memory is the device's: of a GPU it is not planned
     )
-    known_gaps: ClassVar = tuple(gap for gap in DeepSpeed.known_gaps if 3 in gap.zero_stages)
+    known_gaps: ClassVar = STAGE_3_GAPS
 
     def zero_options(self, case: Case, context: RankContext) -> dict[str, Any]:
         return {**super().zero_options(case, context), "offload_param": {"device": "cpu", "pin_memory": False}}

@@ -71,10 +71,10 @@ def judge_engine(engine: Serves, judge: Judge, setting: Setting) -> Iterator[Cas
         yield CaseVerdict(name="serves", passed=False, text=f"{refused[0].request}: {refused[0].error or 'no tokens'}")
         return
     noise = judge.noise(requests, served.completions)
-    yield judge.logprobs(requests, served.completions, noise)
+    yield (told := judge.logprobs(requests, served.completions, noise))
     yield judge.greedy(requests, served.completions, noise)
     if judge.truth.rounds_cache:
-        yield judge.cache_rounding(requests, served.completions)
+        yield judge.cache_rounding(requests, served.completions, told)
     yield _lengths(requests, served)
     blocks = options.num_blocks
     if not adapter.pages:  # one batch, padded to its longest prompt

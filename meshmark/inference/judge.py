@@ -108,12 +108,19 @@ class Judge:
         numbers = {"largest": worst[2], "rms": rms, "noise": noise.largest, "detects": noise.tolerance}
         return CaseVerdict(name="log probabilities", passed=passed, text=text + where, numbers=numbers)
 
-    def cache_rounding(self, requests: Sequence[Request], completions: Sequence[Completion]) -> CaseVerdict:
-        """Judge that keys and values in a narrower cache are the nearest to what was computed."""
-        judge = self if self._rounding == "nearest" else Judge(self._folder, self._precision)
-        found = judge.logprobs(requests, completions, judge.noise(requests, completions))
+    def cache_rounding(
+        self, requests: Sequence[Request], completions: Sequence[Completion], told: CaseVerdict
+    ) -> CaseVerdict:
+        """Judge that keys and values in a narrower cache are the nearest to what was computed.
+
+        `told`: what `logprobs` says of the same completions, with the engine's own rounding.
+        """
+        found = told
+        if self._rounding != "nearest":
+            nearest = Judge(self._folder, self._precision)
+            found = nearest.logprobs(requests, completions, nearest.noise(requests, completions))
         text = f"log probabilities from keys and values rounded to the nearest: {found.text}"
-        if not found.passed and self.logprobs(requests, completions, self.noise(requests, completions)).passed:
+        if not found.passed and told.passed:
             text = f"keys and values are rounded {self._rounding}; {text}"
         return dataclasses.replace(found, name="rounding of the KV cache", text=text)
 

@@ -208,7 +208,7 @@ def _explained(failed: FailedStep, deviations: Deviations) -> Diagnosis:
 
 def _where(failed: FailedStep, deviations: Deviations) -> str:
     """Return the smallest part of the run that contains an error without an explanation, and how the error grows."""
-    own, exact = failed.trace.gradients[failed.step], failed.truth(failed.step, failed.batch)
+    own, exact = failed.trace.gradients[failed.step], failed.exact
     wrong = f"{len(failed.names)} of {pluralize(len(own), 'gradient')} wrong"
     blocks = sorted({block_of(name) for name in failed.names})
     if len(blocks) <= MOST_NAMES and len(blocks) < len({block_of(name) for name in own}):

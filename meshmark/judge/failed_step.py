@@ -61,19 +61,28 @@ class FailedStep:
 
         A case that is wrong must not come to its time limit while its defect is searched for.
         """
-        return count * self._truth_seconds <= _SEARCH_SECONDS
+        return count * self._timed[1] <= _SEARCH_SECONDS
+
+    @property
+    def exact(self) -> Tensors:
+        """The right gradients."""
+        return self._timed[0]
 
     @functools.cached_property
-    def _truth_seconds(self) -> float:
+    def _timed(self) -> tuple[Tensors, float]:
+        """The right gradients, and the seconds that they took."""
         begin = time.monotonic()
-        self.truth(self.step, self.batch)
-        return time.monotonic() - begin
+        return self.truth(self.step, self.batch), time.monotonic() - begin
 
     @functools.cached_property
     def rank_parts(self) -> list[Tensors]:
         """The part of each data-parallel rank in the right gradients."""
+        return self.parts_of_ranks(self.step, self.batch)
+
+    def parts_of_ranks(self, step: int, batch: Batch, parameters: Tensors | None = None) -> list[Tensors]:
+        """Return the part of each data-parallel rank in what `truth` returns."""
         dp = self.case.layout.dp
-        return [self.truth(self.step, self.batch.shard(rank, dp)) for rank in range(dp)]
+        return [self.truth(step, batch.shard(rank, dp), parameters) for rank in range(dp)]
 
     def parts(self, batch: Batch) -> list[Batch]:
         """Return the smallest parts whose gradients add up: single rows, or rows that are normalised together."""
@@ -112,7 +121,7 @@ class FailedStep:
             f"unmasked part of the {unit}": batch.total_weight / batch.targets.numel(),
         }
         clip, gradients = self.case.workload.optimizer.clip_norm, self.trace.gradients[self.step]
-        if clip is not None and (norm := global_norm(self.truth(self.step, batch))):
+        if clip is not None and (norm := global_norm(self.exact)):
             known |= {"clip_norm / global norm": clip / norm, "global norm / clip_norm": norm / clip}
         return known if gradients else {}
 
@@ -139,7 +148,3 @@ class Fit:
         basis = np.stack(candidates, axis=1)
         found = np.linalg.lstsq(basis, self.own, rcond=None)[0]
         return np.asarray(found) if np.linalg.norm(self.own - basis @ found) <= self.allowed else None
-
-    def explains(self, candidate: Tensors) -> bool:
-        """Return whether these gradients, without any factor, are the run's."""
-        return float(np.linalg.norm(self.own - self.flat(candidate))) <= self.allowed

@@ -38,7 +38,7 @@ def explain_gradients(failed: FailedStep) -> Explanation | None:
     if absent := [name for name in failed.names if name not in own or not np.any(own[name])]:
         wrong = pluralize(len(failed.names), "wrong gradient")
         return Fault.MISSING, f"{len(absent)} of {wrong} {'is' if len(absent) == 1 else 'are'} absent or all zero"
-    exact = failed.truth(failed.step, failed.batch)
+    exact = failed.exact
     fit = Fit(failed, own, exact)
     hypotheses: Sequence[Callable[[FailedStep, Fit, Tensors], Explanation | None]] = (
         _scaled,
@@ -171,8 +171,8 @@ def _other_batch(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | 
         if step < 0:
             continue
         other = make_batch(failed.case.workload, step)
-        parts = [fit.flat(failed.truth(failed.step, b.shard(r, dp))) for b in (other, failed.batch) for r in range(dp)]
-        if (weights := fit.weights(*parts)) is not None:
+        parts = [*failed.parts_of_ranks(failed.step, other), *failed.rank_parts]
+        if (weights := fit.weights(*map(fit.flat, parts))) is not None:
             ranks = [r for r in range(dp) if abs(weights[r]) > SAME]
             return Fault.OTHER_BATCH, f"the batch of step {step} on data-parallel ranks {ranks}"
     return None

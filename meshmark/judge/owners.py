@@ -60,7 +60,7 @@ def not_summed_over_tp(case: Case, trace: Trace, step: int, tolerance: Callable[
         return []
     names = set.intersection(*(set(held[rank]) for rank in range(tp)))
     failed = FailedStep(case=case, trace=trace, step=step, tolerances=dict.fromkeys(names, 0.0))
-    exact = failed.truth(step, failed.batch)
+    exact = failed.exact
     totals = {name: sum(np.asarray(held[rank][name], dtype=np.float64) for rank in range(tp)) for name in names}
     return sorted(name for name in names if np.linalg.norm(totals[name] - exact[name]) <= tolerance(name))
 

@@ -44,12 +44,10 @@ def old_weights_on_ranks(failed: FailedStep, fit: Fit, exact: Tensors) -> Explan
     layout = failed.case.layout
     if failed.step == 0 or layout.dp == 1:
         return None
-    old = [failed.truth(failed.step - 1, failed.batch.shard(rank, layout.dp)) for rank in range(layout.dp)]
-    ranks = _replaced(fit, failed.rank_parts, old)
-    if not ranks:
+    where = _replaced(fit, failed.rank_parts, failed.parts_of_ranks(failed.step - 1, failed.batch))
+    if where is None:
         return None
-    detail = f"the gradient at the parameters before step {failed.step - 1} on {_listed(ranks)}"
-    return Fault.STALE_WEIGHTS, detail
+    return Fault.STALE_WEIGHTS, f"the gradient at the parameters before step {failed.step - 1}{where}"
 
 
 def other_mask(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
@@ -57,20 +55,19 @@ def other_mask(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | No
 
     Batches without masks are cut from the same places.
     """
-    workload, dp = failed.case.workload, failed.case.layout.dp
+    workload = failed.case.workload
     if not workload.masked:
         return None
     whole = make_batch(dataclasses.replace(workload, masked=False), failed.step)
-    unmasked = [failed.truth(failed.step, whole.shard(rank, dp)) for rank in range(dp)]
-    if ranks := _replaced(fit, failed.rank_parts, unmasked):
-        where = "" if len(ranks) == dp else f" on {_listed(ranks)}"
-        return Fault.MASK, f"positions that are masked count like the others{where}"
-    for shift, name in ((-1, "early"), (1, "late")):
-        shifted = _shifted(failed.batch, whole, shift)
-        parts = [failed.truth(failed.step, shifted.shard(rank, dp)) for rank in range(dp)]
-        if ranks := _replaced(fit, failed.rank_parts, parts):
-            where = "" if len(ranks) == dp else f" on {_listed(ranks)}"
-            return Fault.MASK, f"the mask is one position too {name}{where}"
+    batches = {
+        "positions that are masked count like the others": whole,
+        "the mask is one position too early": _shifted(failed.batch, whole, -1),
+        "the mask is one position too late": _shifted(failed.batch, whole, 1),
+    }
+    for detail, batch in batches.items():
+        where = _replaced(fit, failed.rank_parts, failed.parts_of_ranks(failed.step, batch))
+        if where is not None:
+            return Fault.MASK, f"{detail}{where}"
     return None
 
 
@@ -84,16 +81,20 @@ def _shifted(batch: Batch, whole: Batch, shift: int) -> Batch:
     )
 
 
-def _replaced(fit: Fit, right: Sequence[Tensors], other: Sequence[Tensors]) -> list[int]:
-    """Return the ranks whose part is `other`'s instead of `right`'s, if the gradient is such a sum; else nothing.
+def _replaced(fit: Fit, right: Sequence[Tensors], other: Sequence[Tensors]) -> str | None:
+    """Return on which ranks the part is `other`'s instead of `right`'s, if the gradient is such a sum, else None.
 
-    Weights are fitted, so that a scaled part still tells its rank.
+    The text is empty for all ranks, and ` on data-parallel rank 1` for one. Weights are fitted, so that a scaled part
+    still tells its rank.
     """
     count = len(right)
     weights = fit.weights(*(fit.flat(part) for part in (*right, *other)))
     if weights is None:
-        return []
-    return [rank for rank in range(count) if abs(weights[count + rank]) > SAME > abs(weights[rank])]
+        return None
+    ranks = [rank for rank in range(count) if abs(weights[count + rank]) > SAME > abs(weights[rank])]
+    if not ranks:
+        return None
+    return "" if len(ranks) == count else f" on data-parallel rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def other_reduction(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
@@ -141,10 +142,6 @@ def on_ranks(failed: FailedStep, exact: Tensors) -> list[int]:
     return wrong if len(wrong) < dp else []
 
 
-def _listed(ranks: Sequence[int]) -> str:
-    return f"data-parallel rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
 # --- One block of the model.
 
 
@@ -153,18 +150,15 @@ def old_block(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | Non
     if failed.step == 0:
         return None
     now, before = failed.trace.parameters[failed.step], failed.trace.parameters[failed.step - 1]
-    dp, blocks = failed.case.layout.dp, list(dict.fromkeys(block_of(name) for name in now))
+    blocks = list(dict.fromkeys(block_of(name) for name in now))
     if len(blocks) > _MOST_BLOCKS or not failed.affords(len(blocks)):
         return None
     for block in blocks:
         mixed = {name: before[name] if block_of(name) == block else value for name, value in now.items()}
-        old = [failed.truth(failed.step, failed.batch.shard(rank, dp), mixed) for rank in range(dp)]
-        if ranks := _replaced(fit, failed.rank_parts, old):
-            where = "" if len(ranks) == dp else f" on {_listed(ranks)}"
-            return (
-                Fault.STALE_WEIGHTS,
-                f"the gradient with the weights of {block} before step {failed.step - 1}{where}",
-            )
+        where = _replaced(fit, failed.rank_parts, failed.parts_of_ranks(failed.step, failed.batch, mixed))
+        if where is not None:
+            detail = f"the gradient with the weights of {block} before step {failed.step - 1}{where}"
+            return Fault.STALE_WEIGHTS, detail
     return None
 
 
@@ -173,16 +167,17 @@ def altered_weight(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation 
 
     It may be so on all data-parallel ranks or on some. The parts are those that ranks gather.
     """
-    now, dp = failed.trace.parameters[failed.step], failed.case.layout.dp
+    now = failed.trace.parameters[failed.step]
     candidates = list(_altered_weights(failed))
     if len(candidates) > _MOST_WEIGHTS or not failed.affords(len(candidates)):
         return None
     for fault, detail, name, value, back in candidates:
-        other = [failed.truth(failed.step, failed.batch.shard(rank, dp), {**now, name: value}) for rank in range(dp)]
+        other = failed.parts_of_ranks(failed.step, failed.batch, {**now, name: value})
         # The weight's own gradient is in the order of what was computed with, or put back in that of the parameter.
         for parts in (other, [{**part, name: back(part[name])} for part in other if name in part]):
-            if len(parts) == dp and (ranks := _replaced(fit, failed.rank_parts, parts)):
-                return fault, f"{detail}{'' if len(ranks) == dp else f' on {_listed(ranks)}'}"
+            where = _replaced(fit, failed.rank_parts, parts) if len(parts) == len(other) else None
+            if where is not None:
+                return fault, f"{detail}{where}"
     return None
 
 

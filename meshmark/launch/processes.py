@@ -107,9 +107,7 @@ def end_own_children() -> None:
     """
     deadline = time.monotonic() + _REAP_SECONDS
     while time.monotonic() < deadline:
-        for pid in _children(os.getpid()):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        _kill(_children(os.getpid()))
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -132,10 +130,14 @@ def _end_all(found: Callable[[], list[int]]) -> None:
     """Kill what `found` returns until it returns nothing, for a short while."""
     deadline = time.monotonic() + _END_SECONDS
     while (pids := found()) and time.monotonic() < deadline:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        _kill(pids)
         time.sleep(0.01)
+
+
+def _kill(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _others() -> list[int]:
