@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import fnmatch
 import functools
+import gc
 import glob
 import hashlib
 import inspect
@@ -406,9 +407,9 @@ def reference_values(target: str, seed: int) -> dict[str, Tensor]:
     """Return the initial values of all parameters and buffers, on the CPU, by canonical name."""
     with torch.device("cpu"):
         module = OwnModel.around(built(target, seed))
-    values = dict[str, Tensor]()
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        values[name] = tensor.data = _unmetered(tensor)  # the module may live until the next garbage collection
+    values = {name: _unmetered(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    del module
+    gc.collect()  # modules are in cycles, and a rank's meter would count what has not been collected yet
     return values
 
 
