@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshmark.judge.deviation import Tensors, global_norm
 from meshmark.judge.failed_step import Explanation, FailedStep
@@ -47,7 +48,7 @@ def explain_updates(failed: FailedStep) -> Explanation | None:
         _zero_for_none(failed, exact)
         or _in_other_places(failed, exact)
         or _closest_hypothesis(failed, exact)
-        or _did_not_move(failed, exact)
+        or _kept_values(failed, exact)
         or _stretched(failed, exact)
         or _decayed(failed, exact)
         or rounding(_relative(failed, exact), "updates")
@@ -83,25 +84,42 @@ def _zero_for_none(failed: FailedStep, exact: Tensors) -> Explanation | None:
 
 
 def _in_other_places(failed: FailedStep, exact: Tensors) -> Explanation | None:
-    """Explain parameters whose values are right but stand in other places."""
+    """Explain parameters whose values are right but stand in other places, of the same tensor or of another."""
     after = failed.trace.parameters[failed.step + 1]
     how = {n: misplaced(after[n], exact[n], tolerance) for n, tolerance in failed.tolerances.items()}
-    worst = failed.names[0]
-    return (Fault.MISPLACED, f"{worst}: {how[worst]}") if all(how.values()) else None
+    if all(how.values()):
+        worst = failed.names[0]
+        return Fault.MISPLACED, f"{worst}: {how[worst]}"
+    own, right = (np.sort(np.concatenate([x[n].ravel() for n in failed.names])) for x in (after, exact))
+    if own.shape == right.shape and np.linalg.norm(own - right) <= np.linalg.norm([*failed.tolerances.values()]):
+        return Fault.MISPLACED, f"{pluralize(len(failed.names), 'tensor')} have values of one another"
+    return None
 
 
-def _did_not_move(failed: FailedStep, exact: Tensors) -> Explanation | None:
-    """Explain parameters of which some elements did not move, and all others are right."""
-    before, after = failed.trace.parameters[failed.step], failed.trace.parameters[failed.step + 1]
-    still = {n: (after[n] == before[n]) & (exact[n] != before[n]) for n in failed.names}
+def _kept_values(failed: FailedStep, exact: Tensors) -> Explanation | None:
+    """Explain parameters of which some elements have earlier values, and all others are right."""
+    trace, gradients = failed.trace, failed.trace.gradients[failed.step]
+    if (kept := _kept(failed, trace.parameters[failed.step], exact)) is not None:
+        unused = all(n in gradients and not gradients[n][kept[n]].any() for n in failed.names)
+        why = ", those whose gradient is zero" if unused else ""
+        return Fault.NEVER_UPDATED, f"no move {describe_region(kept)}{why}; the others are right"
+    if (kept := _kept(failed, trace.parameters[0], exact)) is not None:
+        shards = failed.case.layout.dp if failed.case.layout.zero_stage else 1
+        rank = _lone_shard(failed, exact, shards) if shards > 1 else None
+        where = describe_region(kept) if rank is None else f"in the rows of data-parallel rank {rank}"
+        return Fault.UPDATE, f"initial values {where}; the others are right"
+    return None
+
+
+def _kept(failed: FailedStep, earlier: Tensors, exact: Tensors) -> dict[str, NDArray[np.bool_]] | None:
+    """Return which elements of each wrong parameter are `earlier`'s, or None if that does not explain all errors."""
+    after = failed.trace.parameters[failed.step + 1]
+    kept = {n: (after[n] == earlier[n]) & (exact[n] != earlier[n]) for n in failed.names}
     for name, tolerance in failed.tolerances.items():
-        rest = np.where(still[name], 0.0, after[name] - exact[name])
-        if not still[name].any() or np.linalg.norm(rest) > tolerance:
+        rest = np.where(kept[name], 0.0, after[name] - exact[name])
+        if not kept[name].any() or np.linalg.norm(rest) > tolerance:
             return None
-    gradients = failed.trace.gradients[failed.step]
-    unused = all(n in gradients and not gradients[n][still[n]].any() for n in failed.names)
-    why = ", those whose gradient is zero" if unused else ""
-    return Fault.NEVER_UPDATED, f"no move {describe_region(still)}{why}; the others are right"
+    return kept
 
 
 def _closest_hypothesis(failed: FailedStep, exact: Tensors) -> Explanation | None:

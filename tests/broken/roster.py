@@ -47,6 +47,7 @@ from meshmark.theory.sharding import Sharding
 from tests.broken import gradients as g
 from tests.broken import reducing as h
 from tests.broken import wrapped as w
+from tests.broken.checkpoint_options import CHECKPOINT_OPTION_MUTANTS
 from tests.broken.engine import Broken
 from tests.broken.fabric_options import FABRIC_OPTION_MUTANTS
 from tests.broken.megatron_gpt import MEGATRON_GPT_MUTANTS
@@ -657,6 +658,7 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("horovod", g.MeanOfRanks, F.UNEVEN, layout=REDUCED),
     *_on("horovod-recommended", h.BroadcastsNoState, F.START, F.UPDATE, layout=REDUCED),
     *MEGATRON_GPT_MUTANTS,
+    *CHECKPOINT_OPTION_MUTANTS,
     *PYTORCH_OPTION_MUTANTS,
     *FABRIC_OPTION_MUTANTS,
 ]
