@@ -52,6 +52,39 @@ def test_a_defect_is_found_and_named(defect: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "script, seen",
+    [
+        ("lightning_trainer.py", "a mean over targets"),
+        pytest.param("fabric_loop.py", "a mean over targets", marks=pytest.mark.slow),
+        pytest.param("hf_trainer.py bf16", "a mean over all targets of the global batch", marks=pytest.mark.slow),
+        pytest.param("gan.py", "Adam: off by", marks=pytest.mark.slow),
+        ("mixed.py fsdp2", "(FSDP2), 2 micro-batches"),
+        pytest.param("mixed.py fsdp1", "(FSDP1), 2 micro-batches", marks=pytest.mark.slow),
+        pytest.param("mixed.py weights", "clipping    norm", marks=pytest.mark.slow),
+        pytest.param("mixed.py compiled", "(DDP), 2 micro-batches", marks=pytest.mark.slow),
+    ],
+)
+def test_right_scripts_of_trainers_and_in_bf16_are_right(script: str, seen: str) -> None:
+    name, *arguments = script.split()
+    code, printed = check("--nproc", 2, SCRIPTS / name, *arguments)
+    assert code == 0 and f"RIGHT: {name}" in printed and seen in printed, printed
+    assert "not trained" not in printed and "gradients   off by" in printed, printed
+
+
+@pytest.mark.parametrize(
+    "script, words",
+    [
+        ("fsdp2 reduced_early", "micro-batch 2 of 2 has no part"),
+        pytest.param("fsdp2 undivided", "losses of micro-batches or ranks are added up", marks=pytest.mark.slow),
+        ("weights other_masks", "random numbers are drawn anew"),
+    ],
+)
+def test_defects_in_bf16_are_found_and_named(script: str, words: str) -> None:
+    code, printed = check("--nproc", 2, SCRIPTS / "mixed.py", *script.split())
+    assert code == 1 and words in printed, printed
+
+
+@pytest.mark.parametrize(
     "thread, code, words",
     [
         ("fsdp_size_of_one", 1, "missing reduction"),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshmark.check.mixed_precision import note_casts
 from meshmark.check.pieces import bare_modules, local, unwrapped
 
 _HOOKS = (
@@ -31,9 +32,12 @@ _MIXINS = {"FSDPModule", "ReplicateModule", "DDPModule"}
 
 
 def bare_copy(root: nn.Module) -> nn.Module:
-    """Return the user's model with empty parameters of full shape, and buffers as they are, on the CPU."""
+    """Return the user's model with empty parameters of full shape, and buffers as they are, on the CPU.
+
+    It notes the dtypes in which FSDP computes; see `mixed_precision`.
+    """
     flat = flat_parameters(root)
-    root = unwrapped(root)
+    wrapped, root = root, unwrapped(root)
     memo: dict[int, Any] = {}
     shells: dict[int, tuple[nn.Module, nn.Module]] = {}
     for _, module in bare_modules(root):
@@ -61,7 +65,42 @@ def bare_copy(root: nn.Module) -> nn.Module:
         original = shell.__dict__.pop("_original_forward", None)
         if original is not None:  # Accelerate's autocast is around it
             shell.__dict__.pop("forward", None)
+        redirect_forward(shell)
+        if "_trainer" in vars(shell):  # a LightningModule's, which is in no loop when it is computed again
+            shell.__dict__["log"] = shell.__dict__["log_dict"] = _log_nothing
+    note_casts(wrapped, lambda module: memo[id(unwrapped(module))])
     return memo[id(root)]  # type: ignore[no-any-return]
+
+
+class Redirected:
+    """A forward pass that calls another method of `module`, in which the class's own forward pass is back."""
+
+    def __init__(self, module: nn.Module, method: str) -> None:
+        self.module, self.method = module, method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        del self.module.__dict__["forward"]
+        try:
+            return getattr(self.module, self.method)(*args, **kwargs)
+        finally:
+            self.module.__dict__["forward"] = self
+
+
+def redirect_forward(shell: nn.Module) -> None:
+    """Make a copy of a module that Lightning has redirected call its own method, such as `training_step`.
+
+    Lightning puts a function in the place of `forward` while a wrapper such as DDP is called. The function calls the
+    method of the original module, not of the copy.
+    """
+    code = getattr(shell.__dict__.get("forward"), "__code__", None)
+    if code is None or not {"method_name", "original_module"} <= set(code.co_freevars):
+        return
+    held = dict(zip(code.co_freevars, shell.__dict__["forward"].__closure__, strict=True))
+    shell.__dict__["forward"] = Redirected(shell, held["method_name"].cell_contents)
+
+
+def _log_nothing(*_: object, **__: object) -> None:
+    """Stand in for `LightningModule.log`."""
 
 
 def flat_parameters(root: nn.Module) -> dict[int, dict[str, nn.Parameter]]:
@@ -106,6 +145,8 @@ def _copied(key: str, value: Any, memo: dict[int, Any]) -> Any:  # noqa: ANN401
         return OrderedDict((k, _copied("", hook, memo)) for k, hook in value.items() if not _of_framework(hook))
     if key == "_compiled_call_impl":
         return None
+    if key == "_trainer":
+        return value
     if isinstance(value, dict | list | tuple) and key not in _HOOKS:
         try:
             return copy.deepcopy(value, memo)

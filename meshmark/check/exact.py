@@ -7,7 +7,6 @@ No loss function is needed: the gradients that entered the model's outputs were 
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from meshmark.check.bare import bare_copy
+from meshmark.check.mixed_precision import cast_as_noted
 from meshmark.check.pieces import CannotTellError, bare_modules
 from meshmark.check.recorder import SKETCHED
 from meshmark.check.recording import Call
@@ -82,24 +83,39 @@ class Recomputer:
 
     def __init__(self, copies: Mapping[int, nn.Module]) -> None:
         self.own = dict(copies)
-        self.exact = {}
+        self.exact: dict[int, nn.Module] = {}
+        self.recomputes = False
+        """Whether the script computes activations again, by `torch.utils.checkpoint`."""
         for root, module in copies.items():
-            exact = copy.deepcopy(module)
+            exact = bare_copy(module)  # not `deepcopy`: some attributes cannot be copied
             for tensor in (*exact.parameters(), *exact.buffers()):
                 if tensor.is_floating_point():
                     tensor.data = tensor.data.double()
             self.exact[root] = exact
+        self.recorded = {id(p): p.dtype for module in self.own.values() for p in module.parameters()}
+        self.dtypes = {root: cast_as_noted(module) for root, module in self.own.items()}
 
-    def product(self, call: Call, values: Mapping[str, Tensor], *, nudges: torch.Generator | None = None) -> Product:
+    def _note_recomputation(self) -> None:
+        self.recomputes = True
+
+    def product(
+        self,
+        call: Call,
+        values: Mapping[str, Tensor],
+        *,
+        nudges: torch.Generator | None = None,
+        recompute: bool = False,
+    ) -> Product:
         """Return the gradients of all parameters from one call, with the parameters set to `values`.
 
         They are computed in float64. With `nudges` they are computed in the script's precision instead, after the last
-        bits of parameters and inputs have been changed.
+        bits of parameters and inputs have been changed. Activations are kept, so that a checkpoint of the script's that
+        draws other random numbers is an error; with `recompute` they are computed again as by the script.
         """
         exact = nudges is None
         model = (self.exact if exact else self.own)[call.root]
         prefix = "" if call.root == 0 else f"root{call.root}."
-        parameters = dict(_unique_parameters(model))
+        parameters, dtypes = dict(_unique_parameters(model)), self.dtypes[call.root]
 
         def nudged(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point():
@@ -113,16 +129,19 @@ class Recomputer:
             value = values.get(prefix + name)
             if value is None:
                 raise CannotTellError(f"no rank recorded parameter {prefix + name}")
-            parameter.data = nudged(value.detach().to(parameter.dtype if not exact else torch.float64))
+            value = nudged(value.detach().to(torch.float64 if exact else self.recorded[id(parameter)]))
+            parameter.data = value if exact else value.to(dtypes.get(id(parameter), value.dtype))
         for (_, module), training in zip(bare_modules(model), call.training, strict=True):
             module.training = training
         buffers = {name: b for name, b in _named_buffers(model) if b is not None}
         for name, value in call.buffers.items():
             if name in buffers:
-                buffers[name].data = value.double() if exact and value.is_floating_point() else value.clone()
+                dtype = torch.float64 if exact else dtypes.get(id(buffers[name]), value.dtype)
+                buffers[name].data = value.to(dtype, copy=True) if value.is_floating_point() else value.clone()
         args, kwargs = with_tensors(call.inputs, nudged)
         torch.set_rng_state(call.random_state)
-        with _surroundings(exact, call.autocast):
+        keeping = contextlib.nullcontext() if recompute else _without_recomputation(self._note_recomputation)
+        with _surroundings(exact, call.autocast), keeping:
             outputs = model(*args, **kwargs)
         found = [t for t in tensors_in(outputs) if t.requires_grad and t.grad_fn is not None]
         if len(found) != len(call.gradients):
@@ -186,6 +205,35 @@ def _named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
     for prefix, module in bare_modules(model):
         for name, buffer in module._buffers.items():
             yield (f"{prefix}.{name}" if prefix else name), buffer
+
+
+@contextlib.contextmanager
+def _without_recomputation(note: Callable[[], None]) -> Iterator[None]:
+    """Make `torch.utils.checkpoint.checkpoint` keep activations: it notes the call, and calls the function.
+
+    Scripts may have imported it under any name. Its parts are replaced, which it looks up at every call.
+    """
+    from torch.utils import checkpoint
+
+    def plain(*_: Any, **__: Any) -> Iterator[None]:  # noqa: ANN401
+        note()
+        yield
+
+    class Plain:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:  # noqa: ANN401
+            note()
+            return function(*args)
+
+    parts = {"_checkpoint_without_reentrant_generator": plain, "CheckpointFunction": Plain}
+    kept = {name: getattr(checkpoint, name) for name in parts if hasattr(checkpoint, name)}
+    for name in kept:
+        setattr(checkpoint, name, parts[name])
+    try:
+        yield
+    finally:
+        for name, part in kept.items():
+            setattr(checkpoint, name, part)
 
 
 @contextlib.contextmanager

@@ -172,6 +172,14 @@ def _explain(
         return Explanation(
             fault=Fault.DROPPED, detail=f"rows of rank {', '.join(map(str, gone))} have no part in {where}"
         )
+    skipped = [c for c in range(max(last.values()) + 1) if all(near(weights[k], 0.0) for k in weights if k[1] == c)]
+    if skipped:
+        which = ", ".join(str(c + 1) for c in skipped)
+        return Explanation(
+            fault=Fault.DROPPED,
+            detail=f"micro-batch {which} of {max(last.values()) + 1} has no part in {where} on any rank (are gradients "
+            "reduced before it?)",
+        )
     told = ", ".join(
         f"rank {r}{f' micro-batch {c}' if several else ''}: {w / factor:.3g}" for (r, c), w in list(weights.items())[:8]
     )

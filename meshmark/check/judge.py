@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshmark.check.exact import Product, Recomputer
-from meshmark.check.gradients import FACTOR, UNSEEN, Comparison, Expected, compare, explain
+from meshmark.check.gradients import FACTOR, LEFT_OVER, UNSEEN, Comparison, Expected, compare, explain
 from meshmark.check.objective import MEANS, Objective, UnseenError, objective_of, scaled_total
 from meshmark.check.pieces import CannotTellError
 from meshmark.check.rows import repeated_rows, shared_rows
@@ -77,7 +77,7 @@ class Judge:
         for number in range(run.num_steps):
             moment = run.moment(number)
             if not number:
-                self._report_strange_tensors(moment)
+                self._report_strange_tensors()
                 self._replicas(moment.before, moment, "before the first step")
             same.append(shared_rows([s.calls for s in moment.ranks]))
             if previous is not None:
@@ -188,6 +188,16 @@ class Judge:
             before = None
             if previous is not None:
                 before = {n: g.double() for n, g in previous.clipped[owner].items()}
+            if recomputer.recomputes and self._recomputed_otherwise(
+                recomputer, moment, gradients[owner], comparison.wrong
+            ):
+                self.add(
+                    Level.WRONG, Fault.BACKWARD,
+                    "activations that torch.utils.checkpoint computes again are not those of the forward pass: random "
+                    "numbers are drawn anew (preserve_rng_state=False?), or something has changed in between; "
+                    f"{_named(comparison.wrong)} off by {min(comparison.worst, 1e9):.2g}", number,
+                )  # fmt: skip
+                continue
             expected = Expected(ranks=ranks, factor=self.factor, known=known)
             told = explain(gradients[owner], parts, before, comparison.wrong, expected)
             detail = told.detail + f"; off by {min(comparison.worst, 1e9):.2g}"
@@ -208,6 +218,25 @@ class Judge:
                 self.unseen = str(reason)
         else:
             self.unseen = self.unseen or "gradients are not those of the recorded rows"
+
+    def _recomputed_otherwise(
+        self, recomputer: Recomputer, moment: Moment, own: Mapping[str, Tensor], names: list[str]
+    ) -> bool:
+        """Return whether the gradients of `names` are those of activations that are computed again in the backward
+        pass.
+        """
+        total: dict[str, Tensor] = {}
+        for rank, step in enumerate(moment.ranks):
+            values = moment.before[self.run.owners[rank]]
+            for call in step.calls:
+                if call.used_gradients:
+                    for name, g in recomputer.product(call, values, recompute=True).gradients.items():
+                        total[name] = total.get(name, torch.zeros(())) + self.factor * g / call.scale
+        left = sum(float((own[n] - total[n]).square().sum()) for n in names if n in own and n in total)
+        return (
+            all(n in own and n in total for n in names)
+            and left <= LEFT_OVER**2 * _norm({n: own[n] for n in names}) ** 2
+        )
 
     def _crossing(self, moment: Moment) -> None:
         """Note what the script does that gradients and updates of single steps do not show."""
@@ -270,6 +299,8 @@ class Judge:
             self.add(Level.WRONG, Fault.CLIPPING, told, number)
             return
         trained = [n for g in steps[0].groups for n in g.names if n in steps[0].gradients]
+        eps = max((torch.finfo(g.dtype).eps for of in moment.gradients.values() for g in of.values()), default=0.0)
+        allowed = max(1e-4, 4 * eps)  # norm, factor and product are rounded in the gradients' own format
         left = [n for n in trained if n not in clip.names]
         if left:
             told = f"{len(left)} of {len(trained)} gradients are not clipped ({left[0]})"
@@ -287,10 +318,10 @@ class Judge:
             after = torch.cat([own[n].double().reshape(-1) for n in names])
             factor = float(after @ before / (before @ before)) if before.any() else 1.0
             left_over = float((after - factor * before).norm()) / (float(after.norm()) or 1.0)
-            if left_over > 1e-4:
+            if left_over > allowed:
                 told = "the optimizer steps on other gradients than those that were clipped"
                 self.add(Level.WRONG, Fault.CLIPPING, told, number)
-            elif abs(factor / right - 1) > 1e-4:
+            elif abs(factor / right - 1) > allowed:
                 used = clip.max_norm / factor if factor < 1 else norm
                 told = f"scaled by {factor:.4g}, as by a norm of {used:.4g}; the norm of all gradients is {norm:.4g}"
                 self.add(Level.WRONG, Fault.CLIPPING, told, number)
@@ -301,10 +332,13 @@ class Judge:
         )
         self.clips.append(f"{shown} (first step)")
 
-    def _report_strange_tensors(self, moment: Moment) -> None:
-        """Report tensors of the optimizer that no model has, and parameters of the model that are in no optimizer."""
-        groups = moment.ranks[0].groups
-        strangers = sum(g.strangers for g in groups)
+    def _report_strange_tensors(self) -> None:
+        """Report tensors of the optimizers that no model has, and parameters of a model that are in no optimizer.
+
+        All steps are read, for optimizers may take turns.
+        """
+        groups = [group for number in range(self.run.num_steps) for group in self.run.folder.step(0, number).groups]
+        strangers = max((g.strangers for g in groups), default=0)
         held = {name for g in groups for name in g.names}
         left = [name for name in self.run.trained if name not in held]
         if strangers and left:
@@ -407,6 +441,10 @@ def _factor(gradients: Mapping[int, Mapping[str, Tensor]], total: Mapping[str, T
         fits.append(sum(float((own[n] * x).sum()) for n, x in total.items() if n in own) / scale)
     found = float(np.mean(fits))
     return 1.0 if abs(found - 1) < 0.02 else 1 / world
+
+
+def _named(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more are" if len(names) > 1 else " is")
 
 
 def _norm(tensors: Mapping[str, Tensor]) -> float:

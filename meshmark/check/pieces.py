@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
-"""Attributes under which PyTorch's wrappers store the single module they wrap."""
+WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_forward_module")
+"""Attributes under which wrappers of PyTorch's, and Fabric's, store the single module they wrap."""
 _DDP = ("DistributedDataParallel", "DataParallel")
 
 
@@ -40,9 +40,9 @@ class Piece:
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the user's module inside wrappers such as DDP, FSDP1 or `torch.compile`."""
     while True:
-        inner = module._modules.get("module") if type(module).__name__ in _DDP else None
-        for attribute in WRAPPED:
-            inner = inner or module._modules.get(attribute)
+        # Not by `or`: a container without modules is false, and a compiled module has no length.
+        names = ("module", *WRAPPED) if type(module).__name__ in _DDP else WRAPPED
+        inner = next((module._modules[name] for name in names if module._modules.get(name) is not None), None)
         if inner is None:
             return module
         module = inner

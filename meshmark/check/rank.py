@@ -140,7 +140,12 @@ def _verdict(parsed: argparse.Namespace, script: Path, folder: Folder, recorder:
         asked=parsed.steps,
         verdict=verdict,
     )
-    judge.judge()
+    try:
+        judge.judge()
+    except Exception as error:
+        traceback.print_exc()
+        told = f"Meshmark failed while it judged the script ({type(error).__name__}: {error}); please report this"
+        verdict.findings.append(Finding(level=Level.UNKNOWN, fault="not judged", text=told))
     return verdict
 
 

@@ -86,7 +86,12 @@ class Recorder:
         self.stepped = False
         self.scale = 1.0
         self.unscaled = True
-        self.orphans: list[Term] = []
+        self.opened: tuple[Call, nn.Module] | None = None
+        """The call of the outermost module that has just begun, and that module without wrappers."""
+        self.given: list[int] = []
+        """Ids of the tensors that the outermost module was given in that call."""
+        self.updating: Optimizer | None = None
+        """The optimizer whose step runs. Those that it calls are parts of it."""
         self.ends: dict[tuple[int, int], tuple[Any, Call, int]] = {}
         self.device = "cpu"
         self.reason = ""
@@ -103,6 +108,7 @@ class Recorder:
             or threading.get_ident() != self.thread
             or not any(p.requires_grad for p in module.parameters())
         ):
+            self._look_inside(module, args, kwargs)
             self.depth += 1
             try:
                 return original(module, *args, **kwargs)
@@ -120,6 +126,28 @@ class Recorder:
             with self._timed():
                 self._observe_outputs(call, outputs)
         return outputs
+
+    def _look_inside(self, module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ANN401
+        """Note what wrappers around the user's module, or in the place of its forward pass, change.
+
+        Fabric converts inputs and enters autocast around the module. Accelerate enters autocast inside its `forward`,
+        and leaves the user's own as `_original_forward`, which the copy has: the first module that is called inside
+        shows whether autocast is on.
+        """
+        if self.opened is None or self.in_backward:
+            return
+        call, bare = self.opened
+        if unwrapped(module) is not bare:
+            self.opened = None
+            if "_original_forward" in vars(bare):
+                call.autocast = self._autocast() or call.autocast
+        elif module is bare:
+            call.autocast = self._autocast() or call.autocast
+            if [id(t) for t in tensors_in((args, kwargs))] != self.given:
+                call.inputs = with_tensors((args, dict(kwargs)), _kept)
+
+    def _autocast(self) -> torch.dtype | None:
+        return torch.get_autocast_dtype(self.device) if torch.is_autocast_enabled(self.device) else None
 
     def around_backward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:  # noqa: ANN401
         if not self.active or self.in_backward or threading.get_ident() != self.thread:
@@ -165,11 +193,37 @@ class Recorder:
                 )
             )
 
-    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ANN401
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:  # noqa: ANN401
+        """Record the gradients that an optimizer steps on. Return other arguments for its step, or None.
+
+        A closure, inside of which forward and backward run, is followed by the record.
+        """
+        if not self.active or self.updating is not None:
+            return None
+        self.updating = optimizer
+        closures = [a for a in (*args[1:], *kwargs.values()) if callable(a)]
+        if not closures:
+            self._record_step(optimizer)
+            return None
+        called = 0
+
+        @functools.wraps(closures[0])
+        def followed() -> Any:  # noqa: ANN401
+            nonlocal called
+            called += 1
+            if called > 1:
+                self.refuse("the optimizer calls its closure more than once a step")
+            loss = closures[0]()
+            self._record_step(optimizer)
+            return loss
+
+        def changed(value: Any) -> Any:  # noqa: ANN401
+            return followed if value is closures[0] else value
+
+        return tuple(changed(a) for a in args), {key: changed(a) for key, a in kwargs.items()}
+
+    def _record_step(self, optimizer: Optimizer) -> None:
         if not self.active or self.step is None:
-            return
-        if any(callable(a) for a in (*args[1:], *kwargs.values())):
-            self.refuse("the optimizer's step is given a closure, inside of which forward and backward run")
             return
         with self._timed():
             step = self.step
@@ -184,7 +238,8 @@ class Recorder:
                 names = self._held(held)
                 options = {k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")}
                 strangers = sum(id(p) not in self.names for p in held)
-                cls = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+                rule = type(getattr(optimizer, "optim", optimizer))  # ZeroRedundancyOptimizer has one inside
+                cls = f"{rule.__module__}.{rule.__qualname__}"
                 step.groups.append(Group(optimizer=which, cls=cls, names=names, options=options, strangers=strangers))
                 if not self.number:
                     for p in held:
@@ -194,6 +249,9 @@ class Recorder:
                 step.gradients |= self._gradients(names)
 
     def after_step(self, optimizer: Optimizer) -> None:
+        if optimizer is not self.updating:
+            return
+        self.updating = None
         if not self.active or self.step is None or not self.step.groups:
             return
         with self._timed():
@@ -272,7 +330,7 @@ class Recorder:
             inputs=with_tensors((args, dict(kwargs)), _kept),
             random_state=torch.get_rng_state(),
             training=[m.training for _, m in bare_modules(bare)],
-            autocast=torch.get_autocast_dtype(self.device) if torch.is_autocast_enabled(self.device) else None,
+            autocast=self._autocast(),
             buffers={
                 (f"{prefix}.{name}" if prefix else name): _kept(b)
                 for prefix, m in bare_modules(bare)
@@ -281,6 +339,7 @@ class Recorder:
             },
         )
         self.step.calls.append(call)
+        self.opened, self.given = (call, bare), [id(t) for t in tensors_in((args, kwargs))]
         for tensor in tensors_in((args, kwargs)):
             if tensor.grad_fn is not None:  # made by another module that was called before
                 for _, earlier, number in self._ends_before([(tensor.grad_fn, tensor.output_nr)]):

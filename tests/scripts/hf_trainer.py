@@ -1,5 +1,9 @@
-"""Hugging Face's Trainer over a tiny Llama, with accumulation and texts of unequal length."""
+"""Hugging Face's Trainer over a tiny Llama, with accumulation and texts of unequal length.
 
+`hf_trainer.py bf16` trains in bf16 and computes activations again.
+"""
+
+import sys
 import tempfile
 
 import torch
@@ -20,7 +24,7 @@ class Texts(Dataset):
         return {"input_ids": ids, "labels": labels, "attention_mask": (labels != -100).long()}
 
 
-def main() -> None:
+def main(low: bool) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
@@ -30,9 +34,10 @@ def main() -> None:
         arguments = TrainingArguments(
             folder, per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=5, use_cpu=True,
             report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True, learning_rate=1e-3,
+            bf16=low, gradient_checkpointing=low,
         )  # fmt: skip
         Trainer(LlamaForCausalLM(config), arguments, train_dataset=Texts()).train()
 
 
 if __name__ == "__main__":
-    main()
+    main("bf16" in sys.argv)
