@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from meshmark.adapter.data_parallel import PYTORCHS_CHECKPOINT
 from meshmark.adapter.registry import builtin_adapters, load_adapter
@@ -216,7 +217,7 @@ def test_what_rounding_would_decide_is_not_judged_in_mixed_precision(
 
 
 def test_initial_values_leave_no_other_copy_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module in a cycle lives until the next garbage collection; meters of memory would count it as the framework's."""
+    """A module in a cycle lives until it is collected, and meters of memory would count it as the framework's."""
     alive = []
 
     def built(target: str, seed: int) -> nn.Module:

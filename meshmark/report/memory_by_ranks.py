@@ -6,6 +6,7 @@ Bytes a parameter do not depend on the model, so models of several sizes stand i
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -180,7 +181,9 @@ def _per_parameter(states: object, record: Record, source: Source) -> StatesPerP
     )
 
 
+@functools.lru_cache(maxsize=4096)
 def _states(case: Case, name: str) -> ModelStates | None:
+    """Return the closed form, once for each case: a report asks for it in several tables and a picture."""
     return model_states(case, 0, eager_recipe(case, name, casts_weights="deepspeed" in name))
 
 
