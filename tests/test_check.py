@@ -32,6 +32,7 @@ def test_a_right_script_is_right_with_its_detection_limit() -> None:
     assert "RIGHT: gru_accumulation.py" in printed and "2 ranks (DDP)" in printed and "would be seen" in printed
 
 
+@pytest.mark.slow
 def test_an_fsdp2_script_is_right() -> None:
     code, printed = check("--nproc", 2, SCRIPTS / "fsdp2_loop.py")
     assert code == 0 and "(FSDP2)" in printed, printed
@@ -40,9 +41,9 @@ def test_an_fsdp2_script_is_right() -> None:
 @pytest.mark.parametrize(
     "defect, words",
     [
-        ("never_synchronised", "missing reduction"),
         ("gradients_kept", "zero_grad missing"),
-        ("clipped_while_scaled", "call scaler.unscale_ before clip_grad_norm_"),
+        pytest.param("never_synchronised", "missing reduction", marks=pytest.mark.slow),
+        pytest.param("clipped_while_scaled", "call scaler.unscale_ before clip_grad_norm_", marks=pytest.mark.slow),
         ("stale_optimizer", "the optimizer holds 1 tensor that no model has"),
     ],
 )

@@ -309,11 +309,16 @@ def _launched(folder: Path, workload: str, *options: str) -> tuple[str, list[Rec
 @pytest.mark.parametrize(
     "defect, workload, suite, said",
     [
-        ("NextMaxima", "qlora.py:QLoRA", "equivalence", "another function computed"),
-        ("SwappedCodes", "qlora.py:QLoRA", "equivalence", "another function computed"),
+        *(
+            pytest.param(*others, marks=pytest.mark.slow)
+            for others in (
+                ("NextMaxima", "qlora.py:QLoRA", "equivalence", "another function computed"),
+                ("SwappedCodes", "qlora.py:QLoRA", "equivalence", "another function computed"),
+                ("TeacherMoves", "distillation.py:Distillation", "equivalence", "23 frozen parameters moved"),
+            )
+        ),
         ("AdaptersNotReduced", "qlora.py:QLoRA", "equivalence", "missing reduction"),
         ("KeepsDequantized", "qlora.py:QLoRA", "memory", "+131,072 bytes"),
-        ("TeacherMoves", "distillation.py:Distillation", "equivalence", "23 frozen parameters moved"),
     ],
 )
 def test_training_a_smaller_model_wrongly_is_seen(
@@ -326,7 +331,9 @@ def test_training_a_smaller_model_wrongly_is_seen(
     assert verdict is not None and not verdict.passed and said in printed, printed[-3000:]
 
 
-@pytest.mark.parametrize("workload", ["qlora.py:QLoRA", "distillation.py:Distillation"])
+@pytest.mark.parametrize(
+    "workload", ["qlora.py:QLoRA", pytest.param("distillation.py:Distillation", marks=pytest.mark.slow)]
+)
 def test_a_smaller_model_is_trained_in_the_memory_that_is_planned(tmp_path: Path, workload: str) -> None:
     """Frozen weights are sharded like the others, and have no gradients and no moments; 4-bit ones are buffers."""
     adapter_of("bitsandbytes-nf4")

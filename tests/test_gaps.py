@@ -33,7 +33,16 @@ from tests.ranks import run_reproducer
 REPRODUCERS = read_reproducers()
 
 
-@pytest.mark.parametrize("reproducer", REPRODUCERS, ids=lambda each: each.name)
+def _is_slow(reproducer: Reproducer) -> bool:
+    """Return whether its framework takes long to be imported, or to be compiled."""
+    slow_imports = {"accelerate", "lightning-fabric", "transformers"}
+    return bool(reproducer.framework in slow_imports or reproducer.operators or reproducer.environment)
+
+
+@pytest.mark.parametrize(
+    "reproducer",
+    [pytest.param(each, id=each.name, marks=[pytest.mark.slow] * _is_slow(each)) for each in REPRODUCERS],
+)
 def test_a_reproducer_shows_its_defect(reproducer: Reproducer) -> None:
     """One that no longer does has found a version where it is mended: the adapter may do without its way around it."""
     if reproducer.environment:

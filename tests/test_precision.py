@@ -214,6 +214,7 @@ def test_steps_that_loss_scaling_leaves_out_are_tried_again_and_the_run_is_right
     assert record.remarks[0].startswith(f"{record.training.left_out} attempts at steps that overflowed were left out")
 
 
+@pytest.mark.slow
 def test_a_token_s_gradient_that_one_rank_loses_is_seen_beneath_the_rounding_of_bf16(runner: Runner) -> None:
     record = runner.observe(BY_NAME[RARE].case)
     verdict, diagnosis = record.verdict("equivalence"), record.equivalence.diagnosis
