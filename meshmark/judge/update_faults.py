@@ -235,6 +235,8 @@ def explain_norm(reported: float, gradients: Tensors, failed: FailedStep) -> Exp
     earlier = failed.trace.gradients[failed.step - 1] if failed.step else {}
     if earlier and abs(reported / global_norm(earlier) - 1) < 1e-5:
         return Fault.STALE_GRADIENT, f"the norm told is that of the gradients of step {failed.step - 1}"
+    if counted := _counted_otherwise(reported, gradients, failed.case.layout.tp):
+        return Fault.CLIPPING, counted
     known = {f"1/sqrt({k})": v**-0.5 for k, v in failed.known_factors().items() if v > 1 and "/" not in k}
     if failed.trace.loss_scales:
         known["the loss scale, as if told before unscaling"] = failed.trace.loss_scales[failed.step]
@@ -242,3 +244,40 @@ def explain_norm(reported: float, gradients: Tensors, failed: FailedStep) -> Exp
         Fault.CLIPPING,
         f"the norm told is {named_factor(reported / global_norm(gradients), known)} times the right one",
     )
+
+
+_SEEN = 1e-3
+"""Share of the squared norm from which a difference says which tensors were counted otherwise."""
+_CLOSE = 1e-5
+"""Share of the squared norm by which such an explanation may be off."""
+
+
+def _counted_otherwise(reported: float, gradients: Tensors, tp: int) -> str:
+    """Return which tensors a global norm counts several times, or leaves out; empty if no such set explains it.
+
+    Tensor-parallel ranks hold norms and some biases whole. A norm that is summed over these ranks counts them once a
+    rank, unless the framework takes care. A tied weight may be counted once for each of its places.
+    """
+    squares = {name: float(np.square(g.astype(np.float64)).sum()) for name, g in gradients.items()}
+    total = sum(squares.values())
+    over = reported**2 - total
+    if not abs(over) > _SEEN * total:
+        return ""
+    vectors = {name for name, g in gradients.items() if g.ndim == 1}
+    norms = {name for name in vectors if "norm" in name}
+    ends = {name for name in vectors if name.endswith(("out.bias", "down.bias"))}
+    groups: list[tuple[str, set[str]]] = [
+        ("norms", norms),
+        ("norms and the biases of products that are summed", norms | ends),
+        ("tensors with one dimension", vectors),
+    ]
+    embeddings = {name for name in squares if name.startswith("embedding.")}
+    positions = {name for name in embeddings if "positions" in name}
+    for more, held in (("positions", positions), ("embeddings", embeddings)):
+        groups += [(f"{text}, and {more}", names | held) for text, names in groups[:3] if held]
+    groups += [(name, {name}) for name in squares]
+    for times in dict.fromkeys((2, tp, 0)):
+        for text, names in groups:
+            if abs(over - (times - 1) * sum(squares[name] for name in names)) <= _CLOSE * total:
+                return f"the norm told counts {text} {times} times" if times else f"the norm told leaves out {text}"
+    return ""
