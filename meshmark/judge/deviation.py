@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
@@ -148,4 +148,6 @@ class Drift:
     """A parameter, or its gradient."""
     step: int
     ranks: list[int]
-    """Ranks that differ from the lowest rank that holds it."""
+    """Ranks that differ from what most hold. If two values are as frequent, that of the lowest rank counts as most."""
+    others: list[int] = field(default_factory=list)
+    """The other ranks that hold it."""

@@ -31,6 +31,8 @@ from meshmark.text import pluralize
 
 _UNKNOWN = (Fault.UNEXPLAINED, Fault.FORWARD, Fault.BACKWARD)
 """Faults that are reported if no hypothesis fits."""
+_NEAR = 1e-4
+"""Relative error of a loss below which its difference is reported, not its ratio."""
 RULED = 2
 """Number of correct updates before a step that confirm the rule.
 
@@ -78,7 +80,26 @@ def diagnose(
     if found.fault is Fault.NOT_REDUCED and drifted and (reported := nobody_reduced(case, trace, first)):
         weights = found.detail.partition("; ")[2]
         return dataclasses.replace(found, detail=f"{reported}; on the lowest, {weights}" if weights else reported)
-    return dataclasses.replace(found, ranks=drift.ranks)
+    return _on_compared_ranks(found, [each for each in drifts if set(each.ranks) <= set(drift.ranks)])
+
+
+def _on_compared_ranks(found: Diagnosis, drifts: Sequence[Drift]) -> Diagnosis:
+    """Return the diagnosis of the lowest rank's tensors, with the ranks that it holds for.
+
+    What other ranks hold is not compared with the truth. Where most of them agree, it is taken to be right.
+    """
+    odd = sorted({rank for drift in drifts for rank in drift.ranks})
+    others = sorted({rank for drift in drifts for rank in drift.others})
+    if not others or min(odd) < min(others):
+        return dataclasses.replace(found, ranks=odd)
+    if len(others) > len(odd):
+        return dataclasses.replace(found, ranks=others)
+    apart = f"; {_ranks(odd)} {'hold' if len(odd) > 1 else 'holds'} other values, which are not compared with the truth"
+    return dataclasses.replace(found, ranks=others, detail=found.detail + apart)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _wrong(wrong: dict[tuple[Quantity, int], float], step: int, drift: Diagnosis) -> bool:
@@ -200,7 +221,9 @@ def _explained(failed: FailedStep, deviations: Deviations) -> Diagnosis:
     where = _where(failed, deviations)
     if failed.loss_is_wrong:
         factor = _loss_factor(deviations, failed.step)
-        explanation = Fault.FORWARD, f"the loss is {factor:.6g} times the truth; {where}"
+        small = abs(factor - 1.0) < _NEAR
+        size = f"off by {factor - 1.0:+.2g} of" if small else f"{factor:.6g} times"
+        explanation = Fault.FORWARD, f"the loss is {size} the truth; {where}"
     else:
         explanation = Fault.BACKWARD, f"the loss is right; {where}"
     return _diagnosis(explanation, failed.step, failed.names)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import time
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from meshmark.adapter.arithmetic import Arithmetic, Casting
 from meshmark.judge.buffers import together
 from meshmark.judge.deviation import Tensors, global_norm
 from meshmark.judge.faults import Fault
@@ -18,10 +21,13 @@ from meshmark.judge.truth import exact_gradients
 from meshmark.judge.twin import Twin
 from meshmark.reference.data import Batch, make_batch
 from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout
+from meshmark.spec.precision import Precision
 
 LEFT_OVER = 0.05
 """Share of a deviation that may remain unexplained."""
 _SEARCH_SECONDS = 20.0
+_CPU = torch.device("cpu")
 SAME = 0.02
 """Weights of sequences that differ by less, relative to the largest, count as equal."""
 
@@ -73,6 +79,12 @@ class FailedStep:
         """The right gradients, and the seconds that they took."""
         begin = time.monotonic()
         return self.truth(self.step, self.batch), time.monotonic() - begin
+
+    def in_bf16(self) -> Tensors:
+        """Return the gradients of the batch under autocast to bf16, without the layout."""
+        alone = dataclasses.replace(self.case, precision=Precision.BF16, layout=Layout())
+        twin = Twin(case=alone, arithmetic=Arithmetic(casting=Casting.AUTOCAST, averages=False), device=_CPU)
+        return twin.step(self.trace.parameters[self.step], self.batch).gradients
 
     @functools.cached_property
     def rank_parts(self) -> list[Tensors]:

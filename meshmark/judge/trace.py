@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -246,7 +247,8 @@ def drifts_between(kind: QuantityKind, everyone: Mapping[int, list[dict[str, str
         names = {name for held in everyone.values() for name in held[step]}
         for name in sorted(names):
             digests = {rank: held[step][name] for rank, held in everyone.items() if name in held[step]}
-            first = digests[min(digests)]
-            if ranks := [rank for rank, digest in digests.items() if digest != first]:
-                found.append(Drift(quantity=kind.of(name), step=step, ranks=ranks))
+            most = Counter(digests[rank] for rank in sorted(digests)).most_common(1)[0][0]
+            if ranks := sorted(rank for rank, digest in digests.items() if digest != most):
+                others = sorted(digests.keys() - set(ranks))
+                found.append(Drift(quantity=kind.of(name), step=step, ranks=ranks, others=others))
     return found

@@ -41,7 +41,8 @@ def explain_updates(failed: FailedStep) -> Explanation | None:
     if still:
         return (
             Fault.NEVER_UPDATED,
-            f"{len(still)} of {pluralize(len(failed.names), 'wrong parameter')} did not move at all",
+            f"{len(still)} of {pluralize(len(failed.names), 'wrong parameter')} did not move at all"
+            + " in this step, but in the next one" * _moves_again(failed),
         )
     exact = replay(failed, ExactOptimizer(failed.case.workload.optimizer))
     return (
@@ -53,6 +54,12 @@ def explain_updates(failed: FailedStep) -> Explanation | None:
         or _decayed(failed, exact)
         or rounding(_relative(failed, exact), "updates")
     )
+
+
+def _moves_again(failed: FailedStep) -> bool:
+    """Return whether the wrong parameters move in the next step."""
+    later = failed.trace.parameters[failed.step + 1 : failed.step + 3]
+    return len(later) == 2 and not any(np.array_equal(later[0][n], later[1][n]) for n in failed.names if n in later[1])
 
 
 def replay(

@@ -14,6 +14,7 @@ from meshmark.judge.faults import Fault
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import ExactOptimizer
 from meshmark.spec.optimizer import LAYER_WISE, OptimizerKind, OptimizerSpec
+from meshmark.text import pluralize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,9 @@ def update_hypotheses(spec: OptimizerSpec, failed_step: int, shards: int = 1) ->
         )
         yield UpdateHypothesis(
             fault=Fault.CLIPPING, detail="clipped by the norm of the step before", optimizer=_ClipsByLast(spec)
+        )
+        yield UpdateHypothesis(
+            fault=Fault.CLIPPING, detail="clipped twice by the same norm", optimizer=_ClipsTwice(spec)
         )
         if shards > 1:
             own = "clipped by the norm of a rank's own rows, not of all"
@@ -156,6 +160,9 @@ def _hypotheses_of_memory(spec: OptimizerSpec, step: int) -> Iterator[UpdateHypo
         ):
             restarted = _CountsAgain(spec, step, names)
             yield UpdateHypothesis(fault=Fault.UPDATE, detail=detail, optimizer=restarted)
+        for count in (1, 2):
+            detail = f"bias correction of {pluralize(count, 'step')} more from this step on"
+            yield UpdateHypothesis(fault=Fault.UPDATE, detail=detail, optimizer=_CountsAhead(spec, step, count))
     for what, names in parts:
         yield UpdateHypothesis(
             fault=Fault.PRECISION, detail=f"with {what} kept in bf16", optimizer=_RoundsMoments(spec, names)
@@ -190,6 +197,12 @@ class _ClipsShards(ExactOptimizer):
             scale = (max_norm / (nn.utils.get_total_norm(own) + 1e-6)).clamp(max=1.0)
             for part in own:
                 part.mul_(scale)
+
+
+class _ClipsTwice(ExactOptimizer):
+    def clip(self, max_norm: float) -> None:
+        norm = nn.utils.clip_grad_norm_(self.parameters.values(), max_norm)
+        nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
 
 
 class _ClipsByLast(ExactOptimizer):
@@ -352,6 +365,21 @@ class _CountsAgain(_ForgetsNow):
             for state in self.optimizer.state.values():
                 if "step" in state:
                     state["step"] = torch.zeros_like(torch.as_tensor(state["step"]))
+        return super().step(parameters, gradients)
+
+
+class _CountsAhead(ExactOptimizer):
+    """Once counts steps that were not taken, for bias correction."""
+
+    def __init__(self, spec: OptimizerSpec, step: int, count: int) -> None:
+        super().__init__(spec)
+        self.at, self.count = step, count
+
+    def step(self, parameters: Tensors, gradients: Tensors) -> Tensors:
+        if self.optimizer is not None and self.steps == self.at:
+            for state in self.optimizer.state.values():
+                if "step" in state:
+                    state["step"] = torch.as_tensor(state["step"]) + self.count
         return super().step(parameters, gradients)
 
 
