@@ -44,6 +44,8 @@ class Framework:
     """Whether it recomputes some layers alone, by Megatron's methods uniform and block."""
     is_megatron_core: bool = False
     """Whether it has Megatron-Core's recomputation of modules, offloaded activations, and Megatron-Bridge's LoRA."""
+    names_saved: bool = False
+    """Whether it keeps tensors by name, which leaves modules to be repeated (MaxText's and Pax's policies)."""
     tpu: bool = False
     """Whether it trains on TPUs."""
     adapter: str | None = None
@@ -78,8 +80,9 @@ class Framework:
             missing.append("ep above 1")
         if asked.recompute_layers and not self.counts_recomputed:
             missing.append("recompute_num_layers")
+        if asked.recompute_modules and not (self.is_megatron_core or self.names_saved):
+            missing.append("recompute_modules")
         core = {
-            "recompute_modules": asked.recompute_modules,
             "offload_layers": asked.offload_layers,
             "LoRA": asked.lora,
         }
@@ -149,8 +152,10 @@ FRAMEWORKS: dict[str, Framework] = {
         ),
         Framework(name="colossalai", recipe="deepspeed-bf16", axes=("dp", "tp", "pp"), zero_stages=(0, 1, 2, 3)),
         Framework(name="internevo", recipe="internevo", axes=("dp", "tp", "pp"), zero_stages=(0, 1)),
-        Framework(name="maxtext", recipe="xla", axes=("dp", "tp", "pp", "cp"), zero_stages=(0, 3), tpu=True),
-        Framework(name="pax", recipe="xla", axes=("dp", "tp", "pp"), zero_stages=(0, 3), tpu=True),
+        Framework(
+            name="maxtext", recipe="xla", axes=("dp", "tp", "pp", "cp"), zero_stages=(0, 3), names_saved=True, tpu=True
+        ),
+        Framework(name="pax", recipe="xla", axes=("dp", "tp", "pp"), zero_stages=(0, 3), names_saved=True, tpu=True),
         Framework(name="ddp", recipe="ddp", axes=("dp",), zero_stages=(0,), experts=False, adapter="ddp"),
         Framework(name="fsdp2", recipe="fsdp2-foreach", axes=("dp",), zero_stages=(3,), experts=False, adapter="fsdp2"),
         Framework(name="fsdp1", recipe="fsdp1-bf16", axes=("dp",), zero_stages=(3,), experts=False),

@@ -38,7 +38,7 @@ from meshmark.theory.grid import MODULES, Column, Grid
 from meshmark.theory.parameters import stage_adapters, stage_experts, stage_parameters
 from meshmark.theory.partition import Stage
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.recomputed import repeated
+from meshmark.theory.recomputed import repeated, skipped_weights
 
 _H100 = GPUS["h100"]
 """The GPU whose share of narrower products others take that have none."""
@@ -60,11 +60,10 @@ PARTS = (
 )
 STAGE_PARTS = PARTS[:9]
 """Parts that a stage spends on every micro-batch."""
-# Collectives in one layer's forward and backward pass. With sequence parallelism: an all-gather and a reduce-scatter
-# in each of two blocks forward, six backward (inputs are gathered again). Without it: four all-reduces, counted twice.
-_FORWARD_COLLECTIVES, _BACKWARD_COLLECTIVES = 4.0, 6.0
-# Passes over one logit: cast, max, shift, exp, sum, divide forward; scale and cast backward.
-_BYTES_PER_LOGIT = 52.0
+# Collectives in one layer under sequence parallelism: an all-gather and a reduce-scatter in each of two blocks forward;
+# backward, two more all-gathers (inputs are gathered again). Without it: four all-reduces, counted twice.
+_FORWARD_GATHERS, _BACKWARD_GATHERS = 2.0, 4.0
+_SCATTERS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +232,8 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
     again = _repeated_modules(model, grid, recipe)
     weights, reached = layer_matrix_parameters(model) / t, peak * _gemm_efficiency(model, rates)
     frozen = 1.0 if recipe.adapter_rank else 0.0  # products that make gradients of weights, and are not computed
-    products = 2.0 * num_tokens * weights * (np.where(full, 4.0, np.where(some, half, 3.0)) - frozen)
+    last = skipped_weights(model, recipe) / t
+    products = 2.0 * num_tokens * (weights * (np.where(some, half, 3.0) - frozen) + np.where(full, weights - last, 0.0))
     adapters = recipe.adapter_rank * model.adapted_widths / t
     products = products + 6.0 * num_tokens * adapters
     products = products + 2.0 * num_tokens * again["weights"] / t
@@ -246,8 +246,11 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
         matmul = matmul + routed * narrower / (peak * rates.kernels.gemm_efficiency)
     core = 2.0 * num_tokens * model.seq_len * model.attention_width / t
     if recipe.activations.flash_attention:
-        forward = core / (peak * rates.kernels.attention_efficiency)
-        attention = core * np.where(core_again, 4.5, 3.5) / (peak * rates.kernels.attention_efficiency)
+        # A kernel sees a rank's part of a sequence: in a ring, this many queries and keys at a time.
+        length = model.seq_len / grid.cp
+        shorter = 1.0 + rates.kernels.attention_half_length / length
+        forward = core * shorter / (peak * rates.kernels.attention_efficiency)
+        attention = forward * np.where(core_again, 4.5, 3.5)
     else:
         # All scores are computed, and passed over: product, mask and softmax, dropout, product; about 40 bytes a score.
         scores = num_tokens * model.seq_len * model.num_heads / t
@@ -276,18 +279,24 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
     accumulate = own * (written + 2.0 * recipe.states.gradient_bytes)
     whole = num_tokens * model.hidden * recipe.activations.element_bytes
     one = tensor_collective_seconds(grid, whole, rates, gpu.gpus_per_node)
-    backward = _BACKWARD_COLLECTIVES - 2.0 * recipe.wire.hides_backward_gathers
-    count = np.where(grid.sequence_parallel, _FORWARD_COLLECTIVES + backward, 8.0)
-    count = count + np.where(full, _FORWARD_COLLECTIVES, again["collectives"])
+    backward = _BACKWARD_GATHERS - 2.0 * recipe.wire.hides_backward_gathers
+    gathers = np.where(grid.sequence_parallel, _FORWARD_GATHERS + backward, 4.0)
+    gathers = gathers + np.where(full, _FORWARD_GATHERS, again["collectives"] / 2.0)
+    scatters = np.where(grid.sequence_parallel, 2.0 * _SCATTERS, 4.0)
+    skipped = 1.0 if recipe.activations.skips_last_product else 0.0
+    scatters = scatters + np.where(full, _SCATTERS - skipped, again["collectives"] / 2.0)
+    narrow = recipe.products is not None and recipe.wire.gathers_narrow
+    gathered = np.where(grid.sequence_parallel & narrow, _narrow_bytes(recipe) / recipe.activations.element_bytes, 1.0)
+    collectives = gathers * tensor_collective_seconds(grid, whole * gathered, rates, gpu.gpus_per_node) + scatters * one
     block = num_tokens * model.kv_hidden * recipe.activations.element_bytes / t
     computed = AttentionTime(total=attention, forward=forward, again=core_again)
     ring = ring_attention_seconds(grid, block, computed, rates, gpu.gpus_per_node)
-    floor = _floor_seconds(grid, count, rates, gpu.gpus_per_node)
+    floor = _floor_seconds(grid, gathers + scatters, rates, gpu.gpus_per_node)
     return {
         "matmul": matmul,
         "attention": attention,
         "elementwise": (traffic + accumulate + num_tokens * _cast_bytes(model, grid, recipe)) / memory,
-        "tensor_communication": count * one * (1.0 - rates.network.tensor_overlap),
+        "tensor_communication": collectives * (1.0 - rates.network.tensor_overlap),
         "context_communication": ring,
         "expert_communication": expert_seconds(grid, whole / t, model.dispatched, rates, gpu.gpus_per_node)
         * np.where(full | grid.repeats(RecomputeModule.MOE), 1.5, 1.0),
@@ -338,6 +347,11 @@ def _linear_seconds(products: Column, model: ModelSpec, gpu: Gpu, recipe: Traini
     share = (known.fp8_share or 1.0) / (known.matmul_share or 1.0)
     narrow = gpu.peak(recipe.products.arithmetic) * rates.kernels.gemm_efficiency * share
     return products / narrow + products * beyond / wide
+
+
+def _narrow_bytes(recipe: TrainingRecipe) -> float:
+    """Return the bytes of a product's input as the product reads it."""
+    return recipe.products.num_bytes if recipe.products else recipe.activations.element_bytes
 
 
 def _cast_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> Column | float:
@@ -407,7 +421,7 @@ def _head_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe
     return {
         "matmul": matmul,
         "elementwise": weights * (0.0 if recipe.adapter_rank else 16.0) / memory,
-        "loss": logits * _BYTES_PER_LOGIT / memory,
+        "loss": logits * recipe.activations.moved_logit_bytes / memory,
         "logits": logits,
     }
 

@@ -192,14 +192,18 @@ def stage_memory(
     whole = tokens(model, grid) * model.hidden * recipe.activations.element_bytes
     pinned = queued_tensors(grid, overheads, stage.num_layers, room.ahead) * whole * (1.0 + 1.0 / grid.tp)
     live = sum((states[c] for c in ("parameters", "gradients", "optimizer")), start=peak + buffers)
-    live = live + overheads.fragmentation * peak + overheads.overhead_bytes
+    live = live + overheads.overhead_bytes
+    fragmentation = overheads.fragmentation * peak
+    if recipe.buffers.expands_segments:
+        fragmentation = np.clip(room.capacity_bytes - live, 0.0, fragmentation)
+    live = live + fragmentation
     released = np.where(live + pinned > room.capacity_bytes, pinned, 0.0)
     return Memory(
         **{**states, "buffers": buffers + np.maximum(more, 0.0)},
         activations=held,
         logits=logits,
         absent=np.maximum(-more, 0.0),
-        fragmentation=overheads.fragmentation * peak + pinned - released,
+        fragmentation=fragmentation + pinned - released,
         overhead=np.full(len(grid), overheads.overhead_bytes),
         released=released,
         fullest_stage=np.full(len(grid), index),
