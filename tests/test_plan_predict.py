@@ -260,7 +260,8 @@ def test_a_megatron_layout_runs_without_fragmentation_where_it_would_not_fit_wit
 
 def test_maxtext_repeats_named_modules_but_never_the_last_product() -> None:
     """XLA removes a product that nothing reads."""
-    base = {"model": "llama-8b", "gpu": "h100", "framework": "maxtext", "dp": "64", "zero_stage": "3", "micro_batch": "2"}
+    base = {"model": "llama-8b", "gpu": "h100", "framework": "maxtext", "dp": "64", "zero_stage": "3"}
+    base["micro_batch"] = "2"
     none, modules, full = (
         predict_rows([{**base, **more}])
         for more in (

@@ -324,3 +324,15 @@ def test_collectives_that_computation_hides_slow_it() -> None:
     )
     assert free < slowed
     assert rates_for(gpu("tpu-v5p"), Stack.XLA).network.contention == 0.0 < rates_for(gpu("h100")).network.contention
+
+
+def test_interleaved_stages_hide_their_sends_but_for_those_of_warm_up_and_end() -> None:
+    """As many as the first rank's forward passes before its first backward pass, and again at the end."""
+    spec, given = plan_model("llama-70b"), rates("h100-megatron-core")
+    interleaved = SCHEDULES.index(Schedule.INTERLEAVED)
+    grid = make_grid(
+        tp=4, pp=4, num_micro_batches=16, virtual_stages=[5, 20], schedule=interleaved, sequence_parallel=True
+    )
+    sent = step_time(spec, grid, H100, recipe("megatron-core"), given).point_to_point
+    hop = spec.seq_len * spec.hidden * 2 / 4 / given.network.p2p_bandwidth
+    assert sent == pytest.approx([2 * (2 * 3 + (v - 1) * 4) * hop for v in (5, 20)])

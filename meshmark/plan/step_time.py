@@ -120,6 +120,7 @@ def _pipeline_time(
     m = grid.num_micro_batches
     out = {name: m * np.stack([p[name] for p in by_stage])[slowest, columns] for name in STAGE_PARTS}
     out["bubble"] = bubble_seconds(grid, totals, pace)
+    out["point_to_point"] = out["point_to_point"] + _warmup_sends_seconds(model, grid, gpu, recipe, rates)
     num_parameters = np.array([stage_parameters(model, stage) for stage in cut])
     held = num_parameters.max() / grid.tp
     heaviest = held
@@ -150,6 +151,19 @@ def _pipeline_time(
     floor = np.stack([p["floor"] for p in by_stage])[slowest, columns]
     out["lag"] = np.where(waits, 0.0, host_lag(grid, device, floor, gpu.gpus_per_node))
     return out
+
+
+def _warmup_sends_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Column:
+    """Return the time of an interleaved pipeline's sends that nothing hides: those of its warm-up and of its end.
+
+    Until the first backward pass a rank receives, computes and sends one chunk after another, and so at the end
+    (Megatron-Core's `overlap_p2p_comm_warmup_flush`, off unless it is turned on). The first rank runs
+    2(p - 1) + (v - 1)p chunks so (arXiv:2104.04473 sec. 2.2.2).
+    """
+    v, p = grid.virtual_stages, grid.pp
+    passes = np.minimum(2 * (p - 1) + (v - 1) * p, grid.num_micro_batches * v)
+    hop = point_to_point_seconds(grid, _sent_bytes(model, grid, recipe), rates, gpu.gpus_per_node)
+    return np.where((v > 1) & recipe.wire.hides_sends, 2.0 * passes * hop, 0.0)
 
 
 def stage_seconds(model: ModelSpec, grid: Grid, pp: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Column:
@@ -197,14 +211,6 @@ class _Pieces:
 def _pieces(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> _Pieces:
     memory = gpu.memory_bandwidth * rates.kernels.memory_efficiency
     head = _head_seconds(model, grid, gpu, recipe, rates)
-    # Without sequence parallelism each rank still sends its share only (arXiv:2104.04473 sec. 4.1, scatter/gather), in
-    # frameworks that know how.
-    sent = (
-        tokens(model, grid)
-        * model.hidden
-        * recipe.activations.element_bytes
-        / (1 if recipe.wire.sends_whole else grid.tp)
-    )
     layer = _layer_seconds(model, grid, gpu, recipe, rates)
     some = (grid.recompute_layers > 0).any()
     return _Pieces(
@@ -213,10 +219,20 @@ def _pieces(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rate
         offloaded=_offload_seconds(model, grid, layer, gpu, recipe),
         head=head,
         embedding=model.vocab_size * model.hidden / grid.tp * (0.0 if recipe.adapter_rank else 10.0) / memory,
-        sent_bytes=sent,
+        sent_bytes=_sent_bytes(model, grid, recipe),
         logit_bytes=head["logits"] * recipe.activations.element_bytes,
         hides_sends=recipe.wire.hides_sends,
     )
+
+
+def _sent_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> Column:
+    """Return the bytes of one send from stage to stage.
+
+    Without sequence parallelism each rank still sends its share only (arXiv:2104.04473 sec. 4.1, scatter/gather), in
+    frameworks that know how.
+    """
+    whole = tokens(model, grid) * model.hidden * recipe.activations.element_bytes
+    return whole / (1 if recipe.wire.sends_whole else grid.tp)
 
 
 def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> dict[str, Column]:
@@ -269,6 +285,10 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
         # Forward, an adapter reads its input, writes its output and adds it (4 outputs in all); backward, it reads the
         # output's gradient twice and the input, and writes and adds the input's gradient (4 inputs).
         traffic = traffic + 6.0 * num_tokens * model.adapted_widths * recipe.activations.element_bytes / t
+    if recipe.frozen_bytes is not None:
+        # Forward, backward and where it is repeated, a weight is read and written in 16 bits before its product.
+        made = weights * (recipe.frozen_bytes + recipe.activations.element_bytes)
+        traffic = traffic + made * (2.0 + np.where(full, 1.0, 0.0))
     # Unfused, a weight's gradient is written, read and added to the one that is held.
     written = 0.0 if recipe.activations.fused_elementwise else 8.0
     own = (
@@ -402,13 +422,12 @@ def _elementwise_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> 
         activated = (10.0 if model.family == "gpt" else 16.0) * model.active_ffn
         # Tokens are put in the order of their experts and back, each read and written, and so are their gradients.
         routed = 16.0 * model.dispatched * model.hidden
-        return 48.0 * model.hidden / between + (rotated + activated + routed) / grid.tp
+        return (24.0 + 12.0 * model.layer_norms) * model.hidden / between + (rotated + activated + routed) / grid.tp
     if model.family == "gpt":
         return 44.0 * model.hidden / between + 10.0 * model.ffn_hidden / grid.tp
-    return (
-        40.0 * model.hidden / between
-        + (84.0 * model.hidden + 33.0 * model.active_ffn + 16.0 * model.dispatched * model.hidden) / grid.tp
-    )
+    return (16.0 + 12.0 * model.layer_norms) * model.hidden / between + (
+        84.0 * model.hidden + 33.0 * model.active_ffn + 16.0 * model.dispatched * model.hidden
+    ) / grid.tp
 
 
 def _head_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> dict[str, Column]:

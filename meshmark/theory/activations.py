@@ -48,7 +48,7 @@ def layer_activation_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe)
         between = (5.0 if recipe.activations.dropout_masks else 4.0) * width * h
         scores = 5.0 if recipe.activations.dropout_masks else 4.0
     else:
-        between = 4.0 * width * h
+        between = (2.0 + model.layer_norms) * width * h  # every norm's input, and what products read of two
         # Adapters keep what is between their two matrices; the linear layers' inputs, which the first ones need, are
         # kept in any case.
         inside += width * 4.0 * recipe.adapter_rank

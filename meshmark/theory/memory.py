@@ -27,6 +27,7 @@ from meshmark.theory.activations import (
     without_recompute,
 )
 from meshmark.theory.dealt_rows import dealt_parameters
+from meshmark.theory.flops import layer_matrix_parameters
 from meshmark.theory.grid import Column, Grid
 from meshmark.theory.overheads import Overheads
 from meshmark.theory.parameter_order import optimizer_state_bytes
@@ -160,8 +161,11 @@ def stage_memory(
     stated = _stated(num_parameters, model, grid, recipe, stage)
     if recipe.adapter_rank:
         num_parameters = stage_adapters(model, stage, recipe.adapter_rank, grid.tp)
-        frozen = state_bytes(stated, grid, recipe.frozen)
-        states = {name: held + frozen[name] for name, held in state_bytes(num_parameters, grid, recipe).items()}
+        linear = stated * _linear_share(model, stage)
+        frozen = state_bytes(linear, grid, recipe.frozen(quantized=True))
+        others = state_bytes(stated - linear, grid, recipe.frozen(quantized=False))
+        trained = state_bytes(num_parameters, grid, recipe)
+        states = {name: held + frozen[name] + others[name] for name, held in trained.items()}
     else:
         states = state_bytes(stated, grid, recipe)
     if model.expert_parameters:
@@ -219,6 +223,11 @@ def _stated(num_parameters: Column, model: ModelSpec, grid: Grid, recipe: Traini
     return np.where(grid.zero_stage < 3, num_parameters, shards * dealt_parameters(model, stage, grid.tp, shards))
 
 
+def _linear_share(model: ModelSpec, stage: Stage) -> float:
+    """Return the share of a stage's parameters that belongs to the blocks' linear layers."""
+    return stage.num_layers * layer_matrix_parameters(model) / float(stage_parameters(model, stage))
+
+
 def received_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, ends: Column | int) -> Column:
     """Return the bytes of the buffers that PyTorch's pipeline receives messages into, for all micro-batches.
 
@@ -267,6 +276,8 @@ def _working_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: 
     again = np.where(modules & recipe.activations.flash_attention, named, again)
     shards = grid.shards.astype(float)
     largest = max(2 * model.block_parameters, model.vocab_size * model.hidden)
+    if recipe.frozen_bytes is not None:  # one matrix at a time is made of them, in 16 bits
+        block = block + width * model.hidden * model.ffn_hidden / t
     gathered = np.where(
         (grid.zero_stage >= 3) & (shards > 1),
         (recipe.wire.gather_bytes + recipe.wire.reduce_bytes / 2.0) * largest / t,

@@ -256,10 +256,20 @@ class TrainingRecipe:
     adapter_rank: int = 0
     """Rank of LoRA's adapters beside every linear layer of the blocks, which alone are trained. 0 trains everything."""
 
-    @property
-    def frozen(self) -> TrainingRecipe:
-        """The recipe of weights that are not trained: no gradients, no masters and no moments."""
-        alone = replace(self.states, gradient_bytes=0, master_bytes=0, moment_bytes=0, shard_gradient_bytes=0)
+    frozen_bytes: float | None = None
+    """Bytes of a frozen weight of the blocks' linear layers, if they are quantized."""
+
+    def frozen(self, *, quantized: bool) -> TrainingRecipe:
+        """Return the recipe of weights that are not trained: no gradients, no masters and no moments.
+
+        They are kept in 16 bits, or, if they are those that are `quantized`, in fewer.
+        """
+        width = min(self.states.weight_bytes, self.activations.element_bytes)
+        if quantized and self.frozen_bytes is not None:
+            width = self.frozen_bytes
+        alone = replace(
+            self.states, weight_bytes=width, gradient_bytes=0, master_bytes=0, moment_bytes=0, shard_gradient_bytes=0
+        )
         return replace(self, states=alone, buffers=replace(self.buffers, bucket_bytes=0))
 
 
@@ -481,12 +491,24 @@ def narrowed(using: TrainingRecipe, precision: str) -> TrainingRecipe:
     return replace(using, products=NARROW[precision], wire=replace(using.wire, gather_bytes=1.0))
 
 
-def adapted(using: TrainingRecipe, rank: int, model: ModelSpec) -> TrainingRecipe:
-    """Return the recipe that trains LoRA's adapters of this rank alone.
+QUANTIZED = {"nf4": 0.5 + 1.0 / 64.0 + 4.0 / (64.0 * 256.0)}
+"""Bytes of a quantized frozen weight.
+
+NF4 has 4 bits, a scale of 8 bits for each 64 of them, and one of 32 bits for each 256 scales (QLoRA, arXiv:2305.14314
+section 3: 0.127 bits a weight beside its 4).
+"""
+
+
+def adapted(using: TrainingRecipe, rank: int, model: ModelSpec, quantized: str = "") -> TrainingRecipe:
+    """Return the recipe that trains LoRA's adapters of this rank alone, beside weights `quantized` as `QUANTIZED` says.
 
     Raises `InputError` for a rank, a model or a recipe that adapters are not planned for.
     """
+    if quantized and quantized not in QUANTIZED:
+        raise UnknownNameError("format of frozen weights", quantized, QUANTIZED)
     if rank == 0:
+        if quantized:
+            raise InputError(f"frozen weights in {quantized}, but none are frozen: give LoRA's rank too")
         return using
     most = min(model.hidden, model.ffn_hidden)
     if not 1 <= rank <= most:
@@ -496,7 +518,11 @@ def adapted(using: TrainingRecipe, rank: int, model: ModelSpec) -> TrainingRecip
     if using.products or using.eager:
         what = using.products.name if using.products else f"recipe {using.name!r}"
         raise InputError(f"LoRA is not planned with {what}: name products in bf16, and a recipe that is not eager")
-    return replace(using, adapter_rank=rank)
+    using = replace(using, adapter_rank=rank)
+    if not quantized:
+        return using
+    width = QUANTIZED[quantized]  # which is also what ZeRO-3 gathers
+    return replace(using, frozen_bytes=width, wire=replace(using.wire, gather_bytes=width))
 
 
 def eager_recipe(case: Case, name: str = "eager", *, casts_weights: bool = False) -> TrainingRecipe:
