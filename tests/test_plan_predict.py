@@ -251,8 +251,8 @@ def test_a_megatron_layout_runs_without_fragmentation_where_it_would_not_fit_wit
     """Its launchers have the allocator expand segments; nanotron's do not."""
     row = {"model": "llama-8b", "gpu": "h100", "layout": "dp8.zero1", "micro_batch": "4"}
     loose, tight = (
-        predict_rows([{**row, "framework": "nemo", "micro_batch": size}])["predicted_fragmentation_gib"][0]
-        for size in ("1", "4")
+        predict_rows([{**row, "framework": "nemo", "gpu": name, "micro_batch": "1"}])["predicted_fragmentation_gib"][0]
+        for name in ("h200", "h100")
     )
     assert loose > 0.0 == tight
     assert predict_rows([{**row, "framework": "nanotron"}])["predicted_fragmentation_gib"][0] > 0.0

@@ -319,17 +319,18 @@ RECIPES: dict[str, TrainingRecipe] = {
         # megatron-core as NeMo runs it: flash attention, bf16, distributed optimizer, no dropout; gradients are held
         # and reduced in bf16 (`grad_reduce_in_fp32=False` of NeMo's recipes), and the optimizer has an fp32 copy of
         # its shard's. Performance recipes of NeMo and Megatron-Bridge say `cross_entropy_fusion_impl="te"`, whose
-        # kernels read bf16 logits twice, write their gradient in their place, and scale that (Transformer Engine's
-        # pytorch/triton/cross_entropy.py). Outside as FSDP2's. Segments are expanded where a layout needs it ("OOM if
-        # not set", Megatron-Bridge v0.1.0rc4 scripts/performance/setup_experiment.py), and in every recipe since
-        # (its recipes/utils/environment_utils.py).
+        # kernels read bf16 logits twice, write their gradient, and scale it (Transformer Engine's
+        # triton/cross_entropy.py): in their place up to 2.14, and in 32 bits beside them since (01bbe3e), which
+        # memory is planned with. Outside as FSDP2's. Segments are expanded where a layout needs it ("OOM if not set",
+        # Megatron-Bridge v0.1.0rc4 scripts/performance/setup_experiment.py), and in every recipe since (its
+        # recipes/utils/environment_utils.py).
         TrainingRecipe(
             name="megatron-core",
             states=StateBytes(weight_bytes=2, gradient_bytes=2, master_bytes=4, shard_gradient_bytes=4),
             buffers=BufferBytes(outside_bytes=0.9e9, expands_segments=True),
             wire=Wire(hides_backward_gathers=True, gathers_narrow=True, hides_sends=True),
             activations=ActivationBytes(
-                logit_bytes=2, moved_logit_bytes=10, fused_elementwise=True, selective_core=True
+                logit_bytes=6, moved_logit_bytes=10, fused_elementwise=True, selective_core=True
             ),
             cut=PipelineCut(ends_count=True),
         ),
