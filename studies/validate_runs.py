@@ -294,8 +294,9 @@ def every_run_lines() -> list[str]:
         layout = ".".join(f"{name}{value}" for name, value in degrees.items() if str(value) != "1") or "dp1"
         layout += f".zero{row['zero_stage']}" + (f".replicas{row['replicas']}" if row.get("replicas") else "")
         layout += f".ep{row['ep']}" if row.get("ep") else ""
-        layout += f".recompute_{row['recompute']}" if row["recompute"] != "none" else ""
-        layout += "".join(f".{row[name]}" for name in _BESIDE[:3] if row.get(name))
+        again = (row.get("recompute_modules") or row["recompute"]).replace(" ", "+")
+        layout += f".recompute_{again}" if row["recompute"] != "none" else ""
+        layout += "".join(f".{row[name]}" for name in _BESIDE[:2] if row.get(name))
         layout += f".offload_layers{row['offload_layers']}" if row.get("offload_layers") else ""
         depth = f", {row['layers']} layers" if row["layers"] else ""
         between = "-" if np.isnan(found.low[i]) else f"{found.low[i]:.4g} to {found.high[i]:.4g}"

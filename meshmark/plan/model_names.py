@@ -29,13 +29,11 @@ _LLAMA3: Dimensions = {"num_kv_heads": 8, "vocab_size": 128256, "seq_len": 8192}
 _SWEEP: _Tokens = {"vocab_size": 131072, "seq_len": 4096}
 
 
-def _experts(name: str, sizes: tuple[int, ...], *, experts: tuple[int, int, int], **others: int) -> PlannedModel:
-    """Return a mixture of experts.
+def _planned(name: str, sizes: tuple[int, ...], **others: bool | int) -> PlannedModel:
+    """Return a model that is planned and not trained here.
 
-    `sizes` are layers, hidden, heads, kv_heads, ffn_hidden, vocab and seq_len; `experts` how many there are, how many
-    a token goes through, and the width of each.
+    `sizes` are layers, hidden, heads, kv_heads, ffn_hidden, vocab and seq_len.
     """
-    count, chosen, width = experts
     layers, hidden, heads, kv_heads, ffn_hidden, vocab, seq_len = sizes
     return PlannedModel(
         name=name,
@@ -47,33 +45,25 @@ def _experts(name: str, sizes: tuple[int, ...], *, experts: tuple[int, int, int]
         ffn_hidden=ffn_hidden,
         vocab_size=vocab,
         seq_len=seq_len,
-        num_experts=count,
-        experts_per_token=chosen,
-        expert_ffn=width,
         **others,  # type: ignore[arg-type]
     )
 
 
-def _gemma(name: str, sizes: tuple[int, ...], *, head_width: int, window: int = 0, every: int = 1) -> PlannedModel:
-    """Return a Gemma, by the config.json of its checkpoint.
+def _experts(name: str, sizes: tuple[int, ...], *, experts: tuple[int, int, int], **others: int) -> PlannedModel:
+    """Return a mixture of experts: how many there are, how many a token goes through, and the width of each."""
+    count, chosen, width = experts
+    return _planned(name, sizes, num_experts=count, experts_per_token=chosen, expert_ffn=width, **others)
 
-    `sizes` are layers, hidden, heads, kv_heads, ffn_hidden and vocab. All layers but every `every`th have windows.
-    """
-    layers, hidden, heads, kv_heads, ffn_hidden, vocab = sizes
-    return PlannedModel(
-        name=name,
-        family=Family.LLAMA,
-        num_layers=layers,
-        hidden=hidden,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        ffn_hidden=ffn_hidden,
-        vocab_size=vocab,
-        seq_len=8192,
+
+def _gemma(name: str, sizes: tuple[int, ...], *, head_width: int, window: int = 0, every: int = 1) -> PlannedModel:
+    """Return a Gemma, by the config.json of its checkpoint. All layers but every `every`th have windows."""
+    return _planned(
+        name,
+        (*sizes, 8192),
         tied_embeddings=True,
         head_width=head_width,
         window=window,
-        windowed_layers=layers - layers // every if window else 0,
+        windowed_layers=sizes[0] - sizes[0] // every if window else 0,
         norms=4 if window else 2,
     )
 
