@@ -51,7 +51,9 @@ _ONLY = {
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `plan`. Its `run` raises `InputError` for a user's mistake."""
     parser.epilog = glossary()
-    parser.add_argument("--model", help=f"a preset, or a size such as gpt-175b; {_DEFAULT_MODEL} if not given")
+    parser.add_argument(
+        "--model", help=f"a preset, a size such as gpt-175b, or a config.json; {_DEFAULT_MODEL} if none is given"
+    )
     parser.add_argument("--gpus", type=int, help="number of GPUs")
     parser.add_argument("--gpu", help=f"{GPU_HELP}; {DEFAULT_GPU} if not given")
     parser.add_argument("--global-batch", type=int, default=256, help="sequences in one optimizer step")
