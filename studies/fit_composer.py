@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from meshmark.plan.rates import Rates
+from meshmark.plan.rates import CONTENTION, Rates
 from meshmark.theory.grid import Column
 from studies.fit import fit_rates
 from studies.validate_fsdp import FITTED_MODELS, mpt_rows, mpt_time_ratios
@@ -24,7 +24,6 @@ def fit_composer(pytorch: Rates, gpu_name: str) -> Rates:
         return found
 
     name = f"{gpu_name.lower()}-composer"
-    start = dataclasses.replace(
-        pytorch, name=name, origin=f"mpt_fsdp_benchmarks, {len(rows)} rows of {' and '.join(sorted(FITTED_MODELS))}"
-    )
+    origin = f"mpt_fsdp_benchmarks, {len(rows)} rows of {' and '.join(sorted(FITTED_MODELS))}"
+    start = dataclasses.replace(pytorch.moved({"network.contention": CONTENTION}), name=name, origin=origin)
     return fit_rates(start, _BOUNDS, errors)

@@ -9,7 +9,7 @@ import numpy as np
 
 from meshmark.plan.layout_table import batches
 from meshmark.plan.prediction import predict_grid
-from meshmark.plan.rates import HostRates, KernelRates, Rates
+from meshmark.plan.rates import CONTENTION, HostRates, KernelRates, Rates
 from meshmark.plan.rows import number
 from meshmark.spec.hardware import gpu
 from meshmark.theory.grid import Column
@@ -20,9 +20,10 @@ from studies.papers import paper
 _BOUNDS = {"kernels.gemm_efficiency": (0.3, 0.95), "network.tensor_overlap": (0.01, 0.95)}
 _HALF_WIDTH = 331.0
 """As on the A100, where Megatron SC21's table 1 tells it."""
-_ATTENTION = 0.55
-"""Of the H100's peak, forward and backward pass together: 620 and 520 TFLOP/s at 128 dimensions a head, 16,384 tokens
-and a causal mask (arXiv:2407.08608 figures 5 and 6, of FlashAttention-3 and cuDNN)."""
+_ATTENTION, _HALF_LENGTH = 0.645, 1200.0
+"""Of the peak, forward and backward pass together, on long sequences, and the tokens at which half of it is reached:
+0.401, 0.508, 0.573, 0.610 and 0.615 of 2,048 to 32,768 tokens, of cuDNN 9.19 on H200, which has the H100's chip
+(github:NVIDIA/cudnn-frontend df73764 benchmark/sdpa_benchmark_training/results/h200_919_only_cudnn; within 2 %)."""
 
 
 MODELS = frozenset({"llama3-8b", "llama3-70b", "nemotron4-15b"})
@@ -51,9 +52,14 @@ def fit_megatron_core(pytorch: Rates, models: Set[str] = MODELS) -> Rates:
     start = dataclasses.replace(
         pytorch,
         name="h100-megatron-core",
-        origin="nemo_h100_bf16, all 20 rows; network of the sweep's cluster, attention by arXiv:2407.08608",
-        kernels=KernelRates(gemm_efficiency=0.7, gemm_half_width=_HALF_WIDTH, attention_efficiency=_ATTENTION),
-        network=dataclasses.replace(pytorch.network, tensor_overlap=0.3),
+        origin="nemo_h100_bf16, all 20 rows; network of the sweep's cluster, attention by cuDNN's benchmark",
+        kernels=KernelRates(
+            gemm_efficiency=0.7,
+            gemm_half_width=_HALF_WIDTH,
+            attention_efficiency=_ATTENTION,
+            attention_half_length=_HALF_LENGTH,
+        ),
+        network=dataclasses.replace(pytorch.network, tensor_overlap=0.3, contention=CONTENTION),
         host=HostRates(),
     )
     return fit_rates(start, _BOUNDS, nemo_errors(models))

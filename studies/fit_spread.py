@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from meshmark.plan.rates import Rates, SpreadRates
+from meshmark.plan.rates import CONTENTION, Rates, SpreadRates
 from meshmark.theory.grid import Column
 from studies.fit_nemo import fit_megatron_core, nemo_errors
 from studies.fit_sweep import fit_sweep, measured_sweep, predict_measured
@@ -55,13 +55,17 @@ def spread_a100(given: Rates) -> SpreadRates:
     titan = [run for run in torchtitan_rows() if run.gpu.name.startswith("a")]
     tables = [korthikanti_table5(), [r for r in megatron_table2() if r.label.startswith("PTD")], bloom_sweep(), titan]
     fsdp = [row for row in mpt_rows() if row["gpu"].startswith("A100")]
-    return spread_of([*(_ratios(runs, given) for runs in tables), mpt_time_ratios(fsdp, given)])
+    return spread_of([*(_ratios(runs, given) for runs in tables), mpt_time_ratios(fsdp, _pytorch(given))])
 
 
 def spread_pytorch(given: Rates) -> SpreadRates:
     titan = [run for run in torchtitan_rows() if run.gpu.name.startswith("h")]
     fsdp = [row for row in mpt_rows() if row["gpu"].startswith("H100")]
-    return spread_of([_ratios(titan, given), mpt_time_ratios(fsdp, given)])
+    return spread_of([_ratios(titan, given), mpt_time_ratios(fsdp, _pytorch(given))])
+
+
+def _pytorch(given: Rates) -> Rates:
+    return given.moved({"network.contention": CONTENTION})
 
 
 def spread_megatron_core(pytorch: Rates) -> SpreadRates:

@@ -13,7 +13,7 @@ from meshmark.plan.layout_table import batches
 from meshmark.plan.prediction import Prediction, predict_grid
 from meshmark.plan.rates import Rates
 from meshmark.plan.rows import Row, number
-from meshmark.plan.stacks import scaled
+from meshmark.plan.stacks import contended, scaled, stack_of
 from meshmark.plan.step_time import step_time
 from meshmark.spec.hardware import GIB, Gpu, gpu
 from meshmark.spec.layout import Recompute, Schedule
@@ -48,7 +48,8 @@ class Published:
     def predict(self, rates: Rates) -> Prediction:
         """The planner's view of it."""
         there = dataclasses.replace(self.gpu, network_bandwidth=self.gpu.network_bandwidth * self.network_share)
-        return predict_grid(self.model, self.grid, there, self.recipe, scaled(rates, self.gpu, there))
+        given = contended(rates, stack_of(self.recipe.name), self.gpu)
+        return predict_grid(self.model, self.grid, there, self.recipe, scaled(given, self.gpu, there))
 
 
 def megatron_flops(batch: float, s: float, layers: float, h: float, vocab: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -121,3 +122,67 @@ def test_a_search_tries_expert_parallelism_and_gives_no_interval(capsys: pytest.
     assert main([*plan, "--ep", "3"]) == 2 and "--ep 3: none divides 8 experts" in capsys.readouterr().err
     dense = ["plan", "--model", "llama-8b", "--gpus", "8", "--ep", "2"]
     assert main(dense) == 2 and "'llama-8b' has no experts" in capsys.readouterr().err
+
+
+GEMMA2 = {
+    "model_type": "gemma2", "num_hidden_layers": 42, "hidden_size": 3584, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 256, "intermediate_size": 14336, "vocab_size": 256000,
+    "max_position_embeddings": 8192, "sliding_window": 4096, "final_logit_softcapping": 30.0,
+}  # fmt: skip
+GEMMA3 = {
+    "num_hidden_layers": 62, "hidden_size": 5376, "num_attention_heads": 32, "num_key_value_heads": 16,
+    "head_dim": 128, "intermediate_size": 21504, "sliding_window": 1024, "model_type": "gemma3_text",
+}  # fmt: skip
+
+
+def test_gemma_is_planned_from_its_config_and_by_name(tmp_path: Path) -> None:
+    """Sizes of its reports, in billions of parameters with the embedding once: 8.54, 9.24, 27.2 and 27.0 of text."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(GEMMA2))
+    with pytest.warns(UserWarning, match="planned without the cap of logits"):
+        read = described_model(str(path), planned=True)
+    assert dataclasses.replace(read, name="gemma2-9b") == plan_model("gemma2-9b") == plan_model("gemma-2-9b")
+    path.write_text(json.dumps({"model_type": "gemma3", "text_config": GEMMA3, "vision_config": {}}))
+    with pytest.warns(UserWarning, match="planned without what is not of text"):
+        text = described_model(str(path), planned=True)
+    wanted = dataclasses.replace(plan_model("gemma3-27b"), seq_len=131_072)
+    assert dataclasses.replace(text, name="gemma3-27b") == wanted
+    for name, billions in (("gemma-7b", 8.54), ("gemma2-9b", 9.24), ("gemma2-27b", 27.2), ("gemma3-27b", 27.0)):
+        assert plan_model(name).num_parameters / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+def test_heads_of_a_width_of_their_own_are_planned(tmp_path: Path) -> None:
+    """Qwen3-32B has 64 heads of 128 in a width of 5,120. Such a model is not trained here."""
+    path = tmp_path / "config.json"
+    said = {
+        "model_type": "qwen3", "num_hidden_layers": 64, "hidden_size": 5120, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 25600, "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+    }  # fmt: skip
+    path.write_text(json.dumps(said))
+    assert described_model(str(path), planned=True).num_parameters / 1e9 == pytest.approx(32.8, rel=0.005)
+    with pytest.raises(InputError, match="head_dim is 128"):
+        described_model(str(path))
+
+
+@pytest.mark.parametrize(
+    ("written", "preset"),
+    [
+        ("llama3-70b", "llama-70b"),
+        ("llama-3.1-405b", "llama-405b"),
+        ("Llama3.1-8B", "llama-8b"),
+        ("gemma-3-12b", "gemma3-12b"),
+    ],
+)
+def test_other_ways_to_write_a_preset_s_name_are_read(written: str, preset: str) -> None:
+    assert plan_model(written) == plan_model(preset)
+
+
+def test_a_sequence_as_long_as_a_checkpoint_takes_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIGS["mixtral-8x7b"]))
+    asked = ["plan", "--model", str(path), "--gpus", "64", "--gpu", "h100"]
+    assert main(asked) == 0
+    assert "sequences of 32,768 tokens are the longest that the file allows; --seq-len" in capsys.readouterr().err
+    assert main([*asked, "--seq-len", "4096"]) == 0
+    assert capsys.readouterr().err == ""

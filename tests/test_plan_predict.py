@@ -16,6 +16,8 @@ from meshmark.plan.layout_table import batches, remarks
 from meshmark.plan.model_names import plan_model
 from meshmark.plan.predict_file import Setting, predict_file, predict_rows
 from meshmark.plan.rows import read_rows
+from meshmark.plan.stacks import rates_for, stack_of
+from meshmark.spec.hardware import gpu
 from meshmark.spec.layout_id import parse_layout
 from meshmark.theory.grid import SearchSpace, enumerate_grid
 from meshmark.theory.recipe import NARROW, recipe
@@ -136,8 +138,11 @@ def test_shards_within_a_node_hold_more_and_wait_less_for_a_slow_network() -> No
     found = predict_rows(rows)
     assert (np.diff(found["predicted_memory_gib"]) > 0).all()
     owners = [{**row, "framework": "internevo", "layout": "dp64.zero1", "replicas": count} for count in ("1", "2", "8")]
-    shown = predict_rows(owners)["predicted_data_communication_seconds"]
+    beside = rates_for(gpu("a100-80"), stack_of("internevo"))
+    free = Setting(rates=beside.moved({"network.contention": 0.0}))
+    slowed, shown = (predict_rows(owners, each)["predicted_data_communication_seconds"] for each in (Setting(), free))
     assert shown[2] < 0.6 * shown[1] and shown[1] < shown[0], "weights stay in the node; gradients leave unseen"
+    assert (slowed > shown).all(), "what is hidden slows what hides it"
     states = found["predicted_parameters_gib"][2] / found["predicted_parameters_gib"][0]
     assert states == pytest.approx(8, rel=0.01)
     alone = {**row, "layout": "dp64.zero1", "framework": "internevo", "replicas": "64"}
@@ -240,3 +245,34 @@ def test_a_search_tries_every_number_of_chunks() -> None:
     for name, chunks in (("llama-70b", {2, 4, 5, 10, 20}), ("llama-405b", {2, 4, 8, 16, 32})):
         grid = enumerate_grid(plan_model(name), space, max_tp=8, ends_count=True)
         assert chunks <= {int(v) for v in grid.virtual_stages[grid.pp == 4]}
+
+
+def test_a_megatron_layout_runs_without_fragmentation_where_it_would_not_fit_with_it() -> None:
+    """Its launchers have the allocator expand segments; nanotron's do not."""
+    row = {"model": "llama-8b", "gpu": "h100", "layout": "dp8.zero1", "micro_batch": "4"}
+    loose, tight = (
+        predict_rows([{**row, "framework": "nemo", "gpu": name, "micro_batch": "1"}])["predicted_fragmentation_gib"][0]
+        for name in ("h200", "h100")
+    )
+    assert loose > 0.0 == tight
+    assert predict_rows([{**row, "framework": "nanotron"}])["predicted_fragmentation_gib"][0] > 0.0
+
+
+def test_maxtext_repeats_named_modules_but_never_the_last_product() -> None:
+    """XLA removes a product that nothing reads."""
+    base = {"model": "llama-8b", "gpu": "h100", "framework": "maxtext", "dp": "64", "zero_stage": "3"}
+    base["micro_batch"] = "2"
+    none, modules, full = (
+        predict_rows([{**base, **more}])
+        for more in (
+            {"recompute": "none"},
+            {"recompute": "selective", "recompute_modules": "mlp core_attn"},
+            {"recompute": "full"},
+        )
+    )
+    held = [found["predicted_activations_gib"][0] for found in (none, modules, full)]
+    took = [found["predicted_matmul_seconds"][0] for found in (none, modules, full)]
+    assert held[0] > held[1] > held[2] and took[0] < took[1] < took[2]
+    assert took[2] < took[0] * (4.0 / 3.0) * 0.97, "the feed-forward's second product is a third of it"
+    with pytest.raises(InputError, match="does not train with recompute_modules"):
+        predict_rows([{**base, "framework": "fsdp1", "recompute": "selective", "recompute_modules": "mlp"}])

@@ -11,6 +11,7 @@ from meshmark.cli.commands import main
 from meshmark.errors import InputError
 from meshmark.plan.layout_columns import recomputed_columns
 from meshmark.plan.model_names import plan_model
+from meshmark.plan.predict_file import predict_rows
 from meshmark.plan.prediction import predict_grid
 from meshmark.plan.rates import REACHED
 from meshmark.plan.stacks import rates_for, stack_of
@@ -82,11 +83,11 @@ def test_selective_without_modules_is_what_the_framework_means_by_it() -> None:
     core = make_grid(recompute=SELECTIVE, recompute_modules=module_code([RecomputeModule.CORE_ATTN]))
     found = layer_activation_bytes(SMALL, grid, CORE)
     assert found == layer_activation_bytes(SMALL, core, CORE) == pytest.approx(LAYER - SEQ * 4 * 16)
-    # torchtitan keeps two tensors of h, and every second product's output; MaxText the inputs of a layer's halves, and
-    # the outputs of all products: q, k, v, projection, gate and up, down.
+    # torchtitan keeps two tensors of h, and every second product's output; MaxText a layer's input, and the outputs of
+    # all products but the last, which nothing reads again: q, k, v, projection, gate and up.
     every_second = 2 * (2 * H + (3 * H + 2 * KV + 2 * F) / 2)
     assert layer_activation_bytes(SMALL, grid, recipe("fsdp2")) == pytest.approx(SEQ * every_second)
-    products = 2 * (4 * H + H + 2 * KV + 2 * F)
+    products = 2 * (H + 2 * H + 2 * KV + 2 * F)
     assert layer_activation_bytes(SMALL, grid, recipe("xla")) == pytest.approx(SEQ * products)
 
 
@@ -166,6 +167,21 @@ def test_lora_holds_frozen_weights_once_and_states_of_adapters_alone() -> None:
     # Under ZeRO-1 the states of adapters are divided over the ranks; frozen weights are not.
     shared = memory(SMALL, make_grid(dp=8, zero_stage=1), adapted(CORE, rank, SMALL), NO_OVERHEAD)
     assert shared.parameters[0] == pytest.approx(2 * SMALL.num_parameters + (2 + 4 / 8) * adapters)
+
+
+def test_quantized_frozen_weights_take_four_bits_and_their_scales() -> None:
+    """Those of the blocks' linear layers; embedding, head and norms stay in 16 bits, as all are for a product."""
+    using, rank = recipe("ddp"), 16
+    plain, quantized = adapted(using, rank, SMALL), adapted(using, rank, SMALL, "nf4")
+    held = [memory(SMALL, make_grid(), each, NO_OVERHEAD).parameters[0] for each in (plain, quantized)]
+    linear = LAYERS * (2 * H * (H + KV) + 3 * H * F)
+    assert held[0] - held[1] == pytest.approx((2.0 - (0.5 + 0.127 / 8)) * linear, rel=1e-3)
+    given = rates_for(H100, stack_of("ddp"))
+    took = [step_time(SMALL, make_grid(), H100, each, given).elementwise[0] for each in (plain, quantized)]
+    assert took[1] > took[0]
+    row = {"model": "llama-8b", "gpu": "h100", "framework": "fsdp2", "dp": "8", "zero_stage": "3", "lora_rank": "16"}
+    few, many = (predict_rows([{**row, "quantize": kind}])["predicted_parameters_gib"][0] for kind in ("nf4", ""))
+    assert few < 0.5 * many
 
 
 def test_lora_counts_four_operations_a_frozen_weight_and_six_an_adapter_s() -> None:
@@ -256,7 +272,10 @@ def test_a_file_s_row_says_what_is_wrong_with_its_recomputation(
         (["--recompute-num-layers", "3"], "come together; one is missing"),
         (["--recompute-modules", "mlp", "--recompute", "full"], "is of selective recomputation; say selective"),
         (["--recompute-modules", "moe"], "'llama-8b' has none; it has core_attn, mlp"),
-        (["--framework", "fsdp2", "--lora", "8"], "does not train with LoRA; name another --framework"),
+        (["--framework", "torchtitan", "--lora", "8"], "does not train with LoRA; name another --framework"),
+        (["--lora", "8", "--quantize", "nf4"], "does not train with quantized frozen weights"),
+        (["--framework", "ddp", "--quantize", "nf4"], "none are frozen: give LoRA's rank too"),
+        (["--framework", "ddp", "--lora", "8", "--quantize", "nf8"], "unknown format of frozen weights 'nf8'"),
         (["--offload-layers", "4", "--recompute", "full"], "does not train with --offload-layers beside recomputation"),
         (["--offload-layers", "4", "--gpu", "l40s"], "what a node of l40s has beside its gpus is not known"),
         (["--etp", "2"], "--etp 2: 'llama-8b' has no experts"),

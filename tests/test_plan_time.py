@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,6 +16,7 @@ from meshmark.plan.prediction import predict_grid
 from meshmark.plan.rates import NetworkRates, Rates, rates
 from meshmark.plan.search import search, simulate_first, stage_times
 from meshmark.plan.simulator import Run, simulate, simulated_bubble_seconds
+from meshmark.plan.stacks import Stack, rates_for
 from meshmark.plan.step_time import PARTS, STAGE_PARTS, step_time
 from meshmark.plan.timeline import timeline_svg
 from meshmark.spec.hardware import gpu
@@ -22,7 +25,7 @@ from meshmark.theory.activations import num_in_flight
 from meshmark.theory.bubble import bubble_fraction, bubble_seconds
 from meshmark.theory.flops import hardware_flops_per_token, model_flops_per_token
 from meshmark.theory.grid import SCHEDULES, SearchSpace, enumerate_grid, make_grid
-from meshmark.theory.recipe import recipe
+from meshmark.theory.recipe import narrowed, recipe
 from studies.published import megatron_flops
 
 H100 = gpu("h100")
@@ -289,3 +292,47 @@ def test_a_group_across_nodes_is_no_faster_than_the_links_inside_one() -> None:
     grid = make_grid(tp=[8, 16], dp=[1, 1])
     inside, across = tensor_collective_seconds(grid, np.full(2, 1e9), narrow, gpus_per_node=8)
     assert across / (15 / 16) == pytest.approx(inside / (7 / 8))
+
+
+def test_tensor_parallel_ranks_gather_inputs_in_8_bits_and_reduce_outputs_in_16() -> None:
+    """Four of a layer's eight shown collectives carry half: three quarters of the bytes."""
+    reached = rates("h100-megatron-core").moved({"network.tp_latency_seconds": 0.0})
+    spec, grid, using = plan_model("llama-8b"), make_grid(tp=[4], sequence_parallel=[True]), recipe("megatron-core")
+    plain, narrow = (
+        step_time(spec, grid, gpu("h100"), one, reached).tensor_communication[0]
+        for one in (using, narrowed(using, "fp8"))
+    )
+    head = 2.0 / (8.0 * spec.num_layers + 2.0)  # the head's two stay as they are
+    assert narrow / plain == pytest.approx(0.75, abs=head)
+
+
+def test_attention_of_short_sequences_reaches_less_of_the_peak() -> None:
+    """As cuDNN's benchmark has it, whose five lengths are told in studies/fit_nemo.py."""
+    reached, seconds = rates("h100-megatron-core"), {}
+    for length in (2048, 8192):
+        spec = dataclasses.replace(plan_model("llama-8b"), seq_len=length)
+        seconds[length] = step_time(spec, make_grid(), gpu("h100"), recipe("megatron-core"), reached).attention[0]
+    assert seconds[2048] * 16 / seconds[8192] == pytest.approx(0.573 / 0.401, rel=0.05)
+
+
+def test_collectives_that_computation_hides_slow_it() -> None:
+    reached = rates("h100-megatron-core")
+    grid = make_grid(dp=[64], zero_stage=[3], micro_batch=[4])
+    free, slowed = (
+        step_time(plan_model("llama-8b"), grid, gpu("h100"), recipe("fsdp2"), one).data_communication[0]
+        for one in (reached.moved({"network.contention": 0.0}), reached)
+    )
+    assert free < slowed
+    assert rates_for(gpu("tpu-v5p"), Stack.XLA).network.contention == 0.0 < rates_for(gpu("h100")).network.contention
+
+
+def test_interleaved_stages_hide_their_sends_but_for_those_of_warm_up_and_end() -> None:
+    """As many as the first rank's forward passes before its first backward pass, and again at the end."""
+    spec, given = plan_model("llama-70b"), rates("h100-megatron-core")
+    interleaved = SCHEDULES.index(Schedule.INTERLEAVED)
+    grid = make_grid(
+        tp=4, pp=4, num_micro_batches=16, virtual_stages=[5, 20], schedule=interleaved, sequence_parallel=True
+    )
+    sent = step_time(spec, grid, H100, recipe("megatron-core"), given).point_to_point
+    hop = spec.seq_len * spec.hidden * 2 / 4 / given.network.p2p_bandwidth
+    assert sent == pytest.approx([2 * (2 * 3 + (v - 1) * 4) * hop for v in (5, 20)])

@@ -29,9 +29,12 @@ from meshmark.spec.hardware import GIB, Gpu
 from meshmark.spec.layout import AXES, Layout, Offload, Recompute, RecomputeModule, Schedule
 from meshmark.spec.layout_id import glossary
 from meshmark.spec.model_spec import Family, ModelSpec
+from meshmark.spec.model_text import is_description
 from meshmark.theory.grid import SEARCHED_SCHEDULES, SearchSpace, module_code
 from meshmark.theory.recipe import adapted
 
+_USUAL_TOKENS = 8192
+"""Longest sequence that models are usually trained on before they are extended."""
 _DEFAULT_MODEL = "llama-8b"
 _MOST = 10**9
 _ONLY = {
@@ -48,7 +51,9 @@ _ONLY = {
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `plan`. Its `run` raises `InputError` for a user's mistake."""
     parser.epilog = glossary()
-    parser.add_argument("--model", help=f"a preset, or a size such as gpt-175b; {_DEFAULT_MODEL} if not given")
+    parser.add_argument(
+        "--model", help=f"a preset, a size such as gpt-175b, or a config.json; {_DEFAULT_MODEL} if none is given"
+    )
     parser.add_argument("--gpus", type=int, help="number of GPUs")
     parser.add_argument("--gpu", help=f"{GPU_HELP}; {DEFAULT_GPU} if not given")
     parser.add_argument("--global-batch", type=int, default=256, help="sequences in one optimizer step")
@@ -62,7 +67,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     )
     schedules = f"to search, of {', '.join(Schedule)}"
     parser.add_argument("--schedules", default=",".join(SEARCHED_SCHEDULES), help=schedules)
-    parser.add_argument("--cp", help="context-parallel degrees to search; by default 1, and more for long sequences")
+    parser.add_argument(
+        "--cp", help="context-parallel degrees to search; by default those that leave a rank 4,096 tokens or more"
+    )
     parser.add_argument("--ep", metavar="N,M", help="expert-parallel degrees to search; by default all")
     for name, told in _ONLY.items():
         parser.add_argument(f"--{name.replace('_', '-')}", metavar="N,M", help=f"{told} to search; by default all")
@@ -79,6 +86,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "--offload-layers", type=int, metavar="N", help="layers of a rank whose activations are in host memory"
     )
     parser.add_argument("--lora", type=int, metavar="RANK", help="train LoRA's adapters of this rank alone")
+    parser.add_argument("--quantize", metavar="FORMAT", help="with --lora, frozen weights in nf4, as QLoRA has them")
     parser.add_argument("--replicas", type=int, metavar="N", help="groups of ranks that each hold all shards (HSDP)")
     parser.add_argument("--etp", type=int, metavar="N", help="tensor-parallel degree of each expert; by default 1")
     parser.add_argument("--gpu-template", action="store_true", help="print a file that says what --gpu is, and end")
@@ -113,12 +121,15 @@ def run_plan(arguments: argparse.Namespace) -> Search | None:
         print(f"meshmark: {told}", file=sys.stderr)
     if arguments.seq_len is not None:
         model = dataclasses.replace(model, seq_len=arguments.seq_len)
+    elif model.seq_len > _USUAL_TOKENS and is_description(text := arguments.model or "") and "seq_len=" not in text:
+        told = f"sequences of {model.seq_len:,} tokens are the longest that the file allows; --seq-len plans others"
+        print(f"meshmark: {told}", file=sys.stderr)
     if arguments.top < 1:
         raise InputError(f"--top is {arguments.top}, expected at least 1")
     schedules = [_schedule(name.strip()) for name in arguments.schedules.split(",")]
     start = time.perf_counter()
     space = dataclasses.replace(_space(arguments, given.machine, model), schedules=schedules)
-    using = adapted(given.using, _count(arguments, "lora") or 0, model)
+    using = adapted(given.using, _count(arguments, "lora") or 0, model, arguments.quantize or "")
     closed = search(model, space, given.machine, using, given.rates)
     found = simulate_first(closed, arguments.top)
     elapsed = time.perf_counter() - start
@@ -147,6 +158,7 @@ def _space(arguments: argparse.Namespace, machine: Gpu, model: ModelSpec) -> Sea
         recompute_modules=arguments.recompute_modules is not None,
         offload_layers="offload_layers" in fixed,
         lora=bool(arguments.lora),
+        quantized=bool(arguments.quantize),
     )
     if named and (told := named.beyond(Layout(), asked)):
         raise InputError(f"{told}; name another --framework, or only a --recipe")

@@ -25,6 +25,8 @@ class Asked:
     offload_layers: bool = False
     """Activations in host memory."""
     lora: bool = False
+    quantized: bool = False
+    """Frozen weights in 4 bits, beside LoRA's adapters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,10 @@ class Framework:
     """Whether it recomputes some layers alone, by Megatron's methods uniform and block."""
     is_megatron_core: bool = False
     """Whether it has Megatron-Core's recomputation of modules, offloaded activations, and Megatron-Bridge's LoRA."""
+    wraps_modules: bool = False
+    """Whether it trains any module as it is, such as PEFT's with LoRA, also beside bitsandbytes' quantized weights."""
+    names_saved: bool = False
+    """Whether it keeps tensors by name, which leaves modules to be repeated (MaxText's and Pax's policies)."""
     tpu: bool = False
     """Whether it trains on TPUs."""
     adapter: str | None = None
@@ -78,12 +84,14 @@ class Framework:
             missing.append("ep above 1")
         if asked.recompute_layers and not self.counts_recomputed:
             missing.append("recompute_num_layers")
-        core = {
-            "recompute_modules": asked.recompute_modules,
-            "offload_layers": asked.offload_layers,
-            "LoRA": asked.lora,
-        }
-        missing += [name for name, wanted in core.items() if wanted and not self.is_megatron_core]
+        if asked.recompute_modules and not (self.is_megatron_core or self.names_saved):
+            missing.append("recompute_modules")
+        if asked.offload_layers and not self.is_megatron_core:
+            missing.append("offload_layers")
+        if asked.lora and not (self.is_megatron_core or self.wraps_modules):
+            missing.append("LoRA")
+        if asked.quantized and not self.wraps_modules:
+            missing.append("quantized frozen weights")
         # TransformerConfig's own checks of `cpu_offloading`.
         if asked.offload_layers and self.is_megatron_core:
             if layout.pp > 1:
@@ -145,15 +153,27 @@ FRAMEWORKS: dict[str, Framework] = {
             older="zero",
             axes=("dp",),
             zero_stages=(0, 1, 2, 3),
+            wraps_modules=True,
             adapter="deepspeed",
         ),
         Framework(name="colossalai", recipe="deepspeed-bf16", axes=("dp", "tp", "pp"), zero_stages=(0, 1, 2, 3)),
         Framework(name="internevo", recipe="internevo", axes=("dp", "tp", "pp"), zero_stages=(0, 1)),
-        Framework(name="maxtext", recipe="xla", axes=("dp", "tp", "pp", "cp"), zero_stages=(0, 3), tpu=True),
-        Framework(name="pax", recipe="xla", axes=("dp", "tp", "pp"), zero_stages=(0, 3), tpu=True),
-        Framework(name="ddp", recipe="ddp", axes=("dp",), zero_stages=(0,), experts=False, adapter="ddp"),
-        Framework(name="fsdp2", recipe="fsdp2-foreach", axes=("dp",), zero_stages=(3,), experts=False, adapter="fsdp2"),
-        Framework(name="fsdp1", recipe="fsdp1-bf16", axes=("dp",), zero_stages=(3,), experts=False),
+        Framework(
+            name="maxtext", recipe="xla", axes=("dp", "tp", "pp", "cp"), zero_stages=(0, 3), names_saved=True, tpu=True
+        ),
+        Framework(name="pax", recipe="xla", axes=("dp", "tp", "pp"), zero_stages=(0, 3), names_saved=True, tpu=True),
+        *(
+            Framework(
+                name=name,
+                recipe=using,
+                axes=("dp",),
+                zero_stages=(stage,),
+                experts=False,
+                wraps_modules=True,
+                adapter=None if name == "fsdp1" else name,
+            )
+            for name, using, stage in (("ddp", "ddp", 0), ("fsdp2", "fsdp2-foreach", 3), ("fsdp1", "fsdp1-bf16", 3))
+        ),
         Framework(name="llama3", recipe="llama3", axes=("dp", "tp", "pp", "cp"), zero_stages=(2,)),
         Framework(name="torchtitan", recipe="fsdp2", axes=("dp", "tp", "pp", "cp"), zero_stages=(0, 3)),
         Framework(name="composer", recipe="fsdp-fused-loss", axes=("dp",), zero_stages=(3,)),

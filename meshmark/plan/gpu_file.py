@@ -34,6 +34,12 @@ _REMARKS = {
     "nvme_gb_per_s": "of one node's drives together",
 }
 _MATMUL_REMARK = "of the 16-bit peak, what the best shapes of products reach (MAMF); leave it out where not known"
+_SHARES = {
+    "matmul_share": _MATMUL_REMARK,
+    "fp8_share": "the same, of the fp8 peak",
+    "attention_share": "of the 16-bit peak, what attention of 8,192 tokens reaches, forward and backward",
+    "memory_share": "of memory's bandwidth, what norms reach, forward and backward",
+}
 _SHIPPED = ("h100", "a100", "cpu")
 
 
@@ -55,8 +61,7 @@ def gpu_template(there: Gpu, using: Rates) -> str:
         f"source = {json.dumps(there.source)}",
         *_lines(there, _UNITS),
         f"gpus_per_node = {there.gpus_per_node}",
-        *([f"matmul_share = {there.matmul_share}  # {_MATMUL_REMARK}"] if there.matmul_share else []),
-        *([f"fp8_share = {there.fp8_share}  # the same, of the fp8 peak"] if there.fp8_share else []),
+        *(f"{name} = {share}  # {remark}" for name, remark in _SHARES.items() if (share := getattr(there, name))),
         f'rates = "{nearest}"  # whose measured shares of its datasheet are assumed: {", ".join(_SHIPPED)}',
         "",
         "[tflops]",
@@ -84,7 +89,7 @@ def read_gpu(path: Path) -> WrittenGpu:
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"cannot read {path}: {error}; `meshmark plan --gpu-template` prints such a file") from error
     host, own = said.pop("host", None), said.pop("rates", None)
-    shares = {name: value for name in ("matmul_share", "fp8_share") if (value := said.pop(name, None)) is not None}
+    shares = {name: value for name in _SHARES if (value := said.pop(name, None)) is not None}
     if own is not None and own not in _SHIPPED:
         raise InputError(f"{path}: rates is {str(own)[:40]!r}, expected one of {', '.join(_SHIPPED)}")
     peaks = _table(path, said.pop("tflops", None), "tflops")

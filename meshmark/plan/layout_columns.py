@@ -57,6 +57,7 @@ READ = (
     "recompute_modules",
     "offload_layers",
     "lora_rank",
+    "quantize",
     "replicas",
     "ep",
     "etp",

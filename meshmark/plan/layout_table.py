@@ -49,6 +49,8 @@ class LayoutRows:
     """Precision of products narrower than 16 bits, or an empty string."""
     lora_rank: int
     """Rank of LoRA's adapters. 0 trains everything."""
+    quantized: str
+    """Format of the frozen weights beside adapters, or empty."""
     rows: Column
     """Positions in the table."""
     grid: Grid
@@ -62,17 +64,18 @@ def batches(table: Sequence[Row], machine: Gpu | None = None, of_all: Framework 
     """
     expect_known(list(table[0]))
     model, layout = _once(model_of, ("model", *DIMENSIONS)), _once(layout_of, ("layout", *DEGREES))
-    groups: dict[tuple[ModelSpec, str, TrainingRecipe | None, str, int], list[tuple[int, Layout]]] = {}
+    groups: dict[tuple[ModelSpec, str, TrainingRecipe | None, str, int, str], list[tuple[int, Layout]]] = {}
     for i, row in enumerate(table):
         spec = model(row, i)
         rank = integer(row, "lora_rank", i, usual=0, least=0)
-        key = (spec, cell(row, "gpu"), _recipe_of(row, i, machine, spec.family), narrow_of(row, i), rank)
+        using, quantized = _recipe_of(row, i, machine, spec.family), cell(row, "quantize")
+        key = (spec, cell(row, "gpu"), using, narrow_of(row, i), rank, quantized)
         laid = layout(row, i)
         of = of_all or _framework_of(row)
         if of and (told := of.beyond(laid, _asked(row, i, rank))):
             raise InputError(f"row {i + 2}: {told}; name another framework, or only a recipe")
         groups.setdefault(key, []).append((i, laid))
-    for (spec, gpu_name, using, narrow, rank), members in groups.items():
+    for (spec, gpu_name, using, narrow, rank, quantized), members in groups.items():
         rows = [i for i, _ in members]
         grid = _grid(
             [layout for _, layout in members],
@@ -81,7 +84,14 @@ def batches(table: Sequence[Row], machine: Gpu | None = None, of_all: Framework 
         _check_gpus(table, rows, grid)
         _check_shards(spec, rows, grid)
         yield LayoutRows(
-            model=spec, gpu_name=gpu_name, recipe=using, narrow=narrow, lora_rank=rank, rows=np.array(rows), grid=grid
+            model=spec,
+            gpu_name=gpu_name,
+            recipe=using,
+            narrow=narrow,
+            lora_rank=rank,
+            quantized=quantized,
+            rows=np.array(rows),
+            grid=grid,
         )
 
 
@@ -93,6 +103,7 @@ def _asked(row: Row, position: int, lora_rank: int) -> Asked:
         recompute_modules=bool(cell(row, "recompute_modules")),
         offload_layers=integer(row, "offload_layers", position, usual=0, least=0) > 0,
         lora=lora_rank > 0,
+        quantized=bool(cell(row, "quantize")),
     )
 
 

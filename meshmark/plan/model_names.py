@@ -29,13 +29,11 @@ _LLAMA3: Dimensions = {"num_kv_heads": 8, "vocab_size": 128256, "seq_len": 8192}
 _SWEEP: _Tokens = {"vocab_size": 131072, "seq_len": 4096}
 
 
-def _experts(name: str, sizes: tuple[int, ...], *, experts: tuple[int, int, int], **others: int) -> PlannedModel:
-    """Return a mixture of experts.
+def _planned(name: str, sizes: tuple[int, ...], **others: bool | int) -> PlannedModel:
+    """Return a model that is planned and not trained here.
 
-    `sizes` are layers, hidden, heads, kv_heads, ffn_hidden, vocab and seq_len; `experts` how many there are, how many
-    a token goes through, and the width of each.
+    `sizes` are layers, hidden, heads, kv_heads, ffn_hidden, vocab and seq_len.
     """
-    count, chosen, width = experts
     layers, hidden, heads, kv_heads, ffn_hidden, vocab, seq_len = sizes
     return PlannedModel(
         name=name,
@@ -47,10 +45,26 @@ def _experts(name: str, sizes: tuple[int, ...], *, experts: tuple[int, int, int]
         ffn_hidden=ffn_hidden,
         vocab_size=vocab,
         seq_len=seq_len,
-        num_experts=count,
-        experts_per_token=chosen,
-        expert_ffn=width,
         **others,  # type: ignore[arg-type]
+    )
+
+
+def _experts(name: str, sizes: tuple[int, ...], *, experts: tuple[int, int, int], **others: int) -> PlannedModel:
+    """Return a mixture of experts: how many there are, how many a token goes through, and the width of each."""
+    count, chosen, width = experts
+    return _planned(name, sizes, num_experts=count, experts_per_token=chosen, expert_ffn=width, **others)
+
+
+def _gemma(name: str, sizes: tuple[int, ...], *, head_width: int, window: int = 0, every: int = 1) -> PlannedModel:
+    """Return a Gemma, by the config.json of its checkpoint. All layers but every `every`th have windows."""
+    return _planned(
+        name,
+        (*sizes, 8192),
+        tied_embeddings=True,
+        head_width=head_width,
+        window=window,
+        windowed_layers=sizes[0] - sizes[0] // every if window else 0,
+        norms=4 if window else 2,
     )
 
 
@@ -65,6 +79,7 @@ PLAN_MODELS: dict[str, ModelSpec] = {
         llama("llama-70b", 80, 8192, 64, 28672, **_LLAMA3),
         llama("llama-405b", 126, 16384, 128, 53248, **_LLAMA3),
         # Llama 2, arXiv:2307.09288 table 1 and appendix A.2.1 (in torchtitan's tables).
+        llama("llama2-7b", 32, 4096, 32, 11008, seq_len=4096),
         llama("llama2-13b", 40, 5120, 40, 13824, seq_len=4096),
         llama("llama2-70b", 80, 8192, 64, 28672, num_kv_heads=8, seq_len=4096),
         # Megatron-LM 2019, arXiv:1909.08053 table 1.
@@ -103,6 +118,15 @@ PLAN_MODELS: dict[str, ModelSpec] = {
             gpt(f"gpipe-transformer-{n}", n, 2048, 32, vocab_size=32000, seq_len=1024)
             for n in (3, 13, 24, 48, 103, 415, 1663)
         ),
+        # Gemma, arXiv:2403.08295, 2408.00118 and 2503.19786.
+        _gemma("gemma-7b", (28, 3072, 16, 16, 24576, 256000), head_width=256),
+        _gemma("gemma2-9b", (42, 3584, 16, 8, 14336, 256000), head_width=256, window=4096, every=2),
+        _gemma("gemma2-27b", (46, 4608, 32, 16, 36864, 256000), head_width=128, window=4096, every=2),
+        _gemma("gemma3-12b", (48, 3840, 16, 8, 15360, 262208), head_width=256, window=1024, every=6),
+        _gemma("gemma3-27b", (62, 5376, 32, 16, 21504, 262208), head_width=128, window=1024, every=6),
+        # Nemotron-4, arXiv:2402.16819 table 1 and 2406.11704 table 1, whose feed-forward network has no gate.
+        gpt("nemotron4-15b", 32, 6144, 48, num_kv_heads=8, vocab_size=256000, seq_len=4096),
+        gpt("nemotron4-340b", 96, 18432, 96, num_kv_heads=8, vocab_size=256000, seq_len=4096),
         # Mixtures of experts, by the config.json of their checkpoints. (Grok-1: github:xai-org/grok-1.)
         _experts("mixtral-8x7b", (32, 4096, 32, 8, 14336, 32000, 4096), experts=(8, 2, 14336)),
         _experts("mixtral-8x22b", (56, 6144, 48, 8, 16384, 32768, 4096), experts=(8, 2, 16384)),
@@ -129,6 +153,8 @@ PLAN_MODELS: dict[str, ModelSpec] = {
 
 # Sizes that have a published shape.
 _SHAPES = {"gpt-175b": "megatron-175b", "gpt-530b": "megatron-530b", "gpt-1t": "megatron-1t", "gpt-22b": "megatron-22b"}
+_LLAMA3_NAME = re.compile(r"llama-?3(?:\.[013])?-(8b|70b|405b)")
+_VERSION = re.compile(r"(llama|gemma)-([23]-)")
 
 
 def known_models() -> dict[str, ModelSpec]:
@@ -143,7 +169,7 @@ def plan_model(name: str) -> ModelSpec:
     """
     if is_description(name):
         return described_model(name, planned=True)
-    known, name = known_models(), _SHAPES.get(name, name)
+    known, name = known_models(), _usual_name(name)
     if name in known:
         return known[name]
     if match := re.fullmatch(r"(gpt|llama)-(\d+(?:\.\d+)?)([bt])", name):
@@ -152,9 +178,17 @@ def plan_model(name: str) -> ModelSpec:
     raise UnknownNameError("model", name, known)
 
 
+def _usual_name(name: str) -> str:
+    """Return a preset's name for other ways to write it, such as `llama3.1-70b` and `gemma-2-9b`."""
+    name = name.lower()
+    if match := _LLAMA3_NAME.fullmatch(name):
+        return f"llama-{match[1]}"
+    return _SHAPES.get(name, _VERSION.sub(r"\1\2", name))
+
+
 def size_note(name: str) -> str:
     """Describe a model that is named only by its size. Empty for presets and descriptions."""
-    if is_description(name) or {name, _SHAPES.get(name)} & known_models().keys():
+    if is_description(name) or _usual_name(name) in known_models():
         return ""
     made, near = plan_model(name), difflib.get_close_matches(name, known_models(), n=2)
     shape = f"{made.num_layers} layers, hidden {made.hidden}, {made.num_heads} heads, {made.seq_len} tokens"

@@ -108,10 +108,16 @@ def ring_attention_seconds(
     """
     times = np.where(attention.again, 2.0, 1.0)
     there, back = (_ring_hop_seconds(grid, n * block_bytes, rates, gpus_per_node) for n in (2.0, 4.0))
-    shown = np.maximum(there - attention.forward / grid.cp, 0.0) * times
-    shown = shown + np.maximum(back - (attention.total - attention.forward * times) / grid.cp, 0.0)
+    shown = shown_seconds(there, attention.forward / grid.cp, rates) * times
+    shown = shown + shown_seconds(back, (attention.total - attention.forward * times) / grid.cp, rates)
     seconds: Column = (grid.cp - 1) * shown
     return seconds
+
+
+def shown_seconds(seconds: Column, hidden: Column, rates: Rates) -> Column:
+    """Return what communication adds to a step if `hidden` seconds of computation run beside it."""
+    found: Column = np.maximum(seconds - hidden, 0.0) + rates.network.contention * np.minimum(seconds, hidden)
+    return found
 
 
 def _ring_hop_seconds(grid: Grid, sent_bytes: Column, rates: Rates, gpus_per_node: int) -> Column:

@@ -85,7 +85,7 @@ def _settings(table: Sequence[Row], setting: Setting) -> Iterator[tuple[LayoutRo
             except InputError as error:
                 raise InputError(f"row {batch.rows[0] + 2}: {error}") from error
         try:
-            using = adapted(using, batch.lora_rank, batch.model)
+            using = adapted(using, batch.lora_rank, batch.model, batch.quantized)
         except InputError as error:
             raise InputError(f"row {batch.rows[0] + 2}: {error}") from error
         yield (

@@ -16,7 +16,7 @@ from meshmark.theory.flops import hardware_flops_per_token, model_flops_per_toke
 from meshmark.theory.grid import MODULES, RECOMPUTES, Column, Grid
 from meshmark.theory.memory import Memory, memory
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.recomputed import repeated
+from meshmark.theory.recomputed import repeated, skipped_weights
 
 MEMORY_ERROR = 0.08
 """Mean relative error of memory on data that the rates were not fitted to. `make validate` fails above it."""
@@ -111,6 +111,8 @@ class Prediction:
         by_code = np.array([hardware_flops_per_token(self.model, recompute=r) for r in RECOMPUTES])
         trained = model_flops_per_token(self.model, adapter_rank=self.recipe.adapter_rank)
         by_code = by_code + trained - model_flops_per_token(self.model)
+        skipped = 2.0 * self.model.num_layers * skipped_weights(self.model, self.recipe)
+        by_code[RECOMPUTES.index(Recompute.FULL)] -= skipped
         flops, none = by_code[self.grid.recompute], by_code[RECOMPUTES.index(Recompute.NONE)]
         chunks, layers = self.grid.pp * self.grid.virtual_stages, self.model.num_layers
         share = np.minimum(self.grid.recompute_layers * chunks / layers, 1.0)

@@ -26,6 +26,11 @@ An all-reduce of 256 MB over two nodes of 400 GB/s reached 362 (baselines/papers
 """
 
 
+CONTENTION = 0.189
+"""`contention` of NCCL's kernels: how much longer computation took beside collectives, on average over models on A100,
+H100, MI210 and MI250 (arXiv:2507.03114; at most 0.40). NCCL's 16 to 24 channels occupy 12 to 18 % of an H100."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class KernelRates:
     """Rates of matrix products and element-wise kernels."""
@@ -35,7 +40,9 @@ class KernelRates:
     gemm_half_width: float = 0.0
     """Hidden size at which products reach half of that. Narrow products use the machine less well."""
     attention_efficiency: float = 0.38
-    """Share of peak FLOP/s that flash attention reaches (arXiv:2307.08691 fig. 5)."""
+    """Share of peak FLOP/s that flash attention reaches on long sequences (arXiv:2307.08691 fig. 5)."""
+    attention_half_length: float = 0.0
+    """Tokens of a sequence of which attention reaches half of that. A causal mask leaves short ones little work."""
     memory_efficiency: float = 0.85
     """Share of the memory bandwidth that element-wise kernels reach."""
 
@@ -58,6 +65,11 @@ class NetworkRates:
     """Bytes per second from one pipeline stage to the next across nodes."""
     overlap: float = 0.8
     """Share of a backward pass that data-parallel communication can hide behind."""
+    contention: float = 0.0
+    """Seconds that computation takes longer for each second of a collective that it hides.
+
+    A collective's kernels occupy streaming multiprocessors, memory bandwidth and power while they run.
+    """
     tensor_overlap: float = 0.0
     """Share of tensor-parallel collectives that a framework hides behind the products before or after them.
 

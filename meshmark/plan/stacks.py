@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from enum import StrEnum
 
-from meshmark.plan.rates import REACHED, Rates, rates
+from meshmark.plan.rates import CONTENTION, REACHED, Rates, rates
 from meshmark.spec.hardware import Gpu, gpu
 
 
@@ -89,8 +89,20 @@ def rates_for(
     if stack is Stack.XLA:  # hiding tensor-parallel collectives is Transformer Engine's
         # XLA assigns buffers before a step runs: nothing of PyTorch's caching allocator lies between them.
         given = given.moved({"network.tensor_overlap": 0.0, "memory.fragmentation": 0.0})
+    given = contended(given, stack, there)
     own = stack in _OWN[given.name] and there.peak_flops == known.peak_flops
     return scaled(given if own else _borrowed(given), known, there)
+
+
+def contended(given: Rates, stack: Stack, there: Gpu) -> Rates:
+    """Return rates of which computation takes longer beside collectives (`CONTENTION`), where it does.
+
+    Links of TPUs move data beside the cores. What nanotron, Megatron of 2021 and a calibrated CPU lose is in the rates
+    that their own runs gave.
+    """
+    if stack in (Stack.NANOTRON, Stack.MEGATRON_2021) or there.name == "cpu":
+        return given
+    return given.moved({"network.contention": 0.0 if there.is_tpu else CONTENTION})
 
 
 def _borrowed(given: Rates) -> Rates:
@@ -103,8 +115,8 @@ def _borrowed(given: Rates) -> Rates:
 def scaled(given: Rates, known: Gpu, there: Gpu) -> Rates:
     """Return the rates of `known` on another GPU, or with other links and another network.
 
-    The efficiency of matrix products, including attention, scales with the best share of the peak that one program
-    measured on both GPUs.
+    The efficiency of matrix products, of attention and of element-wise kernels scales with the share of the peak, or of
+    the memory bandwidth, that one program measured on both GPUs. Attention without one scales as products do.
 
     Bandwidth of collectives scales in proportion to faster links. Slower links may be the limit: collectives then
     reach `REACHED` of them, but no more than on the faster ones. A low share of a fast fabric does not imply a low
@@ -120,13 +132,21 @@ def scaled(given: Rates, known: Gpu, there: Gpu) -> Rates:
         node_bandwidth=_reached(links.node_bandwidth, across, there.network_bandwidth * there.gpus_per_node),
         p2p_bandwidth=links.p2p_bandwidth * across / nodes,
     )
-    better = there.matmul_share / known.matmul_share if there.matmul_share and known.matmul_share else 1.0
+    better = _ratio(there.matmul_share, known.matmul_share)
+    attends = _ratio(there.attention_share, known.attention_share, better)
+    moves = _ratio(there.memory_share, known.memory_share)
     kernels = dataclasses.replace(
         given.kernels,
         gemm_efficiency=min(1.0, given.kernels.gemm_efficiency * better),
-        attention_efficiency=min(1.0, given.kernels.attention_efficiency * better),
+        attention_efficiency=min(1.0, given.kernels.attention_efficiency * attends),
+        memory_efficiency=min(1.0, given.kernels.memory_efficiency * moves),
     )
-    return dataclasses.replace(given, network=made, kernels=kernels if better != 1.0 else given.kernels)
+    return dataclasses.replace(given, network=made, kernels=kernels)
+
+
+def _ratio(there: float | None, known: float | None, otherwise: float = 1.0) -> float:
+    """Return one share over the other, or `otherwise` if one of them is unknown."""
+    return there / known if there and known else otherwise
 
 
 def _reached(known: float, ratio: float, peak: float) -> float:

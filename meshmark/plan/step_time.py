@@ -38,7 +38,7 @@ from meshmark.theory.grid import MODULES, Column, Grid
 from meshmark.theory.parameters import stage_adapters, stage_experts, stage_parameters
 from meshmark.theory.partition import Stage
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.recomputed import repeated
+from meshmark.theory.recomputed import repeated, skipped_weights
 
 _H100 = GPUS["h100"]
 """The GPU whose share of narrower products others take that have none."""
@@ -60,11 +60,10 @@ PARTS = (
 )
 STAGE_PARTS = PARTS[:9]
 """Parts that a stage spends on every micro-batch."""
-# Collectives in one layer's forward and backward pass. With sequence parallelism: an all-gather and a reduce-scatter
-# in each of two blocks forward, six backward (inputs are gathered again). Without it: four all-reduces, counted twice.
-_FORWARD_COLLECTIVES, _BACKWARD_COLLECTIVES = 4.0, 6.0
-# Passes over one logit: cast, max, shift, exp, sum, divide forward; scale and cast backward.
-_BYTES_PER_LOGIT = 52.0
+# Collectives in one layer under sequence parallelism: an all-gather and a reduce-scatter in each of two blocks forward;
+# backward, two more all-gathers (inputs are gathered again). Without it: four all-reduces, counted twice.
+_FORWARD_GATHERS, _BACKWARD_GATHERS = 2.0, 4.0
+_SCATTERS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +120,7 @@ def _pipeline_time(
     m = grid.num_micro_batches
     out = {name: m * np.stack([p[name] for p in by_stage])[slowest, columns] for name in STAGE_PARTS}
     out["bubble"] = bubble_seconds(grid, totals, pace)
+    out["point_to_point"] = out["point_to_point"] + _warmup_sends_seconds(model, grid, gpu, recipe, rates)
     num_parameters = np.array([stage_parameters(model, stage) for stage in cut])
     held = num_parameters.max() / grid.tp
     heaviest = held
@@ -151,6 +151,19 @@ def _pipeline_time(
     floor = np.stack([p["floor"] for p in by_stage])[slowest, columns]
     out["lag"] = np.where(waits, 0.0, host_lag(grid, device, floor, gpu.gpus_per_node))
     return out
+
+
+def _warmup_sends_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Column:
+    """Return the time of an interleaved pipeline's sends that nothing hides: those of its warm-up and of its end.
+
+    Until the first backward pass a rank receives, computes and sends one chunk after another, and so at the end
+    (Megatron-Core's `overlap_p2p_comm_warmup_flush`, off unless it is turned on). The first rank runs
+    2(p - 1) + (v - 1)p chunks so (arXiv:2104.04473 sec. 2.2.2).
+    """
+    v, p = grid.virtual_stages, grid.pp
+    passes = np.minimum(2 * (p - 1) + (v - 1) * p, grid.num_micro_batches * v)
+    hop = point_to_point_seconds(grid, _sent_bytes(model, grid, recipe), rates, gpu.gpus_per_node)
+    return np.where((v > 1) & recipe.wire.hides_sends, 2.0 * passes * hop, 0.0)
 
 
 def stage_seconds(model: ModelSpec, grid: Grid, pp: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Column:
@@ -198,14 +211,6 @@ class _Pieces:
 def _pieces(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> _Pieces:
     memory = gpu.memory_bandwidth * rates.kernels.memory_efficiency
     head = _head_seconds(model, grid, gpu, recipe, rates)
-    # Without sequence parallelism each rank still sends its share only (arXiv:2104.04473 sec. 4.1, scatter/gather), in
-    # frameworks that know how.
-    sent = (
-        tokens(model, grid)
-        * model.hidden
-        * recipe.activations.element_bytes
-        / (1 if recipe.wire.sends_whole else grid.tp)
-    )
     layer = _layer_seconds(model, grid, gpu, recipe, rates)
     some = (grid.recompute_layers > 0).any()
     return _Pieces(
@@ -214,10 +219,20 @@ def _pieces(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rate
         offloaded=_offload_seconds(model, grid, layer, gpu, recipe),
         head=head,
         embedding=model.vocab_size * model.hidden / grid.tp * (0.0 if recipe.adapter_rank else 10.0) / memory,
-        sent_bytes=sent,
+        sent_bytes=_sent_bytes(model, grid, recipe),
         logit_bytes=head["logits"] * recipe.activations.element_bytes,
         hides_sends=recipe.wire.hides_sends,
     )
+
+
+def _sent_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> Column:
+    """Return the bytes of one send from stage to stage.
+
+    Without sequence parallelism each rank still sends its share only (arXiv:2104.04473 sec. 4.1, scatter/gather), in
+    frameworks that know how.
+    """
+    whole = tokens(model, grid) * model.hidden * recipe.activations.element_bytes
+    return whole / (1 if recipe.wire.sends_whole else grid.tp)
 
 
 def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> dict[str, Column]:
@@ -233,7 +248,8 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
     again = _repeated_modules(model, grid, recipe)
     weights, reached = layer_matrix_parameters(model) / t, peak * _gemm_efficiency(model, rates)
     frozen = 1.0 if recipe.adapter_rank else 0.0  # products that make gradients of weights, and are not computed
-    products = 2.0 * num_tokens * weights * (np.where(full, 4.0, np.where(some, half, 3.0)) - frozen)
+    last = skipped_weights(model, recipe) / t
+    products = 2.0 * num_tokens * (weights * (np.where(some, half, 3.0) - frozen) + np.where(full, weights - last, 0.0))
     adapters = recipe.adapter_rank * model.adapted_widths / t
     products = products + 6.0 * num_tokens * adapters
     products = products + 2.0 * num_tokens * again["weights"] / t
@@ -246,8 +262,11 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
         matmul = matmul + routed * narrower / (peak * rates.kernels.gemm_efficiency)
     core = 2.0 * num_tokens * model.seq_len * model.attention_width / t
     if recipe.activations.flash_attention:
-        forward = core / (peak * rates.kernels.attention_efficiency)
-        attention = core * np.where(core_again, 4.5, 3.5) / (peak * rates.kernels.attention_efficiency)
+        # A kernel sees a rank's part of a sequence: in a ring, this many queries and keys at a time.
+        length = model.seq_len / grid.cp
+        shorter = 1.0 + rates.kernels.attention_half_length / length
+        forward = core * shorter / (peak * rates.kernels.attention_efficiency)
+        attention = forward * np.where(core_again, 4.5, 3.5)
     else:
         # All scores are computed, and passed over: product, mask and softmax, dropout, product; about 40 bytes a score.
         scores = num_tokens * model.seq_len * model.num_heads / t
@@ -266,6 +285,10 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
         # Forward, an adapter reads its input, writes its output and adds it (4 outputs in all); backward, it reads the
         # output's gradient twice and the input, and writes and adds the input's gradient (4 inputs).
         traffic = traffic + 6.0 * num_tokens * model.adapted_widths * recipe.activations.element_bytes / t
+    if recipe.frozen_bytes is not None:
+        # Forward, backward and where it is repeated, a weight is read and written in 16 bits before its product.
+        made = weights * (recipe.frozen_bytes + recipe.activations.element_bytes)
+        traffic = traffic + made * (2.0 + np.where(full, 1.0, 0.0))
     # Unfused, a weight's gradient is written, read and added to the one that is held.
     written = 0.0 if recipe.activations.fused_elementwise else 8.0
     own = (
@@ -276,18 +299,24 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
     accumulate = own * (written + 2.0 * recipe.states.gradient_bytes)
     whole = num_tokens * model.hidden * recipe.activations.element_bytes
     one = tensor_collective_seconds(grid, whole, rates, gpu.gpus_per_node)
-    backward = _BACKWARD_COLLECTIVES - 2.0 * recipe.wire.hides_backward_gathers
-    count = np.where(grid.sequence_parallel, _FORWARD_COLLECTIVES + backward, 8.0)
-    count = count + np.where(full, _FORWARD_COLLECTIVES, again["collectives"])
+    backward = _BACKWARD_GATHERS - 2.0 * recipe.wire.hides_backward_gathers
+    gathers = np.where(grid.sequence_parallel, _FORWARD_GATHERS + backward, 4.0)
+    gathers = gathers + np.where(full, _FORWARD_GATHERS, again["collectives"] / 2.0)
+    scatters = np.where(grid.sequence_parallel, 2.0 * _SCATTERS, 4.0)
+    skipped = 1.0 if recipe.activations.skips_last_product else 0.0
+    scatters = scatters + np.where(full, _SCATTERS - skipped, again["collectives"] / 2.0)
+    narrow = recipe.products is not None and recipe.wire.gathers_narrow
+    gathered = np.where(grid.sequence_parallel & narrow, _narrow_bytes(recipe) / recipe.activations.element_bytes, 1.0)
+    collectives = gathers * tensor_collective_seconds(grid, whole * gathered, rates, gpu.gpus_per_node) + scatters * one
     block = num_tokens * model.kv_hidden * recipe.activations.element_bytes / t
     computed = AttentionTime(total=attention, forward=forward, again=core_again)
     ring = ring_attention_seconds(grid, block, computed, rates, gpu.gpus_per_node)
-    floor = _floor_seconds(grid, count, rates, gpu.gpus_per_node)
+    floor = _floor_seconds(grid, gathers + scatters, rates, gpu.gpus_per_node)
     return {
         "matmul": matmul,
         "attention": attention,
         "elementwise": (traffic + accumulate + num_tokens * _cast_bytes(model, grid, recipe)) / memory,
-        "tensor_communication": count * one * (1.0 - rates.network.tensor_overlap),
+        "tensor_communication": collectives * (1.0 - rates.network.tensor_overlap),
         "context_communication": ring,
         "expert_communication": expert_seconds(grid, whole / t, model.dispatched, rates, gpu.gpus_per_node)
         * np.where(full | grid.repeats(RecomputeModule.MOE), 1.5, 1.0),
@@ -340,6 +369,11 @@ def _linear_seconds(products: Column, model: ModelSpec, gpu: Gpu, recipe: Traini
     return products / narrow + products * beyond / wide
 
 
+def _narrow_bytes(recipe: TrainingRecipe) -> float:
+    """Return the bytes of a product's input as the product reads it."""
+    return recipe.products.num_bytes if recipe.products else recipe.activations.element_bytes
+
+
 def _cast_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> Column | float:
     """Return bytes per token to cast the inputs of a layer's four products, and the gradients of their outputs."""
     if recipe.products is None:
@@ -388,13 +422,12 @@ def _elementwise_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> 
         activated = (10.0 if model.family == "gpt" else 16.0) * model.active_ffn
         # Tokens are put in the order of their experts and back, each read and written, and so are their gradients.
         routed = 16.0 * model.dispatched * model.hidden
-        return 48.0 * model.hidden / between + (rotated + activated + routed) / grid.tp
+        return (24.0 + 12.0 * model.layer_norms) * model.hidden / between + (rotated + activated + routed) / grid.tp
     if model.family == "gpt":
         return 44.0 * model.hidden / between + 10.0 * model.ffn_hidden / grid.tp
-    return (
-        40.0 * model.hidden / between
-        + (84.0 * model.hidden + 33.0 * model.active_ffn + 16.0 * model.dispatched * model.hidden) / grid.tp
-    )
+    return (16.0 + 12.0 * model.layer_norms) * model.hidden / between + (
+        84.0 * model.hidden + 33.0 * model.active_ffn + 16.0 * model.dispatched * model.hidden
+    ) / grid.tp
 
 
 def _head_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> dict[str, Column]:
@@ -407,7 +440,7 @@ def _head_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe
     return {
         "matmul": matmul,
         "elementwise": weights * (0.0 if recipe.adapter_rank else 16.0) / memory,
-        "loss": logits * _BYTES_PER_LOGIT / memory,
+        "loss": logits * recipe.activations.moved_logit_bytes / memory,
         "logits": logits,
     }
 

@@ -11,6 +11,7 @@ from meshmark.plan.network import (
     crosses_nodes,
     data_collective_seconds,
     offload_bandwidth,
+    shown_seconds,
 )
 from meshmark.plan.rates import Rates
 from meshmark.spec.hardware import Gpu
@@ -71,7 +72,7 @@ def data_seconds(grid: Grid, load: StageLoad, gpu: Gpu, recipe: TrainingRecipe, 
     # reductions. Their latencies, one hop per rank, add up over the stages.
     hops = rates.network.hop_seconds * shards * num_tensors * grid.pp
     hops = np.where(spans & (grid.pp > 1) & recipe.wire.reduces_by_tensor, hops, 0.0)
-    plain = np.maximum(reduced - last + tree - hidden, 0.0) + last + hops
+    plain = shown_seconds(reduced - last + tree, hidden, rates) + last + hops
     scatter, gather = seconds(recipe.wire.reduce_bytes, within), seconds(recipe.wire.gather_bytes, within)
     # Replicas then all-reduce the shard that each of their ranks has.
     scatter = scatter + seconds(2.0 * recipe.wire.reduce_bytes, among) / grid.shards
@@ -80,12 +81,12 @@ def data_seconds(grid: Grid, load: StageLoad, gpu: Gpu, recipe: TrainingRecipe, 
     elif recipe.wire.shows_gathers:
         nodes = np.maximum(grid.shards * grid.tp / gpu.gpus_per_node, 1.0)
         chain = np.where(nodes > 1.0, rates.network.hop_seconds * nodes * num_tensors, 0.0)
-        sharded = np.maximum(scatter - hidden, 0.0) + gather + chain
+        sharded = shown_seconds(scatter, hidden, rates) + gather + chain
     else:
-        sharded = np.maximum(scatter - hidden, 0.0) + np.maximum(gather - 0.5 * hidden, 0.0)
+        sharded = shown_seconds(scatter, hidden, rates) + shown_seconds(gather, 0.5 * hidden, rates)
     # Weights are gathered for the forward and again for the backward pass of every micro-batch.
     everything = grid.num_micro_batches * (2.0 * seconds(recipe.wire.gather_bytes, within, load.gathered) + scatter)
-    fully = np.maximum(everything - rates.network.overlap * load.step_seconds, 0.0) + scatter / np.maximum(
+    fully = shown_seconds(everything, rates.network.overlap * load.step_seconds, rates) + scatter / np.maximum(
         load.num_layers, 1
     )
     exposed = np.where(grid.zero_stage == 0, plain, np.where(grid.zero_stage <= 2, sharded, fully))

@@ -60,6 +60,10 @@ class Gpu:
     """Best share of the 16-bit peak that matrix products of many shapes reach. None if unknown."""
     fp8_share: float | None = None
     """The same of the 8-bit peak."""
+    attention_share: float | None = None
+    """Share of the 16-bit peak that attention of 8,192 tokens reaches, forward and backward. None if unknown."""
+    memory_share: float | None = None
+    """Share of the memory bandwidth that norms reach, forward and backward. None if unknown."""
 
     @property
     def is_tpu(self) -> bool:
@@ -75,7 +79,7 @@ class Gpu:
                 f"gpu {self.name!r}: gpus_per_node is {_short(self.gpus_per_node)}, expected a whole number of at most "
                 f"{MOST_GPUS}"
             )
-        for field in ("matmul_share", "fp8_share"):
+        for field in ("matmul_share", "fp8_share", "attention_share", "memory_share"):
             if (share := getattr(self, field)) is not None and not 0.0 < share <= 1.0:
                 raise InputError(f"gpu {self.name!r}: {field} is {share}, expected a share of the peak")
         for dtype, flops in self.peak_flops.items():
@@ -145,15 +149,38 @@ _NVL72 = Host(memory_bytes=36 * 447 * GIB, bandwidth=225 * GIGA, nvme_bytes=0, n
               source="NVIDIA GB200 and GB300 NVL72 datasheets: 36 Grace CPUs, 17 TB, 900 GB/s")  # fmt: skip
 
 # One program measured all of them (github:stas00/ml-engineering compute/accelerator/README.md, MAMF table, Aug. 2026).
+# It does not list GB300, which has the chip of B300 and its share.
 _MATMUL_SHARES = {
-    "h100": 0.803, "h800": 0.803, "h200": 0.803, "b200": 0.776, "b300": 0.786, "gb200-nvl72": 0.729, "a100-80": 0.869,
-    "a100-40": 0.869, "a800-80": 0.869, "mi300x": 0.514, "mi325x": 0.604, "mi355x": 0.680,
+    "h100": 0.803, "h800": 0.803, "h200": 0.803, "b200": 0.776, "b300": 0.786, "gb200-nvl72": 0.729,
+    "gb300-nvl72": 0.786, "a100-80": 0.869, "a100-40": 0.869, "a800-80": 0.869, "mi300x": 0.514, "mi325x": 0.604,
+    "mi355x": 0.680,
 }  # fmt: skip
 # The same table, float8_e4m3fn. (H200's is its own: it has the H100's chip, and more of its power for it.)
-_FP8_SHARES = {"h100": 0.709, "h800": 0.709, "h200": 0.734, "b200": 0.763, "b300": 0.745, "gb200-nvl72": 0.723}
+_FP8_SHARES = {
+    "h100": 0.709, "h800": 0.709, "h200": 0.734, "b200": 0.763, "b300": 0.745, "gb200-nvl72": 0.723,
+    "gb300-nvl72": 0.745,
+}  # fmt: skip
+# One program again, cuDNN 9.19 on H200, GB200 and GB300 in one week (github:NVIDIA/cudnn-frontend df73764, benchmark/):
+# causal attention in bf16 of 64 heads of 128 and 8,192 tokens, 3.5 passes over a forward and 2.5 over a backward one
+# (sdpa_benchmark_training/results), and RMS norms of the eight dense and sparse models wider than 4,096 in it
+# (norms/results), 2 and 3 passes over 2 bytes a value. The H100 has the chip of H200, B200 that of GB200.
+_ATTENTION_SHARES = {
+    **dict.fromkeys(("h100", "h800", "h200"), 0.573), **dict.fromkeys(("b200", "gb200-nvl72"), 0.553),
+    **dict.fromkeys(("b300", "gb300-nvl72"), 0.600),
+}  # fmt: skip
+_MEMORY_SHARES = {
+    **dict.fromkeys(("h100", "h800", "h200"), 0.748), **dict.fromkeys(("b200", "gb200-nvl72"), 0.684),
+    **dict.fromkeys(("b300", "gb300-nvl72"), 0.693),
+}  # fmt: skip
 
 GPUS: dict[str, Gpu] = {
-    gpu.name: replace(gpu, matmul_share=_MATMUL_SHARES.get(gpu.name), fp8_share=_FP8_SHARES.get(gpu.name))
+    gpu.name: replace(
+        gpu,
+        matmul_share=_MATMUL_SHARES.get(gpu.name),
+        fp8_share=_FP8_SHARES.get(gpu.name),
+        attention_share=_ATTENTION_SHARES.get(gpu.name),
+        memory_share=_MEMORY_SHARES.get(gpu.name),
+    )
     for gpu in (
         _gpu("h100", _HOPPER, 79.1, 3352, 450, 50, 8, "NVIDIA H100 SXM5 datasheet; 8 x 400 Gb/s per node",
              _DGX_H100),

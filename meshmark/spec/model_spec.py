@@ -160,6 +160,11 @@ class ModelSpec(ModelConfig):
         return 2.0 * self.query_hidden + 2.0 * self.kv_hidden
 
     @property
+    def layer_norms(self) -> int:
+        """Norms of a layer."""
+        return 2
+
+    @property
     def latent_weights(self) -> float:
         """Matrix weights of a layer that make queries, keys and values of their latents. 0 without latent attention."""
         return 0.0

@@ -11,7 +11,7 @@ from meshmark.spec.model_spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedModel(ModelSpec):
-    """Dimensions of a LLaMA with what Mixtral, Qwen3 and DeepSeek add. Raises `InputError` if they contradict.
+    """Dimensions of a LLaMA with what Mixtral, Qwen3, DeepSeek and Gemma add. Raises `InputError` if they contradict.
 
     Layers are planned as equal: where the first have a dense feed-forward network, each holds its share of it.
     """
@@ -39,6 +39,8 @@ class PlannedModel(ModelSpec):
     window: int = 0
     """Tokens that a windowed layer attends to. 0 without windows."""
     windowed_layers: int = 0
+    norms: int = 2
+    """Norms of a layer. Gemma 2 and 3 have four: before and after both halves."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,6 +56,10 @@ class PlannedModel(ModelSpec):
     @property
     def head_dim(self) -> int:
         return self.head_width or self.hidden // self.num_heads
+
+    @property
+    def layer_norms(self) -> int:
+        return self.norms
 
     @property
     def routing_share(self) -> float:
@@ -146,7 +152,7 @@ class PlannedModel(ModelSpec):
     @property
     def block_parameters(self) -> int:
         held = self.layer_matrix_weights - self.routed_weights + self.expert_parameters
-        return round(held + 2 * self.hidden)
+        return round(held + self.norms * self.hidden)
 
     @property
     def active_parameters(self) -> int:

@@ -48,7 +48,7 @@ def layer_activation_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe)
         between = (5.0 if recipe.activations.dropout_masks else 4.0) * width * h
         scores = 5.0 if recipe.activations.dropout_masks else 4.0
     else:
-        between = 4.0 * width * h
+        between = (2.0 + model.layer_norms) * width * h  # every norm's input, and what products read of two
         # Adapters keep what is between their two matrices; the linear layers' inputs, which the first ones need, are
         # kept in any case.
         inside += width * 4.0 * recipe.adapter_rank
@@ -65,19 +65,33 @@ def layer_activation_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe)
     core = np.where(repeats_core(grid, recipe), 0.0, core)
     sp = np.where(grid.sequence_parallel, t, 1.0)
     per_token = between / sp + (inside + core) / t
-    if recipe.activations.flash_attention:
+    per_token = per_token - module_bytes(model, grid, recipe)
+    if recipe.activations.keeps_products:
+        chosen = repeats_operations(grid, recipe) | (grid.recompute_modules > 0)
+        per_token = np.where(chosen, _kept_products_bytes(model, grid, recipe), per_token)
+    elif recipe.activations.flash_attention:
         products = 3.0 * h + 2.0 * model.kv_hidden + 2.0 * model.active_ffn
         some = width * (h / sp + (h + 0.5 * products) / t)
-        if recipe.activations.keeps_products:
-            # The inputs of both halves of a layer, and of every product with weights its output: q, k, v, attention's
-            # projection, the gate's two (one without a gate) and the feed-forward network's.
-            gated = 1.0 if model.family is Family.GPT else 2.0
-            inner = model.query_hidden + 2.0 * model.kv_hidden + gated * model.active_ffn + model.dispatched * h
-            some = width * (4.0 * h / sp + inner / t)
         per_token = np.where(repeats_operations(grid, recipe), some, per_token)
-    per_token = per_token - module_bytes(model, grid, recipe)
     full = width * h / sp
     return tokens(model, grid) * np.where(grid.recomputes(Recompute.FULL), full, per_token)
+
+
+def _kept_products_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> Column:
+    """Return the bytes of a token that one layer keeps where it keeps products with weights, and repeats all else.
+
+    These are a layer's input and the outputs of its products: q, k, v, attention's projection and the gate's two (one
+    without a gate); nothing reads the last one's again. Named modules keep none of theirs. Attention's own output is
+    kept where modules are named and it is not among them.
+    """
+    t, width = grid.tp, recipe.activations.element_bytes
+    sp = np.where(grid.sequence_parallel, t, 1.0)
+    gated = 1.0 if model.family is Family.GPT else 2.0
+    network = gated * model.active_ffn + model.dispatched * model.hidden
+    inner = model.query_hidden + 2.0 * model.kv_hidden + np.where(grid.repeats(RecomputeModule.MLP), 0.0, network)
+    core = (grid.recompute_modules > 0) & ~grid.repeats(RecomputeModule.CORE_ATTN)
+    kept: Column = width * (2.0 * model.hidden / sp + (inner + np.where(core, model.query_hidden, 0.0)) / t)
+    return kept
 
 
 def module_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> Column:

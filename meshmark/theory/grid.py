@@ -339,10 +339,10 @@ def _coded(orders: Iterable[tuple[Schedule, int]]) -> list[tuple[int, int]]:
 def searched_contexts(seq_len: int) -> tuple[int, ...]:
     """Return the context-parallel degrees worth a search.
 
-    These are powers of two that leave at least 4,096 tokens per rank, for sequences of 32,768 tokens or more. For
-    shorter sequences cp is no better than dp.
+    These are powers of two that leave at least 4,096 tokens per rank. Of a model whose smallest micro-batch, one
+    sequence, needs too much memory, halves may fit that repeat nothing: NeMo trains Llama 3 70B and 405B so.
     """
-    longest = seq_len // 4096 if seq_len >= 32768 else 1
+    longest = seq_len // 4096
     return tuple(2**k for k in range(20) if k == 0 or (2**k <= longest and seq_len % 2 ** (k + 1) == 0))
 
 

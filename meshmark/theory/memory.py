@@ -27,6 +27,7 @@ from meshmark.theory.activations import (
     without_recompute,
 )
 from meshmark.theory.dealt_rows import dealt_parameters
+from meshmark.theory.flops import layer_matrix_parameters
 from meshmark.theory.grid import Column, Grid
 from meshmark.theory.overheads import Overheads
 from meshmark.theory.parameter_order import optimizer_state_bytes
@@ -160,8 +161,11 @@ def stage_memory(
     stated = _stated(num_parameters, model, grid, recipe, stage)
     if recipe.adapter_rank:
         num_parameters = stage_adapters(model, stage, recipe.adapter_rank, grid.tp)
-        frozen = state_bytes(stated, grid, recipe.frozen)
-        states = {name: held + frozen[name] for name, held in state_bytes(num_parameters, grid, recipe).items()}
+        linear = stated * _linear_share(model, stage)
+        frozen = state_bytes(linear, grid, recipe.frozen(quantized=True))
+        others = state_bytes(stated - linear, grid, recipe.frozen(quantized=False))
+        trained = state_bytes(num_parameters, grid, recipe)
+        states = {name: held + frozen[name] + others[name] for name, held in trained.items()}
     else:
         states = state_bytes(stated, grid, recipe)
     if model.expert_parameters:
@@ -192,14 +196,18 @@ def stage_memory(
     whole = tokens(model, grid) * model.hidden * recipe.activations.element_bytes
     pinned = queued_tensors(grid, overheads, stage.num_layers, room.ahead) * whole * (1.0 + 1.0 / grid.tp)
     live = sum((states[c] for c in ("parameters", "gradients", "optimizer")), start=peak + buffers)
-    live = live + overheads.fragmentation * peak + overheads.overhead_bytes
+    live = live + overheads.overhead_bytes
+    fragmentation = overheads.fragmentation * peak
+    if recipe.buffers.expands_segments:
+        fragmentation = np.clip(room.capacity_bytes - live, 0.0, fragmentation)
+    live = live + fragmentation
     released = np.where(live + pinned > room.capacity_bytes, pinned, 0.0)
     return Memory(
         **{**states, "buffers": buffers + np.maximum(more, 0.0)},
         activations=held,
         logits=logits,
         absent=np.maximum(-more, 0.0),
-        fragmentation=overheads.fragmentation * peak + pinned - released,
+        fragmentation=fragmentation + pinned - released,
         overhead=np.full(len(grid), overheads.overhead_bytes),
         released=released,
         fullest_stage=np.full(len(grid), index),
@@ -213,6 +221,11 @@ def _stated(num_parameters: Column, model: ModelSpec, grid: Grid, recipe: Traini
     if not recipe.deals_rows:
         return num_parameters
     return np.where(grid.zero_stage < 3, num_parameters, shards * dealt_parameters(model, stage, grid.tp, shards))
+
+
+def _linear_share(model: ModelSpec, stage: Stage) -> float:
+    """Return the share of a stage's parameters that belongs to the blocks' linear layers."""
+    return stage.num_layers * layer_matrix_parameters(model) / float(stage_parameters(model, stage))
 
 
 def received_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, ends: Column | int) -> Column:
@@ -263,6 +276,8 @@ def _working_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: 
     again = np.where(modules & recipe.activations.flash_attention, named, again)
     shards = grid.shards.astype(float)
     largest = max(2 * model.block_parameters, model.vocab_size * model.hidden)
+    if recipe.frozen_bytes is not None:  # one matrix at a time is made of them, in 16 bits
+        block = block + width * model.hidden * model.ffn_hidden / t
     gathered = np.where(
         (grid.zero_stage >= 3) & (shards > 1),
         (recipe.wire.gather_bytes + recipe.wire.reduce_bytes / 2.0) * largest / t,

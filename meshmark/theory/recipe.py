@@ -66,6 +66,11 @@ class BufferBytes:
     """Communication buffers of a fixed size, in total bytes."""
     outside_bytes: float = 0.0
     """CUDA's context and NCCL's buffers, which the framework's allocator does not count."""
+    expands_segments: bool = False
+    """True if its launcher has the allocator expand segments (`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`).
+
+    What is reserved and unused can then be given back, so that a layout which fits without it runs.
+    """
     fresh_gradient_bytes: float = 0.0
     """Gradients as the backward pass emits them, all alive at its end, before they are added to the held ones."""
 
@@ -82,6 +87,13 @@ class Wire:
     """True if inputs gathered again in the backward pass travel behind products of the gradients before them.
 
     These are the two inputs of a layer under sequence parallelism (arXiv:2205.05198 sec. 4.2.2).
+    """
+    gathers_narrow: bool = False
+    """True if tensor-parallel ranks gather the inputs of narrower products as these read them, not in 16 bits.
+
+    Transformer Engine quantizes a sequence's part before it is gathered, forward and backward; what products give is
+    reduced in 16 bits (`gather_along_first_dim(..., quantizer)` in its layernorm_linear.py and, for gradients of
+    outputs, base.py; github:NVIDIA/TransformerEngine d0067d0).
     """
     hides_sends: bool = False
     """True if interleaved stages send and receive while they compute (Megatron's `overlap_p2p_comm`)."""
@@ -110,6 +122,11 @@ class ActivationBytes:
     """Bytes per activation."""
     logit_bytes: float = 8.0
     """Bytes per logit at the loss: its fp32 copy and the shifted one that becomes the softmax."""
+    moved_logit_bytes: float = 52.0
+    """Bytes per logit that the loss reads and writes, forward and backward.
+
+    Unfused: cast, max, shift, exp, sum and divide forward; scale and cast backward.
+    """
     kept_logit_bytes: float = 0.0
     """Bytes per logit of the previous micro-batch, if it is freed late."""
     flash_attention: bool = True
@@ -119,6 +136,13 @@ class ActivationBytes:
     keeps_products: bool = False
     """True if selective recomputation keeps what products with weights give, and repeats all else: attention's core
     and element-wise work (JAX's `checkpoint_dots_with_no_batch_dims`, MaxText's policy `minimal`).
+    """
+    skips_last_product: bool = False
+    """True if recomputation of a layer, or of its feed-forward network, leaves out its last product, whose output no
+    backward pass reads.
+
+    XLA removes what nothing reads. PyTorch's non-reentrant `checkpoint` stops once it has all tensors that were saved
+    (`set_checkpoint_early_stop`, on unless it is turned off, as torchtitan does).
     """
     selective_core: bool = False
     """True if selective recomputation without named modules repeats the attention core also where no scores are kept.
@@ -232,10 +256,20 @@ class TrainingRecipe:
     adapter_rank: int = 0
     """Rank of LoRA's adapters beside every linear layer of the blocks, which alone are trained. 0 trains everything."""
 
-    @property
-    def frozen(self) -> TrainingRecipe:
-        """The recipe of weights that are not trained: no gradients, no masters and no moments."""
-        alone = replace(self.states, gradient_bytes=0, master_bytes=0, moment_bytes=0, shard_gradient_bytes=0)
+    frozen_bytes: float | None = None
+    """Bytes of a frozen weight of the blocks' linear layers, if they are quantized."""
+
+    def frozen(self, *, quantized: bool) -> TrainingRecipe:
+        """Return the recipe of weights that are not trained: no gradients, no masters and no moments.
+
+        They are kept in 16 bits, or, if they are those that are `quantized`, in fewer.
+        """
+        width = min(self.states.weight_bytes, self.activations.element_bytes)
+        if quantized and self.frozen_bytes is not None:
+            width = self.frozen_bytes
+        alone = replace(
+            self.states, weight_bytes=width, gradient_bytes=0, master_bytes=0, moment_bytes=0, shard_gradient_bytes=0
+        )
         return replace(self, states=alone, buffers=replace(self.buffers, bucket_bytes=0))
 
 
@@ -284,14 +318,20 @@ RECIPES: dict[str, TrainingRecipe] = {
         ),
         # megatron-core as NeMo runs it: flash attention, bf16, distributed optimizer, no dropout; gradients are held
         # and reduced in bf16 (`grad_reduce_in_fp32=False` of NeMo's recipes), and the optimizer has an fp32 copy of
-        # its shard's. Its own cross-entropy makes the softmax in place of the fp32 logits, and keeps that alone
-        # (`VocabParallelCrossEntropy`): 2 for the logits in bf16, 4 for it. Outside as FSDP2's.
+        # its shard's. Performance recipes of NeMo and Megatron-Bridge say `cross_entropy_fusion_impl="te"`, whose
+        # kernels read bf16 logits twice, write their gradient, and scale it (Transformer Engine's
+        # triton/cross_entropy.py): in their place up to 2.14, and in 32 bits beside them since (01bbe3e), which
+        # memory is planned with. Outside as FSDP2's. Segments are expanded where a layout needs it ("OOM if not set",
+        # Megatron-Bridge v0.1.0rc4 scripts/performance/setup_experiment.py), and in every recipe since (its
+        # recipes/utils/environment_utils.py).
         TrainingRecipe(
             name="megatron-core",
             states=StateBytes(weight_bytes=2, gradient_bytes=2, master_bytes=4, shard_gradient_bytes=4),
-            buffers=BufferBytes(outside_bytes=0.9e9),
-            wire=Wire(hides_backward_gathers=True, hides_sends=True),
-            activations=ActivationBytes(logit_bytes=6, fused_elementwise=True, selective_core=True),
+            buffers=BufferBytes(outside_bytes=0.9e9, expands_segments=True),
+            wire=Wire(hides_backward_gathers=True, gathers_narrow=True, hides_sends=True),
+            activations=ActivationBytes(
+                logit_bytes=6, moved_logit_bytes=10, fused_elementwise=True, selective_core=True
+            ),
             cut=PipelineCut(ends_count=True),
         ),
         # Megatron-DeepSpeed of 2022, ZeRO-1: an fp32 copy of a rank's share of the gradients (its stage_1_and_2.py), a
@@ -338,7 +378,13 @@ RECIPES: dict[str, TrainingRecipe] = {
         _FSDP2,
         # FSDP1 with everything in bf16 on the wire, as github:foundation-model-stack/fms-fsdp has it (its
         # policies/mixed_precision.py): gradients too are reduced in 16 bits.
-        replace(_FSDP2, name="fsdp1-bf16", wire=Wire(reduce_bytes=2, gather_bytes=2), deals_rows=False),
+        replace(
+            _FSDP2,
+            name="fsdp1-bf16",
+            wire=Wire(reduce_bytes=2, gather_bytes=2),
+            activations=replace(_FSDP2.activations, skips_last_product=True),
+            deals_rows=False,
+        ),
         # With plain `torch.optim.AdamW`, not torchtitan's fused one: the update holds the roots of all second moments.
         # FSDP that keeps gathered weights from forward to backward passes, in interleaved pipelines. Gradients are
         # accumulated and reduced in fp32, and sharded as the states are (arXiv:2407.21783 sec. 3.3.2).
@@ -350,7 +396,12 @@ RECIPES: dict[str, TrainingRecipe] = {
             cut=PipelineCut(ends_count=True),
             deals_rows=False,
         ),
-        replace(_FSDP2, name="fsdp2-foreach", update=UpdateForm.FOREACH),
+        replace(
+            _FSDP2,
+            name="fsdp2-foreach",
+            activations=replace(_FSDP2.activations, skips_last_product=True),
+            update=UpdateForm.FOREACH,
+        ),
         # DDP keeps what FSDP2 does, whole: fp32 weights, gradients (in its buckets) and moments.
         replace(_FSDP2, name="ddp", update=UpdateForm.FOREACH, deals_rows=False),
         # A fused loss (llm-foundry's, Liger's): a logit in bf16 and its gradient. llm-foundry's FSDP1 shards evenly.
@@ -379,7 +430,9 @@ RECIPES: dict[str, TrainingRecipe] = {
             name="xla",
             states=StateBytes(weight_bytes=4, gradient_bytes=4, master_bytes=0),
             buffers=BufferBytes(outside_bytes=0.9e9),
-            activations=ActivationBytes(logit_bytes=8, fused_elementwise=True, keeps_products=True),
+            activations=ActivationBytes(
+                logit_bytes=8, fused_elementwise=True, keeps_products=True, skips_last_product=True
+            ),
         ),
         # 4 + 4 + 8 = 16, everything in fp32.
         TrainingRecipe(
@@ -439,12 +492,24 @@ def narrowed(using: TrainingRecipe, precision: str) -> TrainingRecipe:
     return replace(using, products=NARROW[precision], wire=replace(using.wire, gather_bytes=1.0))
 
 
-def adapted(using: TrainingRecipe, rank: int, model: ModelSpec) -> TrainingRecipe:
-    """Return the recipe that trains LoRA's adapters of this rank alone.
+QUANTIZED = {"nf4": 0.5 + 1.0 / 64.0 + 4.0 / (64.0 * 256.0)}
+"""Bytes of a quantized frozen weight.
+
+NF4 has 4 bits, a scale of 8 bits for each 64 of them, and one of 32 bits for each 256 scales (QLoRA, arXiv:2305.14314
+section 3: 0.127 bits a weight beside its 4).
+"""
+
+
+def adapted(using: TrainingRecipe, rank: int, model: ModelSpec, quantized: str = "") -> TrainingRecipe:
+    """Return the recipe that trains LoRA's adapters of this rank alone, beside weights `quantized` as `QUANTIZED` says.
 
     Raises `InputError` for a rank, a model or a recipe that adapters are not planned for.
     """
+    if quantized and quantized not in QUANTIZED:
+        raise UnknownNameError("format of frozen weights", quantized, QUANTIZED)
     if rank == 0:
+        if quantized:
+            raise InputError(f"frozen weights in {quantized}, but none are frozen: give LoRA's rank too")
         return using
     most = min(model.hidden, model.ffn_hidden)
     if not 1 <= rank <= most:
@@ -454,7 +519,11 @@ def adapted(using: TrainingRecipe, rank: int, model: ModelSpec) -> TrainingRecip
     if using.products or using.eager:
         what = using.products.name if using.products else f"recipe {using.name!r}"
         raise InputError(f"LoRA is not planned with {what}: name products in bf16, and a recipe that is not eager")
-    return replace(using, adapter_rank=rank)
+    using = replace(using, adapter_rank=rank)
+    if not quantized:
+        return using
+    width = QUANTIZED[quantized]  # which is also what ZeRO-3 gathers
+    return replace(using, frozen_bytes=width, wire=replace(using.wire, gather_bytes=width))
 
 
 def eager_recipe(case: Case, name: str = "eager", *, casts_weights: bool = False) -> TrainingRecipe:

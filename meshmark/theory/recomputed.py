@@ -55,6 +55,11 @@ def gate_tensors(model: ModelSpec, recipe: TrainingRecipe) -> float:
     return 3.0 if recipe.activations.fused_elementwise else 4.0
 
 
+def skipped_weights(model: ModelSpec, recipe: TrainingRecipe) -> float:
+    """Return the weights of a layer whose products full recomputation does not repeat."""
+    return model.hidden * model.active_ffn if recipe.activations.skips_last_product else 0.0
+
+
 def repeated(model: ModelSpec, recipe: TrainingRecipe, module: RecomputeModule) -> Repeated:
     """Return what repeating `module` in every layer changes, on average over layers. Scores, which are not counted by
     width, are left to the caller. All zeros if the model has no such module.
@@ -71,7 +76,7 @@ def repeated(model: ModelSpec, recipe: TrainingRecipe, module: RecomputeModule) 
         return Repeated(
             between=has_dense * product * h,
             inside=inner * dense,
-            weights=matrices * h * dense,
+            weights=(matrices - recipe.activations.skips_last_product) * h * dense,
             moved=gate * dense + has_dense * 2.0 * width * h,
             collectives=2.0 * has_dense,
         )
