@@ -13,7 +13,7 @@ import numpy as np
 from meshmark.plan.rates import CONTENTION, Rates, SpreadRates
 from meshmark.theory.grid import Column
 from studies.fit_nemo import fit_megatron_core, nemo_errors
-from studies.fit_sweep import fit_sweep, measured_sweep, predict_measured
+from studies.fit_sweep import fit_sweep, measured_sweep, predict_seconds
 from studies.published import Published, bloom_sweep, korthikanti_table5, megatron_table2, torchtitan_rows
 from studies.validate_fsdp import FITTED_MODELS, mpt_rows, mpt_time_ratios
 
@@ -81,7 +81,7 @@ def spread_nanotron() -> SpreadRates:
     ratios = []
     for fitted, other in (("1B", "8B"), ("8B", "1B")):
         given = fit_sweep(measured_sweep(fitted), "")
-        ratios += [part.step_seconds / predict_measured(part, given).step_seconds for part in measured_sweep(other)]
+        ratios += [part.step_seconds / predict_seconds(part, given) for part in measured_sweep(other)]
     return spread_of(ratios)
 
 

@@ -11,6 +11,7 @@ from meshmark.plan.layout_table import LayoutRows, batches
 from meshmark.plan.prediction import Prediction, predict_grid
 from meshmark.plan.rates import FloorRates, HostRates, KernelRates, NetworkRates, PollingRates, Rates
 from meshmark.plan.rows import Row, number
+from meshmark.plan.step_time import step_time
 from meshmark.spec.hardware import GIB, gpu
 from meshmark.theory.grid import Column
 from meshmark.theory.overheads import Overheads
@@ -90,12 +91,18 @@ def predict_measured(one: Measured, given: Rates) -> Prediction:
     return predict_grid(batch.model, batch.grid, gpu(batch.gpu_name), recipe("nanotron"), given)
 
 
+def predict_seconds(one: Measured, given: Rates) -> Column:
+    """Return the steps' seconds alone: a fit of time asks for them hundreds of times, and memory takes longest."""
+    batch = one.batch
+    return step_time(batch.model, batch.grid, gpu(batch.gpu_name), recipe("nanotron"), given).total_seconds
+
+
 def fit_sweep(parts: Sequence[Measured], origin: str) -> Rates:
     """Time first, then memory, which depends on time through the host's lag."""
     start = dataclasses.replace(START, origin=origin)
 
     def time_errors(given: Rates) -> Column:
-        return np.concatenate([np.log(predict_measured(p, given).step_seconds / p.step_seconds) for p in parts])
+        return np.concatenate([np.log(predict_seconds(p, given) / p.step_seconds) for p in parts])
 
     def memory_errors(given: Rates) -> Column:
         return np.concatenate(

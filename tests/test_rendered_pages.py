@@ -28,13 +28,8 @@ from studies import pages
 from tests.factories import make_case, make_good
 from tests.test_conformance import plain, plain_conformance
 
-SLOW = {"validation"}
-"""Pages whose numbers are fitted anew."""
 
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in pages.PAGES]
-)
+@pytest.mark.parametrize("name", pages.PAGES)
 def test_the_committed_page_is_what_its_records_say(name: str, tmp_path: Path) -> None:
     pages.renderer(name)(tmp_path / f"{name}.md")
     committed = pages.REPORTS / f"{name}.md"
