@@ -116,7 +116,6 @@ def test_wrong_bytes_blocks_and_leaks_are_seen(served: Served) -> None:
         ("BeamsForget", "beams"),
         ("SeedsEveryToken", "temperature"),
         ("TemperatureOfFirst", "temperature"),
-        ("EvictedLeak", "blocks left over"),
         ("EvictedDrawsOfCopies", "eviction"),
         ("EvictedScore", "eviction of beams"),
         ("NoStopOfDraws", "stop tokens of draws"),
@@ -224,6 +223,14 @@ def test_an_engine_that_ended_says_so_when_it_is_asked_again(model: Path, tmp_pa
             engine.serve(REQUESTS)
 
 
+def test_blocks_that_evicted_sequences_keep_are_left_over_and_lack_for_beams(model: Path) -> None:
+    mutant = BY_NAME["EvictedLeak"]
+    assert list(failures(mutant.target, mutant.variant, Judge(model, "fp32"), model)) == [
+        "eviction of beams",
+        "blocks left over",
+    ]
+
+
 def test_an_engine_that_refuses_what_is_not_greedy_is_judged_to_the_end(model: Path) -> None:
     class Greedy(PagedEngine):
         def submit(self, request: Request) -> None:
@@ -235,7 +242,7 @@ def test_an_engine_that_refuses_what_is_not_greedy_is_judged_to_the_end(model: P
     with LocalEngine(Greedy(model, EngineOptions())) as engine:
         found = {verdict.name: verdict for verdict in judge_engine(engine, Judge(model, "fp32"), setting)}
     failed = {name for name, verdict in found.items() if not verdict.passed}
-    assert failed == {"seeds", "temperature", "parallel samples", "beams"}
+    assert failed == {"seeds", "temperature", "parallel samples", "stop tokens of draws", "beams"}
     assert "no draws, no copies" in found["temperature"].text
     assert "a token that is unknown" in found
 

@@ -370,6 +370,10 @@ def _cache_under_eviction(around: Around) -> CaseVerdict:
     return dataclasses.replace(right, name="prefix cache under eviction", passed=passed, text=text, numbers=numbers)
 
 
+def _ended(name: str, error: EngineError, what: str = "") -> CaseVerdict:
+    return CaseVerdict(name=name, passed=False, text=f"{what}it ends the engine, and every request with it: {error}")
+
+
 def _evicted(number: int) -> str:
     """Say how many requests were evicted. Engines may do without: they keep a request waiting until it fits."""
     return f"{number} requests were evicted" if number else "no request was evicted, so eviction is not judged"
@@ -422,7 +426,7 @@ def _eviction(around: Around) -> CaseVerdict:
             together = around.engine.serve(requests)
             alone = around.engine.serve([dataclasses.replace(r, arrives=40 * i) for i, r in enumerate(requests)])
         except EngineError as error:
-            return CaseVerdict(name=name, passed=False, text=f"it ends the engine, and every request with it: {error}")
+            return _ended(name, error)
         same = around.judge.same(name, requests, (alone, together), around.noise)
         evicted[kind] = together.preemptions
         texts.append(f"of {kind}: {_evicted(together.preemptions)}; {same.text}")
@@ -439,7 +443,10 @@ def _eviction_of_beams(around: Around) -> CaseVerdict:
         Request(name=f"beams-{i}", prompt=prompt, max_new_tokens=12, beams=4, wants_prompt=False)
         for i, prompt in enumerate(prompts([60, 60], seed=36))
     ]
-    served = around.engine.serve(requests)
+    try:
+        served = around.engine.serve(requests)
+    except EngineError as error:
+        return _ended("eviction of beams", error)
     told = around.judge.logprobs(requests, served.completions, around.noise)
     texts, passed, decided = [_evicted(served.preemptions)], told.passed, True
     for request in requests:
@@ -462,8 +469,7 @@ def _bad_requests(
         try:
             mixed = engine.serve([requests[3], bad, *requests[4:6]])
         except EngineError as error:
-            text = f"{bad.name}: it ends the engine, and every request with it: {error}"
-            return CaseVerdict(name=name, passed=False, text=text)
+            return _ended(name, error, f"{bad.name}: ")
         refused = [(c.request, c.tokens) for c in mixed.completions if c.error] == [(bad.name, [])]
         same = judge.same(name, requests, (served, mixed), noise)
         text = f"{bad.name}: {'refused' if refused else 'not refused'}; of the others: {same.text}"
@@ -481,11 +487,11 @@ _CLAUSES: dict[str, Sequence[Callable[[Around], CaseVerdict]]] = {
         _alone,
         _arrival,
         _stops,
-        _stops_of_draws,
         _context_limit,
         seeds,
         _temperature,
         parallel_samples,
+        _stops_of_draws,
         _beams,
         _leaks,
     ),
