@@ -16,6 +16,7 @@ import studies.inference
 from benchmarks.inference_power import failures
 from meshmark.adapter.registry import ENGINE_PRECISIONS, inference_adapters
 from meshmark.adapters.paged.engine import PagedEngine
+from meshmark.cli.commands import main
 from meshmark.inference import quantized
 from meshmark.inference.clauses import Around, judge_engine, parallel_samples, requests_of, seeds
 from meshmark.inference.contract import CacheUse, Completion, EngineOptions, Request, Served
@@ -30,6 +31,7 @@ from meshmark.records.judged_case import CaseVerdict
 from tests.broken.paged import BY_NAME
 from tests.correct.paged import EndsRefusedEngine, ReservingEngine
 
+ROOT = Path(__file__).parents[1]
 GENERATE = inference_adapters()["transformers-generate"]
 REQUESTS = [Request(name=f"p{len(p)}", prompt=p, max_new_tokens=6) for p in prompts([1, 7, 20])]
 
@@ -358,9 +360,36 @@ def test_an_engine_without_its_environment_names_the_command(tmp_path: Path, mon
     assert "make env NAME=vllm" in (load_engine(inference_adapters()["vllm"]).refusal() or "")
 
 
+def test_an_engine_from_outside_is_judged_and_reported_in_any_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text((ROOT / "examples" / "generate.py").read_text())
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", "--pyargs", "meshmark.suites.test_inference"]
+    options = ["--adapter", "mine.py:Generate", "--results", "out"]
+    done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout
+    assert main(["report", str(tmp_path / "out")]) == 0
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert "**1 of 1 case is right**" in page and "| generate | plain     | fp32        | off by" in page
+
+
+def test_a_report_tells_records_of_engines_from_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Engines have a page of their own beside that of training; of smaller models the command is named."""
+    records = ROOT / "reports" / "records"
+    engines, training = records / "inference.jsonl", ROOT / "baselines" / "epyc-2cpu" / "records.jsonl"
+    (tmp_path / "records.jsonl").write_text(engines.read_text() + training.read_text())
+    assert main(["report", str(tmp_path)]) == 0
+    assert {"report.md", "report-inference.md"} <= {path.name for path in tmp_path.iterdir()}
+    assert "left out" not in capsys.readouterr().err
+    assert main(["report", str(engines), "-o", str(tmp_path / "page.html")]) == 2
+    assert "name a .md file" in capsys.readouterr().err
+    assert main(["report", str(records / "compression.jsonl")]) == 2
+    assert "make compression" in capsys.readouterr().err
+    assert main(["show", "paged", str(engines)]) != 0
+    assert "`meshmark report DIR` reads it" in capsys.readouterr().err
+
+
 def _collected(suite: str, *options: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", f"suites/test_{suite}.py", *options]
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -370,6 +399,9 @@ def _collected(suite: str, *options: str) -> tuple[int, str]:
         ("inference", ["--adapters", "ddp"], "no engine with a precision of fp32: transformers-generate has fp32"),
         ("inference", ["--adapters", "transformers-generate", "--precision", "int4-weights"], "no engine with a"),
         ("equivalence", ["--adapters", "vllm"], "unknown adapter 'vllm'"),
+        ("equivalence", ["--adapter", "examples/generate.py:Generate"], "is judged by pytest --pyargs"),
+        ("inference", ["--adapter", "examples/generate.py:Nobody"], "cannot be imported: AttributeError"),
+        ("inference", ["--adapter", "meshmark.adapters.paged:Paged"], "would stand for two engines"),
         ("equivalence", ["--precision", "int8-weights"], "unknown precision 'int8-weights'"),
     ],
 )

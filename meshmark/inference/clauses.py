@@ -79,7 +79,8 @@ def judge_engine(engine: Serves, judge: Judge, setting: Setting) -> Iterator[Cas
     blocks = options.num_blocks
     if not adapter.pages:  # one batch, padded to its longest prompt
         blocks = len(requests) * (max(LENGTHS) + NEW_TOKENS - 1)
-    yield cache_bytes(served, setting.shape, options.precision, options.tp, blocks)
+    if adapter.pages or (served.cache and served.cache.num_blocks):
+        yield cache_bytes(served, setting.shape, options.precision, options.tp, blocks)
     if adapter.pages and options.max_step_tokens < EngineOptions().max_step_tokens:
         yield _step_tokens(requests, served, options.max_step_tokens)
     if setting.variant == "plain" and adapter.pages:

@@ -76,12 +76,16 @@ class InferenceRecord(JudgedCase):
 
 
 def read_inference(path: Path) -> list[InferenceRecord]:
-    """Return the records of a file, of each case the last, with the known gaps that adapters declare now."""
+    """Return the records of a file, of each case the last, with the known gaps that adapters declare now.
+
+    Engines from outside keep the gaps that they declared when they ran.
+    """
     engines = inference_adapters()
 
     def now(values: Mapping[str, Any]) -> InferenceRecord:
-        target = engines.get(values["case"]["engine"])
-        gaps = load_engine(target).known_gaps if target else ()
+        if not (target := engines.get(values["case"]["engine"])):
+            return InferenceRecord(**values)
+        gaps = load_engine(target).known_gaps
         verdicts = [with_gap(dataclasses.replace(verdict, gap=""), gaps) for verdict in values["verdicts"]]
         return InferenceRecord(**{**values, "verdicts": verdicts})
 
