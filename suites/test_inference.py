@@ -27,7 +27,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             InferenceCase(engine=name, target=target, precision=precision, variant=variant)
             for precision in precisions
             for variant in VARIANTS
-            if variant == "plain" or (adapter.pages and precision == precisions[0])
+            if variant == "plain" or (adapter.pages and (precision == precisions[0] or variant == "all-at-once"))
         ]
     if not cases:
         known = inference_adapters() | chosen

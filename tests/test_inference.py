@@ -113,6 +113,7 @@ def test_wrong_bytes_blocks_and_leaks_are_seen(served: Served) -> None:
         ("KeyWithoutPast", "prompts that look alike"),
         ("EvictedDraws", "eviction"),
         ("StaleKey", "prefix cache under eviction"),
+        ("ChunksTruncate", "log probabilities"),
         ("ScaleOfNextGroup", "log probabilities"),
         ("WeightOffset", "log probabilities"),
         ("BeamsForget", "beams"),
@@ -413,4 +414,5 @@ def test_engines_and_their_precisions_are_never_replaced_by_others(suite: str, o
 def test_each_engine_has_its_variants_in_the_first_chosen_precision_that_it_has() -> None:
     status, output = _collected("inference", "--adapters", "paged, vllm", "--precision", "int8-weights, bf16")
     assert not status and "[paged-chunked-llama-tiny-int8-weights]" in output
+    assert "[paged-all-at-once-llama-tiny-bf16]" in output  # in every precision
     assert "[vllm-chunked-llama-tiny-bf16]" in output and "[paged-chunked-llama-tiny-bf16]" not in output

@@ -284,7 +284,7 @@ def parallel_samples(around: Around) -> CaseVerdict:
             completion.request, completion.copy = "copies", index
         found = around.judge.same("parallel samples", [base], (together, apart), around.noise)
     distinct = len({tuple(c.tokens) for c in together.completions})
-    passed, text = found.passed and distinct == copies, f"{found.text}; {distinct} distinct"
+    passed, text, numbers = found.passed and distinct == copies, f"{found.text}; {distinct} distinct", found.numbers
     if around.setting.adapter.pages:
         size = around.setting.options.block_size
         each, shared = -(-(len(base.prompt) + NEW_TOKENS - 1) // size), len(base.prompt) // size
@@ -292,7 +292,8 @@ def parallel_samples(around: Around) -> CaseVerdict:
         text += f"; {used} blocks at the peak, {needed} with shared blocks, {copies * each} without"
         if "sharing" in around.setting.adapter.promises:
             passed = passed and used == needed
-    return dataclasses.replace(found, name="parallel samples", passed=passed, text=text)
+        numbers = {**numbers, "blocks": used, "with_sharing": needed, "without_sharing": copies * each}
+    return dataclasses.replace(found, name="parallel samples", passed=passed, text=text, numbers=numbers)
 
 
 def _beams(around: Around) -> CaseVerdict:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshmark.inference.clauses import LENGTHS, NEW_TOKENS
+from meshmark.inference.clauses import COPIES, LENGTHS, NEW_TOKENS
 from meshmark.inference.judge import FACTOR
 from meshmark.inference.run import InferenceRecord
 from meshmark.records.judged_case import CaseVerdict
@@ -49,7 +49,7 @@ log probability that fails: {FACTOR:g} times the noise of Transformers' own ways
 
 {markdown([_memory(record) for record in records])}
 
-{between}## Clauses
+{_samples(records)}{between}## Clauses
 
 {markdown(_clauses(records))}
 
@@ -85,6 +85,33 @@ def _memory(record: InferenceRecord) -> dict[str, object]:
         if verdict := found.get(name):
             row[name] = inline(verdict.text) if verdict.passed else f"**{inline(verdict.text)}**"
     return row
+
+
+def _samples(records: Sequence[InferenceRecord]) -> str:
+    """Return the table of blocks that parallel samples take."""
+    rows = [
+        {
+            **case_columns(record),
+            "blocks at the peak": f"{numbers['blocks']:.0f}",
+            "full blocks of the prompt shared": f"{numbers['with_sharing']:.0f}",
+            "nothing shared": f"{numbers['without_sharing']:.0f}",
+        }
+        for record in records
+        for verdict in record.verdicts
+        if verdict.name == "parallel samples" and "blocks" in (numbers := verdict.numbers)
+    ]
+    if not rows:
+        return ""
+    alone = [row for row in rows if row["blocks at the peak"] == row["nothing shared"]]
+    engines = dict.fromkeys(f"{row['engine']} ({row['variant']})" for row in alone)
+    silent = f" No block is shared by {', '.join(engines)}." if engines else ""
+    return f"""### Parallel samples
+
+{COPIES} parallel samples of one prompt, at the peak, and what closed forms say with and without sharing.{silent}
+
+{markdown(rows)}
+
+"""
 
 
 _ELSEWHERE = ("log probabilities", "greedy tokens", "KV cache bytes", "KV blocks in use")

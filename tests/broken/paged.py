@@ -131,6 +131,13 @@ def _truncates(self: PagedLlama, x: Tensor) -> Tensor:
     )
 
 
+def _truncates_chunks(self: PagedLlama, layer: int, span: Span, k: Tensor, v: Tensor) -> None:
+    """Of a prompt's later chunks, keys and values are rounded towards zero."""
+    if span.start and len(span.tokens) > 1:
+        k, v = (_truncates(self, x).float() for x in (k, v))
+    PagedLlama.write(self, layer, span, k, v)
+
+
 def _other_format(self: PagedLlama, x: Tensor) -> Tensor:
     return x.to(torch.float8_e5m2).to(self.cache.dtype)
 
@@ -653,6 +660,13 @@ MUTANTS: list[PagedMutant] = [
         text="keys and values are truncated to 8 bits, not rounded",
         precision="fp8-cache",
         model={"narrow": _truncates},
+    ),
+    PagedMutant(
+        name="ChunksTruncate",
+        text="keys and values of a prompt's later chunks are truncated to 8 bits",
+        variant="all-at-once",
+        precision="fp8-cache",
+        model={"write": _truncates_chunks},
     ),
     PagedMutant(
         name="CacheFormat",
