@@ -1,6 +1,7 @@
 """Engines that generate text, judged: reports/inference.md.
 
-python -m studies.inference               # runs the suite, then writes the page
+python -m studies.inference               # runs the suite and times the engines, then writes the page
+python -m studies.inference --speed       # times the engines in alternation, then writes the page
 python -m studies.inference --page-only   # writes the page from the committed records
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,9 +20,10 @@ from meshmark.adapter.registry import inference_adapters
 from meshmark.inference.judge import FACTOR
 from meshmark.inference.model import PRECISIONS
 from meshmark.inference.process import load_engine
-from meshmark.inference.run import LOAD, InferenceRecord, read_inference
+from meshmark.inference.run import InferenceRecord, read_inference
+from meshmark.inference.speed import BASE, LOAD, EngineSpeed, ratios, read_speeds
 from meshmark.inference.waste import LIMIT, MEAN_NEW, MEAN_PROMPT, NUM_REQUESTS, Sharing, Waste
-from meshmark.report.inference import case_columns, inference_page
+from meshmark.report.inference import inference_page
 from meshmark.report.markdown import table as markdown
 
 ROOT = Path(__file__).parents[1]
@@ -29,6 +32,8 @@ KEPT = ROOT / "reports" / "records" / "inference.jsonl"
 MUTANTS = ROOT / "reports" / "records" / "inference-mutants.jsonl"
 """Of `make inference-power`, and so are the next two."""
 WASTE = ROOT / "reports" / "records" / "inference-waste.jsonl"
+SPEEDS = ROOT / "reports" / "records" / "inference-speed.jsonl"
+"""Of `time_engines`."""
 ALARMS = ROOT / "reports" / "records" / "inference-alarms.jsonl"
 
 
@@ -45,6 +50,12 @@ def run() -> bool:
     if reasons := [f"{name}: {reason}" for name in _missing(read_inference(KEPT)) if (reason := _refusal(name))]:
         print("not judged, so the page has no rows of", *reasons, sep="\n  ", file=sys.stderr)
     return done.returncode == 0
+
+
+def time_engines() -> bool:
+    """Time all engines in alternation, and keep what they did. Return whether it worked."""
+    command = [sys.executable, "-m", "meshmark.inference.speed", "-o", str(SPEEDS)]
+    return subprocess.run(command, check=False, cwd=ROOT).returncode == 0
 
 
 def _missing(records: Sequence[InferenceRecord]) -> list[str]:
@@ -71,27 +82,39 @@ def _left_out(records: Sequence[InferenceRecord]) -> str:
 
 def page(records: Sequence[InferenceRecord]) -> str:
     """Return the page of what the records say."""
-    number, length, new = LOAD
-    speed = f"""{_waste()}
-## Speed
-
-{number} requests of {length} tokens arrive at once, and {new} tokens follow each; the second of two runs. The model is
-a toy, so these are times of schedulers and Python, not of products of matrices. They say nothing about a real model.
-
-{markdown([_speed(record) for record in records if record.speed])}
-
-"""
+    between = f"{_waste()}\n{_speed(read_speeds(SPEEDS))}\n"
     links = "Made by `make inference`. [How engines are judged](../docs/inference.md)."
-    return f"{inference_page(records, links, _left_out(records), speed)}{_detects()}\n{_alarms()}"
+    return f"{inference_page(records, links, _left_out(records), between)}{_detects()}\n{_alarms()}"
 
 
-def _speed(record: InferenceRecord) -> dict[str, object]:
-    return {
-        **case_columns(record),
-        "prefill, tokens/s": f"{record.speed['prefill']:,.0f}",
-        "decode, tokens/s": f"{record.speed['decode']:,.0f}",
-        "first token": f"{1000 * record.speed['first_token']:.1f} ms",
-    }
+def _speed(speeds: Sequence[EngineSpeed]) -> str:
+    """Return the section of times, as ratios to those of one engine."""
+    number, length, new = LOAD
+    base = next(each for each in speeds if (each.engine, each.precision) == BASE)
+    rows = [
+        {"engine": each.engine, "precision": each.precision}
+        | {text: "1" if each is base else "{:.2f} ± {:.2f}".format(*row[name]) for name, text in _RATES.items()}
+        for each, row in zip(speeds, ratios(speeds), strict=True)
+    ]
+    rounds, decode = len(base.decode), statistics.median(base.decode)
+    prefill, first = statistics.median(base.prefill), 1000 * statistics.median(base.first_token)
+    return f"""## Speed
+
+How many times as fast as `{" ".join(BASE)}`, with 95 % intervals. {number} requests of {length} tokens arrive at once,
+and {new} tokens follow each. All engines are started once, and serve this load in {rounds} rounds, one after the other,
+while the others are stopped. A ratio is of two loads of one round, so that other work on the machine falls on both.
+The base: {prefill:,.0f} tokens/s of prefill, {decode:,.0f} of decode, {first:.1f} ms to the first token. With tp2
+an engine has two processor cores, else one. By `python -m studies.inference --speed` at {base.commit} on
+{base.machine}.
+
+{markdown(rows)}
+
+The model is a toy, so these are times of schedulers and Python, not of products of matrices. They say nothing about a
+real model.
+"""
+
+
+_RATES = {"prefill": "prefill", "decode": "decode", "first_token": "first token"}
 
 
 def _detects() -> str:
@@ -203,7 +226,12 @@ By `make inference-power` at {", ".join(commits)}.
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m studies.inference", description=__doc__.partition("\n")[0])
     parser.add_argument("--page-only", action="store_true", help="write the page from the committed records")
-    right = parser.parse_args(arguments).page_only or run()
+    parser.add_argument("--speed", action="store_true", help="time the engines in alternation, and judge none")
+    parsed = parser.parse_args(arguments)
+    if parsed.speed:
+        right = time_engines()
+    else:
+        right = parsed.page_only or (run() & time_engines())
     PAGE.write_text(page(read_inference(KEPT)), encoding="utf-8")
     return 0 if right else 1
 

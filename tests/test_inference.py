@@ -17,7 +17,7 @@ from benchmarks.inference_power import failures
 from meshmark.adapter.registry import ENGINE_PRECISIONS, inference_adapters
 from meshmark.adapters.paged.engine import PagedEngine
 from meshmark.cli.commands import main
-from meshmark.inference import quantized
+from meshmark.inference import quantized, speed
 from meshmark.inference.clauses import Around, judge_engine, parallel_samples, requests_of, seeds
 from meshmark.inference.contract import CacheUse, Completion, EngineOptions, Request, Served
 from meshmark.inference.judge import Judge, cache_bytes, chance_of_parting, peak_blocks
@@ -55,7 +55,7 @@ def test_a_real_engine_in_its_own_process_passes_every_verdict(tmp_path: Path, e
     record = run_case(case, tmp_path, num_leak=20)
     assert record.passed, record.error or [verdict for verdict in record.verdicts if not verdict.passed]
     if variant == "plain":
-        assert len(record.verdicts) >= 12 and record.speed["decode"] > 0
+        assert len(record.verdicts) >= 12
     assert read_inference(tmp_path / "records.jsonl") == [record]
     assert {path.name for path in tmp_path.iterdir()} == {"records.jsonl", "logs"}
 
@@ -386,6 +386,34 @@ def test_a_report_tells_records_of_engines_from_others(tmp_path: Path, capsys: p
     assert "make compression" in capsys.readouterr().err
     assert main(["show", "paged", str(engines)]) != 0
     assert "`meshmark report DIR` reads it" in capsys.readouterr().err
+
+
+def test_engines_are_timed_in_rounds_while_the_others_are_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(speed, "WARM_UP", 0)
+    options = ["--adapters", "paged", "--adapter", str(ROOT / "examples" / "generate.py:Generate")]
+    assert speed.main([*options, "--precision", "fp32", "--rounds", "3", "-o", "speed.jsonl"]) == 0
+    found = speed.read_speeds(tmp_path / "speed.jsonl")
+    assert [each.engine for each in found] == ["transformers-generate", "paged", "generate"]
+    for each in found:
+        assert len(each.prefill) == len(each.decode) == len(each.first_token) == 3
+        assert min(each.prefill) > min(each.decode) > 0
+    base, paged, uncached = speed.ratios(found)
+    assert base["decode"] == (pytest.approx(1.0), pytest.approx(0.0)) and paged["decode"][1] > 0
+    assert uncached["decode"][0] < 1  # it computes every sequence anew for each token
+    assert "generate fp32: " in capsys.readouterr().out
+    assert speed.main(["--adapters", "paged", "--precision", "bf16x"]) == 2
+
+
+def test_an_engine_that_is_paused_answers_after_it_goes_on(model: Path, tmp_path: Path) -> None:
+    with EngineProcess(GENERATE, model, EngineOptions(), tmp_path / "log") as engine:
+        engine.pause()
+        state = Path(f"/proc/{engine._process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        assert state == "T"
+        engine.resume()
+        assert engine.serve(REQUESTS[:1]).completions[0].tokens
 
 
 def _collected(suite: str, *options: str) -> tuple[int, str]:

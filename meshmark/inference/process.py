@@ -123,8 +123,17 @@ class EngineProcess:
             raise EngineError(answer)
         return answer
 
+    def pause(self) -> None:
+        """Stop the process and all that it started, until `resume`: what waits takes no processor time."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let the process go on after `pause`."""
+        self._signal(signal.SIGCONT)
+
     def close(self) -> None:
         """End the process and all that it started."""
+        self.resume()
         if hasattr(self, "_connection"):
             with contextlib.suppress(OSError):
                 self._connection.send(None)
@@ -135,9 +144,12 @@ class EngineProcess:
         self._folder.cleanup()
 
     def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
     def __enter__(self) -> Self:
         return self
