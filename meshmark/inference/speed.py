@@ -1,7 +1,7 @@
 """Time engines in alternation: all are started, and each serves one load a round while the others are stopped.
 
 python -m meshmark.inference.speed                                    # every engine and precision, a line of JSON each
-python -m meshmark.inference.speed --adapter mine.py:Generate -o speed.jsonl
+python -m meshmark.inference.speed --adapter generate.py:Generate -o speed.jsonl
 
 What else a machine does falls on all engines alike, and a ratio is of two loads of the same round.
 """
