@@ -88,8 +88,8 @@ inputs past the middle of two codes, so logits of `torchao-int8-dynamic` have mu
 
 {markdown([_bytes(record) for record in records])}
 
-{compression_costs.section()}
-{_nearest(optimizers)}{_failures(records)}"""
+{_nearest(optimizers)}{compression_costs.section()}
+{_failures(records)}"""
 
 
 def _by_name(record: CompressionRecord) -> dict[str, CaseVerdict]:

@@ -21,7 +21,16 @@ from torch import Tensor, nn
 from meshmark.adapter.registry import compression_methods
 from meshmark.compression.contract import CompressionAdapter
 from meshmark.compression.judge import mean_loss
-from meshmark.compression.run import HELD_OUT, STEPS, compress, gradients_of, load_method, make_workload, train
+from meshmark.compression.run import (
+    HELD_OUT,
+    STEPS,
+    compress,
+    gradients_of,
+    held_out,
+    load_method,
+    make_workload,
+    train,
+)
 from meshmark.compression.specification import linears
 from meshmark.environment import describe
 from meshmark.import_target import import_module_of
@@ -117,10 +126,10 @@ def measure(rounds: int = ROUNDS) -> list[dict[str, object]]:
         for _ in range(MORE):
             step()
     losses = {name: _losses(task, model) for name, model in (models | tuned).items()}
-    batch = make_batch(task, HELD_OUT).inputs
+    tokens = held_out(task).tokens
 
     def forward(model: nn.Module) -> Callable[[], float]:
-        return _timed(torch.no_grad()(functools.partial(model, batch)))
+        return _timed(torch.no_grad()(functools.partial(model, tokens)))
 
     seconds = in_rounds({name: forward(model) for name, model in (models | tuned).items()}, rounds, WARM_UP)
     training = in_rounds({name: _timed(step) for name, step in more.items()}, rounds, WARM_UP)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from meshmark import environment
 from meshmark.adapter.registry import inference_adapters, outside_name
-from meshmark.errors import MeshmarkError, UnknownNameError
+from meshmark.errors import InputError, MeshmarkError, UnknownNameError
 from meshmark.inference.contract import Request, Served
 from meshmark.inference.model import PRECISIONS, prompts, write_model
 from meshmark.inference.process import EngineError, EngineProcess, load_engine
@@ -111,6 +111,8 @@ def measure(targets: Mapping[str, str], precisions: Sequence[str], logs: Path, r
         for precision in precisions
         if precision in load_engine(target).precisions
     ]
+    if not cases:
+        raise InputError(f"no engine of {', '.join(targets)} has a precision of {', '.join(precisions)}")
     around, requests = environment.describe("cpu", "", 1), load()
     with contextlib.ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshmark-model-")))
