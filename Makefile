@@ -121,10 +121,10 @@ architectures: install  ## Models of Hugging Face Transformers under four framew
 trainers: install  ## What trainers that own their loop really optimise: reports/trainers.md.
 	$(BIN)/python -m studies.trainers && $(BIN)/python -m studies.pages --keep trainers
 
-inference: install  ## Engines that generate text, judged: reports/inference.md. vLLM takes `make env NAME=vllm` first.
+inference: install  ## Engines that generate text, judged and timed: reports/inference.md. vLLM takes `make env NAME=vllm` first.
 	OMP_NUM_THREADS=1 $(BIN)/python -m studies.inference && $(BIN)/python -m studies.pages inference
 
-compression: install  ## Quantization, pruning and 8-bit AdamW, judged: reports/compression.md.
+compression: install  ## Quantization, pruning, 8-bit AdamW, judged; costs of these and distillation: reports/compression.md.
 	OMP_NUM_THREADS=1 $(BIN)/python -m studies.compression && $(BIN)/python -m studies.pages compression
 
 roster: install  ## Every adapter, variants too, by capability: reports/roster.md. Goes on where it was cut off.

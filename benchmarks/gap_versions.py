@@ -5,7 +5,8 @@
 
 A version that is named is installed alone, without its dependencies, into .environments/gaps-NAME-VERSION, which
 stands before this environment's packages: torch and all others remain those of this environment. No suite and no part
-of Meshmark runs in it. Without arguments, the reproducers run under this environment.
+of Meshmark runs in it. Without arguments, the reproducers run under this environment, or in the one that they name
+(`make env NAME=vllm`). One that cannot be run is named, with what it lacks.
 
 Results are kept in adapters/gaps/tried.jsonl; `make pages` shows them in reports/gaps.md, and `meshmark gaps` prints
 them. One that ends neither with "expected: ...; got: ..." nor with success tells nothing, and is kept as such.
@@ -25,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshmark.conformance.reproducers import Outcome, Reproducer, Trial, keep_trials, read_reproducers
+from meshmark.environment import interpreter_of
 
 ROOT = Path(__file__).parent.parent
 LIMIT_SECONDS = 120
@@ -36,10 +38,10 @@ _ERROR = re.compile(r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception|Timeout)\b.*)
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gap_versions", description=__doc__.partition("\n")[0])
     parser.add_argument("releases", nargs="*", metavar="NAME==VERSION", help="release of a framework to install alone")
-    parser.add_argument("--python", default=sys.executable, metavar="FILE", help="interpreter of another environment")
+    parser.add_argument("--python", metavar="FILE", help="interpreter of another environment (default: each script's)")
     parser.add_argument("-k", dest="only", default="", metavar="TEXT", help="reproducers whose name contains this")
     parsed = parser.parse_args(arguments)
-    python = os.path.abspath(parsed.python)  # scripts run in a folder of their own
+    python = parsed.python and os.path.abspath(parsed.python)  # scripts run in a folder of their own
     chosen = [each for each in read_reproducers() if parsed.only in each.name]
     for release in parsed.releases or [""]:
         name, _, version = release.partition("==")
@@ -67,18 +69,25 @@ def installed(name: str, version: str) -> Path:
     return folder
 
 
-def try_one(reproducer: Reproducer, python: str, overlay: Path | None) -> Trial | None:
-    """Run a reproducer, keep what came of it and return it. None where its packages or operators are not at hand."""
+def try_one(reproducer: Reproducer, python: str | None, overlay: Path | None) -> Trial | None:
+    """Run a reproducer, keep what came of it and return it. None where it cannot be run: what it lacks is printed.
+
+    Without `python` it runs in the environment that it names, or in this one.
+    """
     variables = environment(overlay)
-    versions = installed_versions(reproducer, python, variables)
-    if versions is None or reproducer.operators or not reproducer.launcher.startswith("torchrun"):
-        print(f"{reproducer.name}: not tried", flush=True)
+    own = interpreter_of(reproducer.environment) if reproducer.environment else Path(sys.executable)
+    python = python or str(own)
+    versions = installed_versions(reproducer, python, variables) if Path(python).exists() else None
+    if lacks := _lacks(reproducer, python, versions):
+        print(f"{reproducer.name}: not tried: {lacks}", flush=True)
         return None
+    assert versions is not None
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(reproducer.num_processes)]
-    command = [python, *launcher, "--master-addr", "127.0.0.1", "--master-port", str(port), str(reproducer.path)]
+    launcher += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    command = [python, *(launcher if reproducer.launcher != "python" else []), str(reproducer.path)]
     with tempfile.TemporaryDirectory() as folder:
         try:
             run = ["timeout", "--kill-after=5", str(LIMIT_SECONDS), *command]
@@ -92,6 +101,19 @@ def try_one(reproducer: Reproducer, python: str, overlay: Path | None) -> Trial 
     keep_trials([trial])
     print(f"{reproducer.name}: {' '.join(f'{n} {v}' for n, v in versions.items())}: {outcome}: {said}", flush=True)
     return trial
+
+
+def _lacks(reproducer: Reproducer, python: str, versions: dict[str, str] | None) -> str:
+    """Return why a reproducer cannot be run, or an empty text."""
+    if reproducer.environment and not Path(python).exists():
+        return f"it needs the environment {reproducer.environment}: make env NAME={reproducer.environment}"
+    if versions is None:
+        return f"{python} has not all of {', '.join(reproducer.versions)}"
+    if reproducer.operators:
+        return f"it needs DeepSpeed's operators {', '.join(reproducer.operators)}"
+    if reproducer.launcher != "python" and not reproducer.launcher.startswith("torchrun"):
+        return f"it is started by {reproducer.launcher}"
+    return ""
 
 
 def read_outcome(code: int, printed: str) -> tuple[Outcome, str]:

@@ -76,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             }
             if not mutant.name:
                 others = [p for p in judges if p != "fp32"]
-                found |= {f"plain, {p}": list(failures(target, "plain", *judges[p], p)) for p in others}
+                in_each = [(variant, p) for p in others for variant in ("plain", "all-at-once")]
+                found |= {f"{v}, {p}": list(failures(target, v, *judges[p], p)) for v, p in in_each}
             found = {variant: verdicts for variant, verdicts in found.items() if verdicts}
             rows[mutant.name] = json.dumps({"name": mutant.name, "text": mutant.text, "caught": found})
             if bool(found) != bool(mutant.name):

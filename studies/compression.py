@@ -2,6 +2,7 @@
 
 python -m studies.compression                       # runs every method, then writes the page
 python -m studies.compression --only torchao-int8   # runs some, and keeps the committed records of the others
+python -m studies.compression --costs               # measures loss and speed side by side, and nothing else
 python -m studies.compression --page-only           # writes the page from the committed records
 """
 
@@ -19,6 +20,7 @@ from meshmark.compression.run import PAIRS, CompressionRecord, load_method, read
 from meshmark.records.judged_case import CaseVerdict
 from meshmark.report.markdown import inline
 from meshmark.report.markdown import table as markdown
+from studies import compression_costs
 
 ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "reports" / "compression.md", ROOT / "results" / "compression"
@@ -41,6 +43,8 @@ def run(only: Sequence[str]) -> bool:
         record = run_case(name, target, RESULTS)
         right &= record.passed
         print(f"{name}: {'right' if record.passed else 'wrong'}")
+    if not only:
+        compression_costs.run()
     KEPT.write_text("".join(record.line() for record in read_compression(RESULTS / "records.jsonl")))
     return right
 
@@ -84,7 +88,8 @@ inputs past the middle of two codes, so logits of `torchao-int8-dynamic` have mu
 
 {markdown([_bytes(record) for record in records])}
 
-{_nearest(optimizers)}{_failures(records)}"""
+{_nearest(optimizers)}{compression_costs.section()}
+{_failures(records)}"""
 
 
 def _by_name(record: CompressionRecord) -> dict[str, CaseVerdict]:
@@ -142,12 +147,15 @@ def _failures(records: Sequence[CompressionRecord]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m studies.compression", description=__doc__.partition("\n")[0])
     parser.add_argument("--page-only", action="store_true", help="write the page from the committed records")
+    parser.add_argument("--costs", action="store_true", help="measure loss and speed side by side alone")
     parser.add_argument("--only", default="", help="methods to run, separated by commas")
     options = parser.parse_args(arguments)
     only, known = [name for name in options.only.split(",") if name], compression_methods()
     if unknown := [name for name in only if name not in known]:
         parser.error(f"--only {unknown[0]}: no such method; there are {', '.join(known)}")
-    right = options.page_only or run(only)
+    if options.costs:
+        compression_costs.run()
+    right = options.page_only or options.costs or run(only)
     PAGE.write_text(page(read_compression(KEPT)), encoding="utf-8")
     return 0 if right else 1
 

@@ -1,6 +1,7 @@
 """Engines that generate text, judged: reports/inference.md.
 
-python -m studies.inference               # runs the suite, then writes the page
+python -m studies.inference               # runs the suite and times the engines, then writes the page
+python -m studies.inference --speed       # times the engines in alternation, then writes the page
 python -m studies.inference --page-only   # writes the page from the committed records
 """
 
@@ -9,22 +10,21 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from meshmark.adapter.registry import inference_adapters
-from meshmark.inference.clauses import LENGTHS, NEW_TOKENS
 from meshmark.inference.judge import FACTOR
 from meshmark.inference.model import PRECISIONS
 from meshmark.inference.process import load_engine
-from meshmark.inference.run import LOAD, InferenceRecord, read_inference
+from meshmark.inference.run import InferenceRecord, read_inference
+from meshmark.inference.speed import BASE, LOAD, EngineSpeed, ratios, read_speeds
 from meshmark.inference.waste import LIMIT, MEAN_NEW, MEAN_PROMPT, NUM_REQUESTS, Sharing, Waste
-from meshmark.records.judged_case import CaseVerdict
-from meshmark.report.markdown import inline
+from meshmark.report.inference import inference_page
 from meshmark.report.markdown import table as markdown
-from meshmark.text import pluralize
 
 ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "reports" / "inference.md", ROOT / "results" / "inference"
@@ -32,6 +32,8 @@ KEPT = ROOT / "reports" / "records" / "inference.jsonl"
 MUTANTS = ROOT / "reports" / "records" / "inference-mutants.jsonl"
 """Of `make inference-power`, and so are the next two."""
 WASTE = ROOT / "reports" / "records" / "inference-waste.jsonl"
+SPEEDS = ROOT / "reports" / "records" / "inference-speed.jsonl"
+"""Of `time_engines`."""
 ALARMS = ROOT / "reports" / "records" / "inference-alarms.jsonl"
 
 
@@ -48,6 +50,12 @@ def run() -> bool:
     if reasons := [f"{name}: {reason}" for name in _missing(read_inference(KEPT)) if (reason := _refusal(name))]:
         print("not judged, so the page has no rows of", *reasons, sep="\n  ", file=sys.stderr)
     return done.returncode == 0
+
+
+def time_engines() -> bool:
+    """Time all engines in alternation, and keep what they did. Return whether it worked."""
+    command = [sys.executable, "-m", "meshmark.inference.speed", "-o", str(SPEEDS)]
+    return subprocess.run(command, check=False, cwd=ROOT).returncode == 0
 
 
 def _missing(records: Sequence[InferenceRecord]) -> list[str]:
@@ -74,141 +82,39 @@ def _left_out(records: Sequence[InferenceRecord]) -> str:
 
 def page(records: Sequence[InferenceRecord]) -> str:
     """Return the page of what the records say."""
-    newest, commits = max(records, key=lambda record: record.date), sorted({record.commit for record in records})
-    versions: dict[str, set[str]] = {}
-    for record in records:
-        for name, version in record.versions.items():
-            versions.setdefault(name, set()).add(version)
-    said = ", ".join(f"{name} {' and '.join(sorted(numbers))}" for name, numbers in sorted(versions.items()))
-    judged = [(record, verdict) for record in records for verdict in record.verdicts]
-    holding, right = sum(verdict.passed for _, verdict in judged), sum(record.passed for record in records)
+    between = f"{_waste()}\n{_speed(read_speeds(SPEEDS))}\n"
+    links = "Made by `make inference`. [How engines are judged](../docs/inference.md)."
+    return f"{inference_page(records, links, _left_out(records), between)}{_detects()}\n{_alarms()}"
+
+
+def _speed(speeds: Sequence[EngineSpeed]) -> str:
+    """Return the section of times, as ratios to those of one engine."""
     number, length, new = LOAD
-    return f"""# Engines that generate text
-
-**{right} of {len(records)} cases are right** ({holding} of {len(judged)} verdicts). Made by `make inference` at
-{pluralize(len(commits), "commit")} ({", ".join(commits)}) on {newest.machine}, with {said}.
-[How engines are judged](../docs/inference.md).
-{_left_out(records)}
-## Correct
-
-Log probabilities of {len(LENGTHS)} prompts ({LENGTHS[0]} to {LENGTHS[-1]} tokens) and of {NEW_TOKENS} tokens that
-follow each, against the same model in float64 at the run's own tokens. *detects* is the smallest error of one token's
-log probability that fails: {FACTOR:g} times the noise of Transformers' own ways to compute the same.
-
-{markdown([_correct(record) for record in records])}
-
-## Memory
-
-{markdown([_memory(record) for record in records])}
-
-{_waste()}
-## Speed
-
-{number} requests of {length} tokens arrive at once, and {new} tokens follow each; the second of two runs. The model is
-a toy, so these are times of schedulers and Python, not of products of matrices. They say nothing about a real model.
-
-{markdown([_speed(record) for record in records if record.speed])}
-
-## Clauses
-
-{markdown(_clauses(records))}
-
-{_failures(records)}
-{_gaps(records)}{_detects()}
-{_alarms()}"""
-
-
-def _name(record: InferenceRecord) -> dict[str, object]:
-    return {name: record.case[name] for name in ("engine", "variant", "precision")}
-
-
-def _correct(record: InferenceRecord) -> dict[str, object]:
-    found = {verdict.name: verdict for verdict in record.verdicts}
-    logprobs, greedy = found.get("log probabilities"), found.get("greedy tokens")
-    if logprobs is None or greedy is None or not logprobs.numbers:
-        return {**_name(record), "log probabilities": f"**{inline(record.error or 'not judged')}**"}
-    numbers = logprobs.numbers
-    off = f"off by {numbers['largest']:.1e}"
-    return {
-        **_name(record),
-        "log probabilities": off if logprobs.passed else f"**{off}**",
-        "noise": f"{numbers['noise']:.1e}",
-        "detects": f"{numbers['detects']:.1e}",
-        "greedy": f"{greedy.numbers.get('same', 0):.0f} of {greedy.numbers.get('total', 0):.0f}",
-    }
-
-
-def _memory(record: InferenceRecord) -> dict[str, object]:
-    found = {verdict.name: verdict for verdict in record.verdicts}
-    row = _name(record)
-    for name in ("KV cache bytes", "KV blocks in use"):
-        if verdict := found.get(name):
-            row[name] = inline(verdict.text) if verdict.passed else f"**{inline(verdict.text)}**"
-    return row
-
-
-def _speed(record: InferenceRecord) -> dict[str, object]:
-    return {
-        **_name(record),
-        "prefill, tokens/s": f"{record.speed['prefill']:,.0f}",
-        "decode, tokens/s": f"{record.speed['decode']:,.0f}",
-        "first token": f"{1000 * record.speed['first_token']:.1f} ms",
-    }
-
-
-_ELSEWHERE = ("log probabilities", "greedy tokens", "KV cache bytes", "KV blocks in use")
-
-
-def _clauses(records: Sequence[InferenceRecord]) -> list[dict[str, object]]:
-    """Return a row for each clause, with what each engine showed."""
-    rows: dict[str, dict[str, object]] = {}
-    for record in records:
-        for verdict in record.verdicts:
-            if verdict.name not in _ELSEWHERE:
-                row = rows.setdefault(verdict.name, {"clause": verdict.name})
-                column = f"{record.case['engine']} {record.case['precision']}"
-                row[column] = _shown(verdict)
-    return list(rows.values())
-
-
-def _shown(verdict: CaseVerdict) -> str:
-    if verdict.gap and not verdict.passed:
-        return "known gap"
-    if verdict.passed and verdict.numbers.get("evicted", 1) == 0:
-        return "not judged"
-    return "holds" if verdict.passed else "**fails**"
-
-
-def _failures(records: Sequence[InferenceRecord]) -> str:
-    lines = [
-        f"- {' '.join(map(str, _name(record).values()))}, {verdict.name}: {inline(verdict.text)}"
-        for record in records
-        for verdict in record.verdicts
-        if verdict.fails
+    base = next(each for each in speeds if (each.engine, each.precision) == BASE)
+    rows = [
+        {"engine": each.engine, "precision": each.precision}
+        | {text: "1" if each is base else "{:.2f} ± {:.2f}".format(*row[name]) for name, text in _RATES.items()}
+        for each, row in zip(speeds, ratios(speeds), strict=True)
     ]
-    lines += [
-        f"- {record.case['engine']} {record.case['variant']}: {inline(record.error)}"
-        for record in records
-        if record.error
-    ]
-    return "## What fails\n\n" + "\n".join(lines) + "\n" if lines else "Nothing fails.\n"
+    rounds, decode = len(base.decode), statistics.median(base.decode)
+    prefill, first = statistics.median(base.prefill), 1000 * statistics.median(base.first_token)
+    return f"""## Speed
+
+How many times as fast as `{" ".join(BASE)}`, with 95 % intervals. {number} requests of {length} tokens arrive at once,
+and {new} tokens follow each. All engines are started once, and serve this load in {rounds} rounds, one after the other,
+while the others are stopped. A ratio is of two loads of one round, so that other work on the machine falls on both.
+The base: {prefill:,.0f} tokens/s of prefill, {decode:,.0f} of decode, {first:.1f} ms to the first token. With tp2
+an engine has two processor cores, else one. By `python -m studies.inference --speed` at {base.commit} on
+{base.machine}.
+
+{markdown(rows)}
+
+The model is a toy, so these are times of schedulers and Python, not of products of matrices. They say nothing about a
+real model.
+"""
 
 
-def _gaps(records: Sequence[InferenceRecord]) -> str:
-    """Return what engines are known to fail, with links to the reproducers, and known gaps that no longer show."""
-    known: dict[tuple[str, str, str], list[str]] = {}
-    for record in records:
-        for verdict in record.verdicts:
-            if verdict.gap:
-                outcome = "no longer shows: take it out of the adapter" if verdict.passed else verdict.text
-                known.setdefault((verdict.gap, verdict.name, outcome), []).append(
-                    " ".join(map(str, _name(record).values()))
-                )
-    lines = [
-        f"- [{gap}](gaps.md#{gap}), {clause} ({'; '.join(cases)}): {inline(outcome)}"
-        for (gap, clause, outcome), cases in known.items()
-    ]
-    return "\n## Known gaps\n\n" + "\n".join(lines) + "\n" if lines else ""
+_RATES = {"prefill": "prefill", "decode": "decode", "first_token": "first token"}
 
 
 def _detects() -> str:
@@ -320,7 +226,12 @@ By `make inference-power` at {", ".join(commits)}.
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m studies.inference", description=__doc__.partition("\n")[0])
     parser.add_argument("--page-only", action="store_true", help="write the page from the committed records")
-    right = parser.parse_args(arguments).page_only or run()
+    parser.add_argument("--speed", action="store_true", help="time the engines in alternation, and judge none")
+    parsed = parser.parse_args(arguments)
+    if parsed.speed:
+        right = time_engines()
+    else:
+        right = parsed.page_only or (run() & time_engines())
     PAGE.write_text(page(read_inference(KEPT)), encoding="utf-8")
     return 0 if right else 1
 

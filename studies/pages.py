@@ -172,12 +172,15 @@ PAGES: dict[str, Page] = {
         needs=(
             "meshmark/compression",
             *(f"adapters/{name}.py" for name in ("torchao", "bitsandbytes", "torch_pruning", "weight_masks")),
+            "studies/compression_costs.py",
+            "examples/workloads/distillation.py",
         ),
     ),
     "inference": Page(
         render=_inference,
         needs=(
             "meshmark/inference",
+            "meshmark/measure/in_rounds.py",
             "adapters/paged",
             "adapters/vllm",
             "adapters/transformers_generate.py",

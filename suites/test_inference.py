@@ -18,19 +18,20 @@ from meshmark.pytest_plugin.inference import chosen_engines, chosen_precisions
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "inference_case" not in metafunc.fixturenames:
         return
-    known = inference_adapters()
+    chosen = chosen_engines(metafunc.config)
     cases = []
-    for name in chosen_engines(metafunc.config):
-        adapter = load_engine(known[name])
+    for name, target in chosen.items():
+        adapter = load_engine(target)
         precisions = [each for each in chosen_precisions(metafunc.config) if each in adapter.precisions]
         cases += [
-            InferenceCase(engine=name, target=known[name], precision=precision, variant=variant)
+            InferenceCase(engine=name, target=target, precision=precision, variant=variant)
             for precision in precisions
             for variant in VARIANTS
-            if variant == "plain" or (adapter.pages and precision == precisions[0])
+            if variant == "plain" or (adapter.pages and (precision == precisions[0] or variant == "all-at-once"))
         ]
     if not cases:
-        engines = "; ".join(f"{name} has {', '.join(load_engine(known[name]).precisions)}" for name in known)
+        known = inference_adapters() | chosen
+        engines = "; ".join(f"{name} has {', '.join(load_engine(at).precisions)}" for name, at in known.items())
         given = ",".join(chosen_precisions(metafunc.config))
         raise pytest.Collector.CollectError(f"--adapters names no engine with a precision of {given}: {engines}")
     metafunc.parametrize("inference_case", cases, ids=lambda case: case.id)

@@ -22,9 +22,12 @@ from meshmark.compression.contract import CompressionAdapter, OptimizerAdapter
 from meshmark.compression.judge import Batch, judge
 from meshmark.compression.run import compress, gradients_of, held_out, load_method, make_workload, train
 from meshmark.compression.specification import NF4, dynamic_codes, linears, round_int8, round_to_codes
+from meshmark.measure.in_rounds import in_rounds
 from meshmark.records.record import Record
 from meshmark.records.record_file import read_records
+from meshmark.reference.data import make_batch
 from meshmark.spec.own_model import OwnModelConfig
+from studies import compression_costs
 
 ROOT = Path(__file__).parents[1]
 TASK = make_workload(64)
@@ -355,3 +358,40 @@ def test_four_bit_layers_leave_float32_in_evaluation_mode(original: nn.Module, b
     adapter = adapter_of("bitsandbytes-nf4")
     compressed = compress(adapter, original, batch.tokens[:1]).eval()
     assert {"layers", "logits", "bytes"} <= failed(original, compressed, adapter, batch)
+
+
+def test_rounds_begin_with_another_call_each_time() -> None:
+    said = list[str]()
+    found = in_rounds({name: lambda name=name: (said.append(name), len(said))[1] for name in "abc"}, 3, warm_up=1)
+    assert "".join(said) == "abcbcacababc"
+    assert found == {"a": [6, 8, 10], "b": [4, 9, 11], "c": [5, 7, 12]}
+
+
+def test_adapters_of_qlora_begin_by_adding_nothing_and_are_all_that_trains() -> None:
+    task = make_workload(64)
+    model = compression_costs.untrained(task)
+    tokens = make_batch(task, 0).inputs
+    before = model(tokens)
+    adapted = compression_costs.adapt(model)
+    torch.testing.assert_close(adapted(tokens), before)
+    frozen = {name: each.clone() for name, each in adapted.named_parameters() if not each.requires_grad}
+    step = compression_costs.fine_tune(task, adapted)
+    for _ in range(3):
+        step()
+    assert all(torch.equal(frozen[name], each) for name, each in adapted.named_parameters() if name in frozen)
+    assert not torch.allclose(adapted(tokens), before)
+
+
+def test_a_taught_student_is_nearer_to_its_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compression_costs, "STEPS", 60)
+    small = make_workload(64)
+    teacher = train(make_workload(), 60)
+    tokens = make_batch(small, 100_000).inputs
+    students = compression_costs.distil(small, teacher), train(small, 60)
+    taught, alone = (each(tokens).log_softmax(-1) for each in students)
+    wanted = teacher(tokens).log_softmax(-1)
+    apart = [
+        float(torch.nn.functional.kl_div(each, wanted, reduction="batchmean", log_target=True))
+        for each in (taught, alone)
+    ]
+    assert apart[0] < apart[1]

@@ -16,7 +16,8 @@ import studies.inference
 from benchmarks.inference_power import failures
 from meshmark.adapter.registry import ENGINE_PRECISIONS, inference_adapters
 from meshmark.adapters.paged.engine import PagedEngine
-from meshmark.inference import quantized
+from meshmark.cli.commands import main
+from meshmark.inference import quantized, speed
 from meshmark.inference.clauses import Around, judge_engine, parallel_samples, requests_of, seeds
 from meshmark.inference.contract import CacheUse, Completion, EngineOptions, Request, Served
 from meshmark.inference.judge import Judge, cache_bytes, chance_of_parting, peak_blocks
@@ -30,6 +31,7 @@ from meshmark.records.judged_case import CaseVerdict
 from tests.broken.paged import BY_NAME
 from tests.correct.paged import EndsRefusedEngine, ReservingEngine
 
+ROOT = Path(__file__).parents[1]
 GENERATE = inference_adapters()["transformers-generate"]
 REQUESTS = [Request(name=f"p{len(p)}", prompt=p, max_new_tokens=6) for p in prompts([1, 7, 20])]
 
@@ -53,7 +55,7 @@ def test_a_real_engine_in_its_own_process_passes_every_verdict(tmp_path: Path, e
     record = run_case(case, tmp_path, num_leak=20)
     assert record.passed, record.error or [verdict for verdict in record.verdicts if not verdict.passed]
     if variant == "plain":
-        assert len(record.verdicts) >= 12 and record.speed["decode"] > 0
+        assert len(record.verdicts) >= 12
     assert read_inference(tmp_path / "records.jsonl") == [record]
     assert {path.name for path in tmp_path.iterdir()} == {"records.jsonl", "logs"}
 
@@ -111,12 +113,16 @@ def test_wrong_bytes_blocks_and_leaks_are_seen(served: Served) -> None:
         ("KeyWithoutPast", "prompts that look alike"),
         ("EvictedDraws", "eviction"),
         ("StaleKey", "prefix cache under eviction"),
+        ("ChunksTruncate", "log probabilities"),
         ("ScaleOfNextGroup", "log probabilities"),
         ("WeightOffset", "log probabilities"),
         ("BeamsForget", "beams"),
         ("SeedsEveryToken", "temperature"),
         ("TemperatureOfFirst", "temperature"),
-        ("EvictedLeak", "blocks left over"),
+        ("EvictedDrawsOfCopies", "eviction"),
+        ("EvictedScore", "eviction of beams"),
+        ("NoStopOfDraws", "stop tokens of draws"),
+        ("NoStopOfCopies", "stop tokens of draws"),
         ("NeverInChunks", "tokens of a step"),
         ("NoPromptLogprobs", "log probabilities"),
         ("SharedSeedBf16", "seeds"),
@@ -220,6 +226,14 @@ def test_an_engine_that_ended_says_so_when_it_is_asked_again(model: Path, tmp_pa
             engine.serve(REQUESTS)
 
 
+def test_blocks_that_evicted_sequences_keep_are_left_over_and_lack_for_beams(model: Path) -> None:
+    mutant = BY_NAME["EvictedLeak"]
+    assert list(failures(mutant.target, mutant.variant, Judge(model, "fp32"), model)) == [
+        "eviction of beams",
+        "blocks left over",
+    ]
+
+
 def test_an_engine_that_refuses_what_is_not_greedy_is_judged_to_the_end(model: Path) -> None:
     class Greedy(PagedEngine):
         def submit(self, request: Request) -> None:
@@ -231,7 +245,7 @@ def test_an_engine_that_refuses_what_is_not_greedy_is_judged_to_the_end(model: P
     with LocalEngine(Greedy(model, EngineOptions())) as engine:
         found = {verdict.name: verdict for verdict in judge_engine(engine, Judge(model, "fp32"), setting)}
     failed = {name for name, verdict in found.items() if not verdict.passed}
-    assert failed == {"seeds", "temperature", "parallel samples", "beams"}
+    assert failed == {"seeds", "temperature", "parallel samples", "stop tokens of draws", "beams"}
     assert "no draws, no copies" in found["temperature"].text
     assert "a token that is unknown" in found
 
@@ -347,9 +361,64 @@ def test_an_engine_without_its_environment_names_the_command(tmp_path: Path, mon
     assert "make env NAME=vllm" in (load_engine(inference_adapters()["vllm"]).refusal() or "")
 
 
+def test_an_engine_from_outside_is_judged_and_reported_in_any_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text((ROOT / "examples" / "generate.py").read_text())
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", "--pyargs", "meshmark.suites.test_inference"]
+    options = ["--adapter", "mine.py:Generate", "--results", "out"]
+    done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout
+    assert main(["report", str(tmp_path / "out")]) == 0
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert "**1 of 1 case is right**" in page and "| generate | plain     | fp32        | off by" in page
+
+
+def test_a_report_tells_records_of_engines_from_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Engines have a page of their own beside that of training; of smaller models the command is named."""
+    records = ROOT / "reports" / "records"
+    engines, training = records / "inference.jsonl", ROOT / "baselines" / "epyc-2cpu" / "records.jsonl"
+    (tmp_path / "records.jsonl").write_text(engines.read_text() + training.read_text())
+    assert main(["report", str(tmp_path)]) == 0
+    assert {"report.md", "report-inference.md"} <= {path.name for path in tmp_path.iterdir()}
+    assert "left out" not in capsys.readouterr().err
+    assert main(["report", str(engines), "-o", str(tmp_path / "page.html")]) == 2
+    assert "name a .md file" in capsys.readouterr().err
+    assert main(["report", str(records / "compression.jsonl")]) == 2
+    assert "make compression" in capsys.readouterr().err
+    assert main(["show", "paged", str(engines)]) != 0
+    assert "`meshmark report DIR` reads it" in capsys.readouterr().err
+
+
+def test_engines_are_timed_in_rounds_while_the_others_are_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(speed, "WARM_UP", 0)
+    options = ["--adapters", "paged", "--adapter", str(ROOT / "examples" / "generate.py:Generate")]
+    assert speed.main([*options, "--precision", "fp32", "--rounds", "3", "-o", "speed.jsonl"]) == 0
+    found = speed.read_speeds(tmp_path / "speed.jsonl")
+    assert [each.engine for each in found] == ["transformers-generate", "paged", "generate"]
+    for each in found:
+        assert len(each.prefill) == len(each.decode) == len(each.first_token) == 3
+        assert min(each.prefill) > min(each.decode) > 0
+    base, paged, uncached = speed.ratios(found)
+    assert base["decode"] == (pytest.approx(1.0), pytest.approx(0.0)) and paged["decode"][1] > 0
+    assert uncached["decode"][0] < 1  # it computes every sequence anew for each token
+    assert "generate fp32: " in capsys.readouterr().out
+    assert speed.main(["--adapters", "paged", "--precision", "bf16x"]) == 2
+
+
+def test_an_engine_that_is_paused_answers_after_it_goes_on(model: Path, tmp_path: Path) -> None:
+    with EngineProcess(GENERATE, model, EngineOptions(), tmp_path / "log") as engine:
+        engine.pause()
+        state = Path(f"/proc/{engine._process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        assert state == "T"
+        engine.resume()
+        assert engine.serve(REQUESTS[:1]).completions[0].tokens
+
+
 def _collected(suite: str, *options: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", f"suites/test_{suite}.py", *options]
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -359,6 +428,9 @@ def _collected(suite: str, *options: str) -> tuple[int, str]:
         ("inference", ["--adapters", "ddp"], "no engine with a precision of fp32: transformers-generate has fp32"),
         ("inference", ["--adapters", "transformers-generate", "--precision", "int4-weights"], "no engine with a"),
         ("equivalence", ["--adapters", "vllm"], "unknown adapter 'vllm'"),
+        ("equivalence", ["--adapter", "examples/generate.py:Generate"], "is judged by pytest --pyargs"),
+        ("inference", ["--adapter", "examples/generate.py:Nobody"], "cannot be imported: AttributeError"),
+        ("inference", ["--adapter", "meshmark.adapters.paged:Paged"], "would stand for two engines"),
         ("equivalence", ["--precision", "int8-weights"], "unknown precision 'int8-weights'"),
     ],
 )
@@ -370,4 +442,5 @@ def test_engines_and_their_precisions_are_never_replaced_by_others(suite: str, o
 def test_each_engine_has_its_variants_in_the_first_chosen_precision_that_it_has() -> None:
     status, output = _collected("inference", "--adapters", "paged, vllm", "--precision", "int8-weights, bf16")
     assert not status and "[paged-chunked-llama-tiny-int8-weights]" in output
+    assert "[paged-all-at-once-llama-tiny-bf16]" in output  # in every precision
     assert "[vllm-chunked-llama-tiny-bf16]" in output and "[paged-chunked-llama-tiny-bf16]" not in output

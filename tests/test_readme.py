@@ -100,6 +100,10 @@ def prepare(folder: Path) -> None:
         file.close()
     for baseline in made:
         (folder / baseline / "baseline.json").write_text("{}")
+    (folder / "results" / "inference").mkdir()
+    kept = (ROOT / "reports" / "records" / "inference.jsonl").read_text()
+    (folder / "results" / "inference" / "records.jsonl").write_text(kept)
+    (folder / "generate.py").write_text((ROOT / "examples" / "generate.py").read_text())
     write_table(folder / "layouts.csv", sweep_rows(1))
     (folder / "suite.toml").write_text((ROOT / "examples" / "ci" / "suite.toml").read_text())
     (folder / "mine.txt").write_text("to be or not to be, that is the question " * 2000)

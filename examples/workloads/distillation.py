@@ -66,13 +66,18 @@ class Distillation(meshmark.Workload):
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         student, teacher = (logits.flatten(0, 1) for logits in model(batch["tokens"]))
-        hard = F.cross_entropy(student, batch["targets"].flatten(), reduction="sum")
-        soft = F.kl_div(
-            F.log_softmax(student / TEMPERATURE, -1),
-            F.log_softmax(teacher / TEMPERATURE, -1),
-            reduction="sum",
-            log_target=True,
-        )
-        # Gradients of softened probabilities shrink with the square of the temperature.
-        total = (1 - SHARE) * hard + SHARE * TEMPERATURE**2 * soft
+        total = distillation_loss(student, teacher, batch["targets"].flatten())
         return total, torch.tensor(float(batch["targets"].numel()))
+
+
+def distillation_loss(student: Tensor, teacher: Tensor, targets: Tensor) -> Tensor:
+    """Return the summed loss at logits of shape (tokens, vocabulary)."""
+    hard = F.cross_entropy(student, targets, reduction="sum")
+    soft = F.kl_div(
+        F.log_softmax(student / TEMPERATURE, -1),
+        F.log_softmax(teacher / TEMPERATURE, -1),
+        reduction="sum",
+        log_target=True,
+    )
+    # Gradients of softened probabilities shrink with the square of the temperature.
+    return (1 - SHARE) * hard + SHARE * TEMPERATURE**2 * soft

@@ -19,6 +19,8 @@ GROUP = "meshmark.adapters"
 ENGINE_PRECISIONS = ("fp8-cache", "int8-weights", "int4-weights", "bf16-int4-weights")
 """Names of `meshmark.inference.model.PRECISIONS` that no training has, to be told apart without importing torch."""
 
+INFERENCE_SUITE = "meshmark.suites.test_inference"
+
 
 def load_adapter(target: str) -> type[Adapter]:
     """The class behind "package.module:Class" or "path/to/file.py:Class".
@@ -44,6 +46,8 @@ def load_adapter(target: str) -> type[Adapter]:
         raise AdapterError(f"adapter {target!r}{_origin(target)}: {where} has no {name}; its adapters are: {there}")
     if not (inspect.isclass(found) and issubclass(found, Adapter)):
         wanted = "a subclass of meshmark.adapter.contract.Adapter"
+        if inspect.isclass(found) and any(base.__name__ == "InferenceAdapter" for base in found.__mro__):
+            wanted += f"; an engine that generates text is judged by pytest --pyargs {INFERENCE_SUITE}"
         raise AdapterError(f"adapter {target!r}{_origin(target)}: {name} is not {wanted}")
     has_capabilities = isinstance(getattr(found, "capabilities", None), Capabilities)
     lacking = sorted(found.__abstractmethods__) + ([] if has_capabilities else ["capabilities"])

@@ -105,7 +105,7 @@ GATES = ("baseline", "fail-on")
 _FLAGS = tuple(option.name for option in RUN_OPTIONS if option.is_flag)
 _REPEATED = tuple(option.name for option in RUN_OPTIONS if option.repeated)
 _OWN = ("suites", "select")
-_SUITES = ("equivalence", "memory", "communication", "throughput", "conformance", "scale")
+_SUITES = ("equivalence", "memory", "communication", "throughput", "conformance", "scale", "inference")
 _CHECK = ("script", "arguments", "nproc", "steps", "objective", "timeout")
 """Keys of a check: the options of `meshmark check`."""
 _WORST = (3, 4, 2, 1, 5)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib.metadata
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from meshmark.compression.adamw8bit import OPTIONS, judge_optimizer, step_times
 from meshmark.compression.contract import CompressionAdapter, Method, OptimizerAdapter
 from meshmark.compression.judge import Batch, judge, mean_loss
 from meshmark.import_target import class_at
-from meshmark.measure.interval import mean_interval
+from meshmark.measure.interval import ratio_interval
 from meshmark.records.judged_case import CaseVerdict, JudgedCase, newest_lines
 from meshmark.reference.build import build_model
 from meshmark.reference.data import make_batch
@@ -179,10 +178,11 @@ def speed(lap: Callable[[], Sequence[float]], pairs: int = PAIRS) -> dict[str, f
     `lap` returns the seconds of both, measured one after the other.
     """
     times = [lap() for _ in range(pairs + 3)][3:]
-    logs = mean_interval([math.log(first / second) for first, second in times])
+    firsts, seconds = [first for first, _ in times], [second for _, second in times]
+    ratio, half_width = ratio_interval(firsts, seconds)
     return {
-        "original_ms": 1000 * statistics.median(first for first, _ in times),
-        "compressed_ms": 1000 * statistics.median(second for _, second in times),
-        "ratio": math.exp(logs.mean),
-        "half_width": math.exp(logs.mean) * logs.half_width,
+        "original_ms": 1000 * statistics.median(firsts),
+        "compressed_ms": 1000 * statistics.median(seconds),
+        "ratio": ratio,
+        "half_width": half_width,
     }

@@ -79,13 +79,14 @@ def judge_engine(engine: Serves, judge: Judge, setting: Setting) -> Iterator[Cas
     blocks = options.num_blocks
     if not adapter.pages:  # one batch, padded to its longest prompt
         blocks = len(requests) * (max(LENGTHS) + NEW_TOKENS - 1)
-    yield cache_bytes(served, setting.shape, options.precision, options.tp, blocks)
+    if adapter.pages or (served.cache and served.cache.num_blocks):
+        yield cache_bytes(served, setting.shape, options.precision, options.tp, blocks)
     if adapter.pages and options.max_step_tokens < EngineOptions().max_step_tokens:
         yield _step_tokens(requests, served, options.max_step_tokens)
     if setting.variant == "plain" and adapter.pages:
         yield peak_blocks(served, requests, options.block_size)
     for clause in _CLAUSES.get(setting.variant, ()):
-        if clause is _beams and "beams" not in adapter.promises:
+        if clause in (_beams, _eviction_of_beams) and "beams" not in adapter.promises:
             continue
         yield clause(Around(engine=engine, judge=judge, setting=setting, served=served, noise=noise))
     if adapter.pages:
@@ -165,7 +166,20 @@ def _stops(around: Around) -> CaseVerdict:
         else dataclasses.replace(request, name=name, stop=stop)
         for name, stop in stops.items()
     ]
-    served, texts, stopped = around.engine.serve(requests), list[str](), 0
+    served = around.engine.serve(requests)
+    texts, stopped = _ends(requests, served)
+    alike = [one for one in requests if one.name != "in prompt"]
+    bases = [dataclasses.replace(around.served.completions[5], request=one.name) for one in alike]
+    base = dataclasses.replace(around.served, completions=bases)
+    again = dataclasses.replace(served, completions=[c for c in served.completions if c.request != "in prompt"])
+    same = around.judge.same("stop tokens", alike, (base, again), around.noise)
+    text = "; ".join([*texts, f"{stopped} of {len(requests)} ended with a stop token", same.text])
+    return dataclasses.replace(same, passed=same.passed and not texts and stopped > 0, text=text)
+
+
+def _ends(requests: Sequence[Request], served: Served) -> tuple[list[str], int]:
+    """Return what is wrong with the ends of completions by their own tokens, and how many a stop token ends."""
+    stops, texts, stopped = {request.name: request.stop for request in requests}, list[str](), 0
     for completion in served.completions:
         ends = [index for index, token in enumerate(completion.tokens) if token in stops[completion.request]]
         expected = (ends[0] + 1, "stop") if ends else (NEW_TOKENS, "length")
@@ -173,12 +187,25 @@ def _stops(around: Around) -> CaseVerdict:
         if (found := (len(completion.tokens), completion.finish)) != expected:
             text = f"{completion.request}: ended with {found[1]!r} after {found[0]} tokens"
             texts.append(f"{text}, expected {expected[1]!r} after {expected[0]}")
-    alike = [one for one in requests if one.name != "in prompt"]
-    bases = [dataclasses.replace(around.served.completions[5], request=one.name) for one in alike]
-    base = dataclasses.replace(around.served, completions=bases)
-    again = dataclasses.replace(served, completions=[c for c in served.completions if c.request != "in prompt"])
-    same = around.judge.same("stop tokens", alike, (base, again), around.noise)
-    text = "; ".join([*texts, f"{stopped} of {len(requests)} ended with a stop token", same.text])
+    return texts, stopped
+
+
+def _stops_of_draws(around: Around) -> CaseVerdict:
+    """Draw again with stop tokens that are known to come, one by one and as parallel samples.
+
+    A stop token is one that was drawn in the middle of a completion; of parallel samples, one from each.
+    """
+    requests = [*_drawn([8, 40, 3, 31], seed=1), _copies(4)]
+    free = around.engine.serve(requests)
+    middle = {
+        r.name: tuple(c.tokens[len(c.tokens) // 2] for c in free.completions if c.request == r.name and c.tokens)
+        for r in requests
+    }
+    stopping = [dataclasses.replace(request, stop=middle[request.name]) for request in requests]
+    served = around.engine.serve(stopping)
+    texts, stopped = _ends(stopping, served)
+    same = around.judge.same("stop tokens of draws", stopping, (free, served), around.noise)
+    text = "; ".join([*texts, f"{stopped} of {len(served.completions)} ended with a stop token", same.text])
     return dataclasses.replace(same, passed=same.passed and not texts and stopped > 0, text=text)
 
 
@@ -219,6 +246,11 @@ def _drawn(lengths: Sequence[int], seed: int) -> list[Request]:
     ]
 
 
+def _copies(copies: int) -> Request:
+    (prompt,) = prompts([77], seed=3)
+    return Request(name="copies", prompt=prompt, max_new_tokens=NEW_TOKENS, seed=11, copies=copies, **_SAMPLED)  # type: ignore[arg-type]
+
+
 def _temperature(around: Around) -> CaseVerdict:
     """Draw two tokens often, and hold frequencies and log probabilities against float64."""
     (prompt,) = prompts([20], seed=6)
@@ -242,9 +274,9 @@ def parallel_samples(around: Around) -> CaseVerdict:
 
     Where the engine shares blocks, the peak must be what the samples need together.
     """
-    prompt, copies = prompts([77], seed=3)[0], COPIES
-    base = Request(name="copies", prompt=prompt, max_new_tokens=NEW_TOKENS, seed=11, **_SAMPLED)  # type: ignore[arg-type]
-    together = around.engine.serve([dataclasses.replace(base, copies=copies)])
+    copies = COPIES
+    base = _copies(1)
+    together = around.engine.serve([_copies(copies)])
     found = around.judge.logprobs([base], together.completions, around.noise)
     if found.passed and around.setting.adapter.promises.get("copies") == "seed + index":
         apart = around.engine.serve([dataclasses.replace(base, name=f"copy-{i}", seed=11 + i) for i in range(copies)])
@@ -252,15 +284,16 @@ def parallel_samples(around: Around) -> CaseVerdict:
             completion.request, completion.copy = "copies", index
         found = around.judge.same("parallel samples", [base], (together, apart), around.noise)
     distinct = len({tuple(c.tokens) for c in together.completions})
-    passed, text = found.passed and distinct == copies, f"{found.text}; {distinct} distinct"
+    passed, text, numbers = found.passed and distinct == copies, f"{found.text}; {distinct} distinct", found.numbers
     if around.setting.adapter.pages:
         size = around.setting.options.block_size
-        each, shared = -(-(len(prompt) + NEW_TOKENS - 1) // size), len(prompt) // size
+        each, shared = -(-(len(base.prompt) + NEW_TOKENS - 1) // size), len(base.prompt) // size
         needed, used = shared + copies * (each - shared), max(together.used_blocks, default=0)
         text += f"; {used} blocks at the peak, {needed} with shared blocks, {copies * each} without"
         if "sharing" in around.setting.adapter.promises:
             passed = passed and used == needed
-    return dataclasses.replace(found, name="parallel samples", passed=passed, text=text)
+        numbers = {**numbers, "blocks": used, "with_sharing": needed, "without_sharing": copies * each}
+    return dataclasses.replace(found, name="parallel samples", passed=passed, text=text, numbers=numbers)
 
 
 def _beams(around: Around) -> CaseVerdict:
@@ -339,6 +372,10 @@ def _cache_under_eviction(around: Around) -> CaseVerdict:
     return dataclasses.replace(right, name="prefix cache under eviction", passed=passed, text=text, numbers=numbers)
 
 
+def _ended(name: str, error: EngineError, what: str = "") -> CaseVerdict:
+    return CaseVerdict(name=name, passed=False, text=f"{what}it ends the engine, and every request with it: {error}")
+
+
 def _evicted(number: int) -> str:
     """Say how many requests were evicted. Engines may do without: they keep a request waiting until it fits."""
     return f"{number} requests were evicted" if number else "no request was evicted, so eviction is not judged"
@@ -375,20 +412,53 @@ def _look_alike(around: Around) -> CaseVerdict:
 
 
 def _eviction(around: Around) -> CaseVerdict:
-    """Serve more than the cache holds. Evicted requests go on as they were, also those that draw tokens."""
-    drawn, name = _drawn([60] * 6, seed=7), "eviction"
+    """Serve more than the cache holds. Evicted requests go on as they were, also those that draw tokens.
+
+    Of parallel samples some are evicted and others not.
+    """
+    name = "eviction"
     if around.setting.options.max_step_tokens < 60:
         name = "eviction, prompts in chunks"
+    draws = _drawn([60] * 6, seed=7)
+    samples = [dataclasses.replace(r, name=f"copies-{i}", copies=3, seed=100 * i) for i, r in enumerate(draws[:2])]
+    evicted = {"": around.served.preemptions}
+    texts, verdicts = [_evicted(around.served.preemptions)], list[CaseVerdict]()
+    for kind, requests in {"those that draw tokens": draws, "parallel samples": samples}.items():
+        try:
+            together = around.engine.serve(requests)
+            alone = around.engine.serve([dataclasses.replace(r, arrives=40 * i) for i, r in enumerate(requests)])
+        except EngineError as error:
+            return _ended(name, error)
+        same = around.judge.same(name, requests, (alone, together), around.noise)
+        evicted[kind] = together.preemptions
+        texts.append(f"of {kind}: {_evicted(together.preemptions)}; {same.text}")
+        verdicts.append(dataclasses.replace(same, passed=same.passed and alone.preemptions == 0))
+        if not verdicts[-1].passed:
+            break
+    numbers = {**verdicts[-1].numbers, "evicted": min(evicted.values())}
+    return dataclasses.replace(verdicts[-1], text="; ".join(texts), numbers=numbers)
+
+
+def _eviction_of_beams(around: Around) -> CaseVerdict:
+    """Search with beams for two requests at once, more than the cache holds, and hold both against float64."""
+    requests = [
+        Request(name=f"beams-{i}", prompt=prompt, max_new_tokens=12, beams=4, wants_prompt=False)
+        for i, prompt in enumerate(prompts([60, 60], seed=36))
+    ]
     try:
-        together = around.engine.serve(drawn)
-        alone = around.engine.serve([dataclasses.replace(r, arrives=40 * i) for i, r in enumerate(drawn)])
+        served = around.engine.serve(requests)
     except EngineError as error:
-        return CaseVerdict(name=name, passed=False, text=f"it ends the engine, and every request with it: {error}")
-    same = around.judge.same(name, drawn, (alone, together), around.noise)
-    text = f"{_evicted(around.served.preemptions)}; of those that draw tokens: {_evicted(together.preemptions)}"
-    numbers = {**same.numbers, "evicted": min(around.served.preemptions, together.preemptions)}
-    passed = same.passed and alone.preemptions == 0
-    return dataclasses.replace(same, passed=passed, text=f"{text}; {same.text}", numbers=numbers)
+        return _ended("eviction of beams", error)
+    told = around.judge.logprobs(requests, served.completions, around.noise)
+    texts, passed, decided = [_evicted(served.preemptions)], told.passed, True
+    for request in requests:
+        found = around.judge.beams(request, [c for c in served.completions if c.request == request.name], around.noise)
+        passed, decided = passed and found.passed, decided and bool(found.numbers["decided"])
+        texts.append(f"{request.name}: {found.text}")
+    if not told.passed:
+        texts.append(f"log probabilities: {told.text}")
+    numbers = {**told.numbers, "evicted": served.preemptions, "decided": float(decided)}
+    return dataclasses.replace(told, name="eviction of beams", passed=passed, text="; ".join(texts), numbers=numbers)
 
 
 def _bad_requests(
@@ -401,8 +471,7 @@ def _bad_requests(
         try:
             mixed = engine.serve([requests[3], bad, *requests[4:6]])
         except EngineError as error:
-            text = f"{bad.name}: it ends the engine, and every request with it: {error}"
-            return CaseVerdict(name=name, passed=False, text=text)
+            return _ended(name, error, f"{bad.name}: ")
         refused = [(c.request, c.tokens) for c in mixed.completions if c.error] == [(bad.name, [])]
         same = judge.same(name, requests, (served, mixed), noise)
         text = f"{bad.name}: {'refused' if refused else 'not refused'}; of the others: {same.text}"
@@ -416,10 +485,21 @@ def _bad_requests(
 
 
 _CLAUSES: dict[str, Sequence[Callable[[Around], CaseVerdict]]] = {
-    "plain": (_alone, _arrival, _stops, _context_limit, seeds, _temperature, parallel_samples, _beams, _leaks),
+    "plain": (
+        _alone,
+        _arrival,
+        _stops,
+        _context_limit,
+        seeds,
+        _temperature,
+        parallel_samples,
+        _stops_of_draws,
+        _beams,
+        _leaks,
+    ),
     "chunked": (_arrival,),
     "prefix": (_prefix_caching, _look_alike, parallel_samples),
-    "small-cache": (_eviction,),
+    "small-cache": (_eviction, _eviction_of_beams),
     "large-blocks": (parallel_samples, _beams),
     "all-at-once": (_arrival, _look_alike, _cache_under_eviction, _eviction),
 }

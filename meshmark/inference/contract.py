@@ -174,7 +174,8 @@ class InferenceAdapter(ABC):
     precisions: ClassVar[tuple[str, ...]] = ("fp32", "bf16")
     """Names of `model.PRECISIONS` that the engine computes in."""
     pages: ClassVar[bool] = True
-    """True if the cache has blocks that are given out one by one."""
+    """True if the cache has blocks that are given out one by one. Without, it is judged as one batch, padded to its
+    longest sequence, with `num_blocks` tokens; or not at all, if `num_blocks` is 0, for an engine that keeps none."""
     promises: ClassVar[Mapping[str, str]] = {}
     """What the engine says of itself: of "copies", seeds of parallel samples ("seed + index" is judged); of "sharing",
     the blocks they share; of "beams", how it searches."""

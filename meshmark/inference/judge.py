@@ -53,7 +53,8 @@ class _Pair:
     @property
     def compared(self) -> int:
         """Tokens that are compared: up to the first that differs, which is among them."""
-        return len(self.runs[0].tokens) if self.common is None else self.common + 1
+        shorter = min(len(run.tokens) for run in self.runs)  # a stop token may end one of them
+        return shorter if self.common is None else self.common + 1
 
 
 class Judge:

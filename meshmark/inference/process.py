@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import inspect
 import os
 import secrets
 import signal
@@ -18,17 +19,19 @@ import traceback
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from meshmark.environment import interpreter_of
-from meshmark.errors import MeshmarkError
+from meshmark.errors import AdapterError, MeshmarkError
 from meshmark.import_target import class_at
 from meshmark.inference.contract import EngineOptions, InferenceAdapter, Request, Served
+from meshmark.text import describe_error
 
 START_SECONDS = 400.0
 """vLLM's first start compiles."""
 SERVE_SECONDS = 400.0
 _KEY = "MESHMARK_ENGINE_KEY"
+_CONTRACT = "meshmark.inference.contract.InferenceAdapter"
 
 
 class EngineError(MeshmarkError):
@@ -36,9 +39,29 @@ class EngineError(MeshmarkError):
 
 
 def load_engine(target: str) -> type[InferenceAdapter]:
-    """Return the adapter at "package.module:Class"."""
-    found: type[InferenceAdapter] = class_at(target)
+    """Return the adapter at "package.module:Class" or "path/to/file.py:Class".
+
+    Raises `AdapterError` when it cannot be imported, is no `InferenceAdapter`, or lacks part of it.
+    """
+    found = _class_at(target)
+    if not (inspect.isclass(found) and issubclass(found, InferenceAdapter)):
+        raise AdapterError(f"adapter {target!r}: expected a subclass of {_CONTRACT}")
+    if lacking := sorted(found.__abstractmethods__):
+        raise AdapterError(f"adapter {target!r} lacks {', '.join(lacking)}; see {_CONTRACT}")
     return found
+
+
+def is_engine(target: str) -> bool:
+    """Return whether a target names an adapter for an engine that generates text. Raises as `load_engine` does."""
+    found = _class_at(target)
+    return inspect.isclass(found) and issubclass(found, InferenceAdapter)
+
+
+def _class_at(target: str) -> Any:  # noqa: ANN401
+    try:
+        return class_at(target)
+    except (Exception, SystemExit) as error:
+        raise AdapterError(f"adapter {target!r} cannot be imported: {describe_error(error)}") from error
 
 
 class EngineProcess:
@@ -100,8 +123,17 @@ class EngineProcess:
             raise EngineError(answer)
         return answer
 
+    def pause(self) -> None:
+        """Stop the process and all that it started, until `resume`: what waits takes no processor time."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let the process go on after `pause`."""
+        self._signal(signal.SIGCONT)
+
     def close(self) -> None:
         """End the process and all that it started."""
+        self.resume()
         if hasattr(self, "_connection"):
             with contextlib.suppress(OSError):
                 self._connection.send(None)
@@ -112,9 +144,12 @@ class EngineProcess:
         self._folder.cleanup()
 
     def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
     def __enter__(self) -> Self:
         return self

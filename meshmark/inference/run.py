@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +12,9 @@ from typing import Any
 from meshmark import environment
 from meshmark.adapter.registry import inference_adapters
 from meshmark.inference.clauses import Setting, judge_engine
-from meshmark.inference.contract import EngineOptions, Request
+from meshmark.inference.contract import EngineOptions
 from meshmark.inference.judge import Judge
-from meshmark.inference.model import PRECISIONS, prompts, shape_of, write_model
+from meshmark.inference.model import PRECISIONS, shape_of, write_model
 from meshmark.inference.process import EngineError, EngineProcess, load_engine
 from meshmark.records.judged_case import CaseVerdict, JudgedCase, newest_lines
 from meshmark.spec.known_gap import KnownGap
@@ -29,8 +28,6 @@ VARIANTS: dict[str, Mapping[str, object]] = {
     "all-at-once": {"max_step_tokens": 48, "prefix_caching": True, "num_blocks": 12},
 }
 """Options of engines that differ from the default, by what they are for."""
-LOAD = (16, 64, 32)
-"""Of the timed load: requests that arrive at once, tokens of each prompt, new tokens of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +73,16 @@ class InferenceRecord(JudgedCase):
 
 
 def read_inference(path: Path) -> list[InferenceRecord]:
-    """Return the records of a file, of each case the last, with the known gaps that adapters declare now."""
+    """Return the records of a file, of each case the last, with the known gaps that adapters declare now.
+
+    Engines from outside keep the gaps that they declared when they ran.
+    """
     engines = inference_adapters()
 
     def now(values: Mapping[str, Any]) -> InferenceRecord:
-        target = engines.get(values["case"]["engine"])
-        gaps = load_engine(target).known_gaps if target else ()
+        if not (target := engines.get(values["case"]["engine"])):
+            return InferenceRecord(**values)
+        gaps = load_engine(target).known_gaps
         verdicts = [with_gap(dataclasses.replace(verdict, gap=""), gaps) for verdict in values["verdicts"]]
         return InferenceRecord(**{**values, "verdicts": verdicts})
 
@@ -97,7 +98,7 @@ def with_gap(verdict: CaseVerdict, gaps: Sequence[KnownGap]) -> CaseVerdict:
 def run_case(case: InferenceCase, results: Path, num_leak: int = 1000) -> InferenceRecord:
     """Run a case and append its record to `results`/records.jsonl. One clause serves `num_leak` requests."""
     bits = PRECISIONS[case.precision].weight_bits
-    verdicts, speed, versions, error = list[CaseVerdict](), dict[str, float](), dict[str, str](), ""
+    verdicts, versions, error = list[CaseVerdict](), dict[str, str](), ""
     # Each case writes its own model: one that an ended run or older code left would be judged as if it were this one.
     with tempfile.TemporaryDirectory(prefix="meshmark-model-") as name:
         folder = write_model(case.model, Path(name) / case.model, weight_bits=bits)
@@ -105,8 +106,6 @@ def run_case(case: InferenceCase, results: Path, num_leak: int = 1000) -> Infere
             with EngineProcess(case.target, folder, case.options(), results / "logs" / f"{case.id}.log") as engine:
                 versions = dict(engine.versions)
                 judge = Judge(folder, case.precision, load_engine(case.target).cache_rounding)
-                if case.variant == "plain":
-                    speed = _speed(engine)  # first, for the last clause may end the engine
                 setting = case.setting(num_leak)
                 for verdict in judge_engine(engine, judge, setting):
                     # what was judged before an engine fails is kept
@@ -117,7 +116,6 @@ def run_case(case: InferenceCase, results: Path, num_leak: int = 1000) -> Infere
     record = InferenceRecord(
         case={"engine": case.engine, "variant": case.variant, "model": case.model, "precision": case.precision},
         verdicts=verdicts,
-        speed=speed,
         error=error,
         versions=versions,
         commit=around.commit,
@@ -126,23 +124,3 @@ def run_case(case: InferenceCase, results: Path, num_leak: int = 1000) -> Infere
     )
     record.append_to(results)
     return record
-
-
-def _speed(engine: EngineProcess) -> dict[str, float]:
-    """Return rates under the timed load, of the second of two runs: tokens a second, and seconds."""
-    number, length, new = LOAD
-    requests = [
-        Request(name=f"load-{index}", prompt=prompt, max_new_tokens=new, wants_prompt=False)
-        for index, prompt in enumerate(prompts([length] * number, seed=4))
-    ]
-    engine.serve(requests)
-    done = engine.serve(requests).completions
-    if not all(c.tokens for c in done):
-        return {}  # what is refused is judged, not timed
-    firsts, lasts = [c.first_token - c.arrived for c in done], [c.last_token for c in done]
-    start = max(c.first_token for c in done)
-    return {
-        "prefill": number * length / start,
-        "decode": number * (new - 1) / max(max(lasts) - start, 1e-9),
-        "first_token": statistics.median(firsts),
-    }

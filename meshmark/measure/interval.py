@@ -45,6 +45,12 @@ def mean_interval(samples: Sequence[float], repeat: int = 0) -> Interval:
     return Interval(mean=statistics.fmean(samples), half_width=widest, block=lengths[widths.index(widest)])
 
 
+def ratio_interval(ones: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
+    """Return the geometric mean of one / other over pairs, in order, and half its interval."""
+    logs = mean_interval([math.log(one / other) for one, other in zip(ones, others, strict=True)])
+    return math.exp(logs.mean), math.exp(logs.mean) * logs.half_width
+
+
 def _block_means(samples: Sequence[float], length: int) -> list[float]:
     """Return means of whole blocks.
 

@@ -55,11 +55,25 @@ class JudgedCase:
             file.write(self.line())
 
 
+OTHER_RECORD = "a record of an engine that generates, or of a model made smaller"
+"""What readers of other records say of such a line."""
+
+
+def num_judged(path: Path, key: str) -> int:
+    """Return how many lines of a file are records of judged cases: of engines ("engine"), or of methods ("method")."""
+    with path.open(errors="replace") as file:
+        return sum(line.startswith(f'{{"case": {{"{key}": ') and '"verdicts": [' in line for line in file)
+
+
 def newest_lines(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the fields of each case's last record in a file, in the order of the cases' first ones."""
+    """Yield the fields of each case's last record in a file, in the order of the cases' first ones.
+
+    Other records in the file, such as of training, are left out.
+    """
     found = {}
     for line in path.read_text().splitlines():
-        values = json.loads(line)
+        if "verdicts" not in (values := json.loads(line)) or "schema" in values:
+            continue
         values["verdicts"] = [CaseVerdict(**verdict) for verdict in values["verdicts"]]
         found[json.dumps(values["case"])] = values
     yield from found.values()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshmark.records.judged_case import OTHER_RECORD
 from meshmark.records.record import SCHEMA
 from meshmark.spec.algorithm import without_foreign_options
 from meshmark.spec.model_config import with_kind
@@ -59,6 +60,8 @@ def migrate(value: object) -> dict[str, Any]:
     Raises `ValueError` for an unknown schema.
     """
     schema = value.get("schema") if isinstance(value, dict) else None
+    if isinstance(value, dict) and schema is None and "verdicts" in value:
+        raise ValueError(f"{OTHER_RECORD}; `meshmark report DIR` reads it")
     if not isinstance(value, dict) or schema not in range(1, SCHEMA + 1):
         newer = "; a newer one wrote it: upgrade" if isinstance(schema, int) and schema > SCHEMA else ""
         raise ValueError(f"schema {schema}, this Meshmark reads 1 to {SCHEMA}{newer}")

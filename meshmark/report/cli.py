@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from meshmark.errors import InputError, ResultsError
+from meshmark.records.judged_case import OTHER_RECORD, num_judged
 from meshmark.records.record_file import Reading, read_records
 from meshmark.records.session import latest_attempts
 from meshmark.report.markdown import one_line
@@ -69,10 +70,21 @@ def _output_file(text: str) -> Path:
 
 
 def _report(parsed: argparse.Namespace) -> None:
-    reading = read_records(parsed.results, latest=True)
-    _complain(reading.complaints)
     folder = parsed.results if parsed.results.is_dir() else parsed.results.parent
     output = parsed.output or folder / "report.md"
+    judged = _judged(parsed.results)
+    try:
+        reading = read_records(parsed.results, latest=True)
+    except ResultsError:
+        if judged is None:
+            raise
+        _write_judged(judged, output, parsed.results)
+        return
+    if judged is not None:
+        _write_judged(judged, output.with_name(f"{output.stem}-inference.md"), parsed.results)
+        others = [each for each in reading.complaints if OTHER_RECORD not in each]
+        reading = dataclasses.replace(reading, complaints=others)
+    _complain(reading.complaints)
     command = ["meshmark", "report", str(parsed.results)]
     for option, value in (("-o", parsed.output), ("--baseline", parsed.baseline)):
         command += [option, str(value)] if value else []
@@ -89,6 +101,37 @@ def _report(parsed: argparse.Namespace) -> None:
         if not reading.records:
             raise ResultsError(f"no record of {str(parsed.results)!r} can be read ({lines}, named above)")
         print(f"meshmark: {lines} could not be read and stand in no table; {output} lists them", file=sys.stderr)
+
+
+def _judged(results: Path) -> Path | None:
+    """Return the file of records, if it has some of engines that generate text.
+
+    Raises `InputError` if it has records of models made smaller, which no report shows.
+    """
+    path = results / "records.jsonl" if results.is_dir() else results
+    if path.suffix != ".jsonl" or not path.is_file():
+        return None
+    if num_judged(path, "method"):
+        raise InputError(
+            f"{str(path)!r} holds records of models made smaller, of which no report is made here; "
+            "`make compression` in a checkout makes their page"
+        )
+    return path if num_judged(path, "engine") else None
+
+
+def _write_judged(path: Path, output: Path, results: Path) -> None:
+    from meshmark.inference.run import read_inference  # torch, which other reports do not need
+    from meshmark.report.inference import inference_page
+
+    if output.suffix.lower() in (".html", ".htm"):
+        raise InputError(f"-o {str(output)!r}: the page of engines that generate text is Markdown; name a .md file")
+    records = read_inference(path)
+    text = inference_page(records, f"Made by `meshmark report {shlex.quote(str(results))}`.")
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ResultsError(f"{str(output)!r} cannot be written: {error.strerror}") from error
+    print(f"{output}: {pluralize(len(records), 'record')} of engines that generate text")
 
 
 def _complain(complaints: list[str]) -> None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from meshmark.adapter.registry import known_adapters
+from meshmark.adapter.registry import inference_adapters, known_adapters
 from meshmark.conformance.reproducers import (
     Clauses,
     Reproducer,
@@ -51,8 +51,9 @@ def _gaps(parsed: argparse.Namespace) -> None:
             raise UnknownNameError("framework", parsed.framework, frameworks)
         reproducers = [each for each in reproducers if each.framework == parsed.framework]
     if parsed.adapter:
-        if not fnmatch.filter(known_adapters(), parsed.adapter):
-            raise UnknownNameError("adapter", parsed.adapter, known_adapters())
+        known = known_adapters() | inference_adapters()
+        if not fnmatch.filter(known, parsed.adapter):
+            raise UnknownNameError("adapter", parsed.adapter, known)
         reproducers = [each for each in reproducers if fnmatch.filter(failed.get(each.name, {}), parsed.adapter)]
     if parsed.output is None:
         sys.stdout.write(gaps_text(reproducers, failed, trials))

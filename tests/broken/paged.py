@@ -131,6 +131,13 @@ def _truncates(self: PagedLlama, x: Tensor) -> Tensor:
     )
 
 
+def _truncates_chunks(self: PagedLlama, layer: int, span: Span, k: Tensor, v: Tensor) -> None:
+    """Of a prompt's later chunks, keys and values are rounded towards zero."""
+    if span.start and len(span.tokens) > 1:
+        k, v = (_truncates(self, x).float() for x in (k, v))
+    PagedLlama.write(self, layer, span, k, v)
+
+
 def _other_format(self: PagedLlama, x: Tensor) -> Tensor:
     return x.to(torch.float8_e5m2).to(self.cache.dtype)
 
@@ -315,6 +322,28 @@ def _evicts_draws(self: PagedEngine, sample: Sample) -> None:
     sample.draws = self.draws(sample.request, sample.copy)
 
 
+def _evicts_draws_of_copies(self: PagedEngine, sample: Sample) -> None:
+    PagedEngine.evict(self, sample)
+    if sample.copy:
+        sample.draws = self.draws(sample.request, sample.copy)
+
+
+def _evicts_scores(self: PagedEngine, sample: Sample) -> None:
+    PagedEngine.evict(self, sample)
+    sample.unscored = len(sample.logprobs)  # type: ignore[attr-defined]
+
+
+def _best_without_evicted_scores(self: PagedEngine, beams: list[Sample], count: int) -> list[tuple[Sample, int, float]]:
+    """A beam that was evicted is compared by what follows its eviction alone."""
+    kept = [beam.logprobs for beam in beams]
+    for beam in beams:
+        beam.logprobs = beam.logprobs[getattr(beam, "unscored", 0) :]
+    found = PagedEngine.best(self, beams, count)
+    for beam, logprobs in zip(beams, kept, strict=True):
+        beam.logprobs = logprobs
+    return found
+
+
 def _evicts_one_token(self: PagedEngine, sample: Sample) -> None:
     """The token that was generated last is lost with an evicted sequence's blocks, and comes again."""
     PagedEngine.evict(self, sample)
@@ -358,6 +387,14 @@ def _second_best(self: PagedEngine, sample: Sample, row: Tensor) -> int:
 
 def _no_stop(self: PagedEngine, sample: Sample) -> str:
     return "length" if PagedEngine.finish(self, sample) == "length" else ""
+
+
+def _no_stop_of_draws(self: PagedEngine, sample: Sample) -> str:
+    return PagedEngine.finish(self, sample) if sample.draws is None else _no_stop(self, sample)
+
+
+def _no_stop_of_copies(self: PagedEngine, sample: Sample) -> str:
+    return _no_stop(self, sample) if sample.copy else PagedEngine.finish(self, sample)
 
 
 def _stops_by_first_alone(self: PagedEngine, sample: Sample) -> str:
@@ -527,6 +564,18 @@ MUTANTS: list[PagedMutant] = [
         engine={"evict": _evicts_draws},
     ),
     PagedMutant(
+        name="EvictedDrawsOfCopies",
+        text="an evicted parallel sample draws from its beginning, but not the first",
+        variant="small-cache",
+        engine={"evict": _evicts_draws_of_copies},
+    ),
+    PagedMutant(
+        name="EvictedScore",
+        text="an evicted beam forgets its score",
+        variant="small-cache",
+        engine={"evict": _evicts_scores, "best": _best_without_evicted_scores},
+    ),
+    PagedMutant(
         name="EvictedToken",
         text="an evicted sequence gives a token twice",
         variant="small-cache",
@@ -590,6 +639,16 @@ MUTANTS: list[PagedMutant] = [
     PagedMutant(name="NotGreedy", text="a token is never taken twice in a row", engine={"choose": _second_best}),
     PagedMutant(name="NoStop", text="stop tokens are ignored", engine={"finish": _no_stop}),
     PagedMutant(
+        name="NoStopOfDraws",
+        text="stop tokens are ignored where tokens are drawn",
+        engine={"finish": _no_stop_of_draws},
+    ),
+    PagedMutant(
+        name="NoStopOfCopies",
+        text="parallel samples but the first ignore stop tokens",
+        engine={"finish": _no_stop_of_copies},
+    ),
+    PagedMutant(
         name="StopsByFirst", text="of several stop tokens one is seen", engine={"finish": _stops_by_first_alone}
     ),
     PagedMutant(name="StopNotAtOnce", text="the first token never stops", engine={"finish": _never_stops_at_once}),
@@ -601,6 +660,13 @@ MUTANTS: list[PagedMutant] = [
         text="keys and values are truncated to 8 bits, not rounded",
         precision="fp8-cache",
         model={"narrow": _truncates},
+    ),
+    PagedMutant(
+        name="ChunksTruncate",
+        text="keys and values of a prompt's later chunks are truncated to 8 bits",
+        variant="all-at-once",
+        precision="fp8-cache",
+        model={"write": _truncates_chunks},
     ),
     PagedMutant(
         name="CacheFormat",

@@ -1,0 +1,169 @@
+"""The page of engines that generate text, from the records of suites/test_inference.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshmark.inference.clauses import COPIES, LENGTHS, NEW_TOKENS
+from meshmark.inference.judge import FACTOR
+from meshmark.inference.run import InferenceRecord
+from meshmark.records.judged_case import CaseVerdict
+from meshmark.report.markdown import inline
+from meshmark.report.markdown import table as markdown
+from meshmark.text import pluralize
+
+
+def inference_page(records: Sequence[InferenceRecord], links: str, left_out: str = "", between: str = "") -> str:
+    """Return the page of what the records say.
+
+    Args:
+        records: One record a case.
+        links: Sentence below the answer, such as where the page comes from.
+        left_out: What was not judged, if anything.
+        between: Sections between memory and clauses.
+    """
+    newest, commits = max(records, key=lambda record: record.date), sorted({record.commit for record in records})
+    versions: dict[str, set[str]] = {}
+    for record in records:
+        for name, version in record.versions.items():
+            versions.setdefault(name, set()).add(version)
+    said = ", ".join(f"{name} {' and '.join(sorted(numbers))}" for name, numbers in sorted(versions.items()))
+    judged = [(record, verdict) for record in records for verdict in record.verdicts]
+    holding, right = sum(verdict.passed for _, verdict in judged), sum(record.passed for record in records)
+    cases = f"{pluralize(len(records), 'case')} {'is' if right == len(records) == 1 else 'are'}"
+    return f"""# Engines that generate text
+
+**{right} of {cases} right** ({holding} of {len(judged)} verdicts), at
+{pluralize(len(commits), "commit")} ({", ".join(commits)}) on {newest.machine}, with {said}.
+{links}
+{left_out}
+## Correct
+
+Log probabilities of {len(LENGTHS)} prompts ({LENGTHS[0]} to {LENGTHS[-1]} tokens) and of {NEW_TOKENS} tokens that
+follow each, against the same model in float64 at the run's own tokens. *detects* is the smallest error of one token's
+log probability that fails: {FACTOR:g} times the noise of Transformers' own ways to compute the same.
+
+{markdown([_correct(record) for record in records])}
+
+## Memory
+
+{markdown([_memory(record) for record in records])}
+
+{_samples(records)}{between}## Clauses
+
+{markdown(_clauses(records))}
+
+{_failures(records)}
+{_gaps(records)}"""
+
+
+def case_columns(record: InferenceRecord) -> dict[str, object]:
+    """Return the columns that name a case."""
+    return {name: record.case[name] for name in ("engine", "variant", "precision")}
+
+
+def _correct(record: InferenceRecord) -> dict[str, object]:
+    found = {verdict.name: verdict for verdict in record.verdicts}
+    logprobs, greedy = found.get("log probabilities"), found.get("greedy tokens")
+    if logprobs is None or greedy is None or not logprobs.numbers:
+        return {**case_columns(record), "log probabilities": f"**{inline(record.error or 'not judged')}**"}
+    numbers = logprobs.numbers
+    off = f"off by {numbers['largest']:.1e}"
+    return {
+        **case_columns(record),
+        "log probabilities": off if logprobs.passed else f"**{off}**",
+        "noise": f"{numbers['noise']:.1e}",
+        "detects": f"{numbers['detects']:.1e}",
+        "greedy": f"{greedy.numbers.get('same', 0):.0f} of {greedy.numbers.get('total', 0):.0f}",
+    }
+
+
+def _memory(record: InferenceRecord) -> dict[str, object]:
+    found = {verdict.name: verdict for verdict in record.verdicts}
+    row = case_columns(record)
+    for name in ("KV cache bytes", "KV blocks in use"):
+        if verdict := found.get(name):
+            row[name] = inline(verdict.text) if verdict.passed else f"**{inline(verdict.text)}**"
+    return row
+
+
+def _samples(records: Sequence[InferenceRecord]) -> str:
+    """Return the table of blocks that parallel samples take."""
+    rows = [
+        {
+            **case_columns(record),
+            "blocks at the peak": f"{numbers['blocks']:.0f}",
+            "full blocks of the prompt shared": f"{numbers['with_sharing']:.0f}",
+            "nothing shared": f"{numbers['without_sharing']:.0f}",
+        }
+        for record in records
+        for verdict in record.verdicts
+        if verdict.name == "parallel samples" and "blocks" in (numbers := verdict.numbers)
+    ]
+    if not rows:
+        return ""
+    alone = [row for row in rows if row["blocks at the peak"] == row["nothing shared"]]
+    engines = dict.fromkeys(f"{row['engine']} ({row['variant']})" for row in alone)
+    silent = f" No block is shared by {', '.join(engines)}." if engines else ""
+    return f"""### Parallel samples
+
+{COPIES} parallel samples of one prompt, at the peak, and what closed forms say with and without sharing.{silent}
+
+{markdown(rows)}
+
+"""
+
+
+_ELSEWHERE = ("log probabilities", "greedy tokens", "KV cache bytes", "KV blocks in use")
+
+
+def _clauses(records: Sequence[InferenceRecord]) -> list[dict[str, object]]:
+    """Return a row for each clause, with what each engine showed."""
+    rows: dict[str, dict[str, object]] = {}
+    for record in records:
+        for verdict in record.verdicts:
+            if verdict.name not in _ELSEWHERE:
+                row = rows.setdefault(verdict.name, {"clause": verdict.name})
+                column = f"{record.case['engine']} {record.case['precision']}"
+                row[column] = _shown(verdict)
+    return list(rows.values())
+
+
+def _shown(verdict: CaseVerdict) -> str:
+    if verdict.gap and not verdict.passed:
+        return "known gap"
+    if verdict.passed and verdict.numbers.get("evicted", 1) == 0:
+        return "not judged"
+    return "holds" if verdict.passed else "**fails**"
+
+
+def _failures(records: Sequence[InferenceRecord]) -> str:
+    lines = [
+        f"- {' '.join(map(str, case_columns(record).values()))}, {verdict.name}: {inline(verdict.text)}"
+        for record in records
+        for verdict in record.verdicts
+        if verdict.fails
+    ]
+    lines += [
+        f"- {record.case['engine']} {record.case['variant']}: {inline(record.error)}"
+        for record in records
+        if record.error
+    ]
+    return "## What fails\n\n" + "\n".join(lines) + "\n" if lines else "Nothing fails.\n"
+
+
+def _gaps(records: Sequence[InferenceRecord]) -> str:
+    """Return what engines are known to fail, with links to the reproducers, and known gaps that no longer show."""
+    known: dict[tuple[str, str, str], list[str]] = {}
+    for record in records:
+        for verdict in record.verdicts:
+            if verdict.gap:
+                outcome = "no longer shows: take it out of the adapter" if verdict.passed else verdict.text
+                known.setdefault((verdict.gap, verdict.name, outcome), []).append(
+                    " ".join(map(str, case_columns(record).values()))
+                )
+    lines = [
+        f"- [{gap}](gaps.md#{gap}), {clause} ({'; '.join(cases)}): {inline(outcome)}"
+        for (gap, clause, outcome), cases in known.items()
+    ]
+    return "\n## Known gaps\n\n" + "\n".join(lines) + "\n" if lines else ""
