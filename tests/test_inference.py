@@ -48,7 +48,12 @@ def served(model: Path) -> Served:
 
 @pytest.mark.parametrize(
     "engine, variant",
-    [("transformers-generate", "plain"), ("paged-tp2", "plain"), ("paged", "prefix"), ("paged", "small-cache")],
+    [
+        ("paged", "prefix"),
+        ("paged", "small-cache"),
+        pytest.param("transformers-generate", "plain", marks=pytest.mark.slow),
+        pytest.param("paged-tp2", "plain", marks=pytest.mark.slow),
+    ],
 )
 def test_a_real_engine_in_its_own_process_passes_every_verdict(tmp_path: Path, engine: str, variant: str) -> None:
     case = InferenceCase(engine=engine, target=inference_adapters()[engine], variant=variant)
@@ -113,26 +118,26 @@ def test_wrong_bytes_blocks_and_leaks_are_seen(served: Served) -> None:
         ("KeyWithoutPast", "prompts that look alike"),
         ("EvictedDraws", "eviction"),
         ("StaleKey", "prefix cache under eviction"),
-        ("ChunksTruncate", "log probabilities"),
-        ("ScaleOfNextGroup", "log probabilities"),
+        pytest.param("ChunksTruncate", "log probabilities", marks=pytest.mark.slow),
+        pytest.param("ScaleOfNextGroup", "log probabilities", marks=pytest.mark.slow),
         ("WeightOffset", "log probabilities"),
-        ("BeamsForget", "beams"),
-        ("SeedsEveryToken", "temperature"),
-        ("TemperatureOfFirst", "temperature"),
-        ("EvictedDrawsOfCopies", "eviction"),
-        ("EvictedScore", "eviction of beams"),
+        pytest.param("BeamsForget", "beams", marks=pytest.mark.slow),
+        pytest.param("SeedsEveryToken", "temperature", marks=pytest.mark.slow),
+        pytest.param("TemperatureOfFirst", "temperature", marks=pytest.mark.slow),
+        pytest.param("EvictedDrawsOfCopies", "eviction", marks=pytest.mark.slow),
+        pytest.param("EvictedScore", "eviction of beams", marks=pytest.mark.slow),
         ("NoStopOfDraws", "stop tokens of draws"),
-        ("NoStopOfCopies", "stop tokens of draws"),
-        ("NeverInChunks", "tokens of a step"),
+        pytest.param("NoStopOfCopies", "stop tokens of draws", marks=pytest.mark.slow),
+        pytest.param("NeverInChunks", "tokens of a step", marks=pytest.mark.slow),
         ("NoPromptLogprobs", "log probabilities"),
-        ("SharedSeedBf16", "seeds"),
-        ("SeedAndNumber", "seeds"),
-        ("StreamsChangePlaces", "parallel samples"),
-        ("LowestCode", "log probabilities"),
+        pytest.param("SharedSeedBf16", "seeds", marks=pytest.mark.slow),
+        pytest.param("SeedAndNumber", "seeds", marks=pytest.mark.slow),
+        pytest.param("StreamsChangePlaces", "parallel samples", marks=pytest.mark.slow),
+        pytest.param("LowestCode", "log probabilities", marks=pytest.mark.slow),
         ("StopsByFirst", "stop tokens"),
-        ("StopNotAtOnce", "stop tokens"),
-        ("NegativeToken", "a token that is unknown"),
-        ("NoRoom", "a prompt that is too long"),
+        pytest.param("StopNotAtOnce", "stop tokens", marks=pytest.mark.slow),
+        pytest.param("NegativeToken", "a token that is unknown", marks=pytest.mark.slow),
+        pytest.param("NoRoom", "a prompt that is too long", marks=pytest.mark.slow),
     ],
 )
 def test_a_planted_defect_fails_its_verdict_first(model: Path, tmp_path: Path, name: str, verdict: str) -> None:
@@ -250,6 +255,7 @@ def test_an_engine_that_refuses_what_is_not_greedy_is_judged_to_the_end(model: P
     assert "a token that is unknown" in found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["RoundsByBatch", "RoundsByBatchInverseCdf"])
 def test_an_engine_that_rounds_by_its_batch_is_not_accused(model: Path, target: str) -> None:
     """Its drawn tokens part in bf16. `make inference-power` serves many models with it."""
