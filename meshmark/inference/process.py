@@ -124,8 +124,12 @@ class EngineProcess:
         return answer
 
     def pause(self) -> None:
-        """Stop the process and all that it started, until `resume`: what waits takes no processor time."""
+        """Stop the process and all that it started, until `resume`: what waits takes no processor time.
+
+        Returns once it has stopped, with all its threads.
+        """
         self._signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
         """Let the process go on after `pause`."""
