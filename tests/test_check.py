@@ -72,6 +72,19 @@ def test_right_scripts_of_trainers_and_in_bf16_are_right(script: str, seen: str)
     assert "not trained" not in printed and "gradients   off by" in printed, printed
 
 
+def test_values_are_clipped_losses_weighed_and_buffers_compared() -> None:
+    code, printed = check("--nproc", 2, "--objective", "tokens", SCRIPTS / "two_losses.py", "schedule")
+    assert code == 0 and "elements clipped to 0.01" in printed, printed
+    assert "a mean over targets" in printed and "ranks 0 and 1 hold other values of center" in printed, printed
+    assert "takes 2 steps for one of the optimizer" in printed, printed
+
+
+@pytest.mark.slow
+def test_a_buffer_that_the_first_rank_broadcasts_is_that_of_all() -> None:
+    code, printed = check("--nproc", 2, SCRIPTS / "two_losses.py", "broadcast")
+    assert code == 0 and "center" not in printed, printed
+
+
 @pytest.mark.parametrize(
     "script, words",
     [

@@ -14,12 +14,15 @@ from meshmark.check.exact import Product, Recomputer
 from meshmark.check.gradients import FACTOR, LEFT_OVER, UNSEEN, Comparison, Expected, compare, explain
 from meshmark.check.objective import MEANS, Objective, UnseenError, objective_of, scaled_total
 from meshmark.check.pieces import CannotTellError
+from meshmark.check.recording import Clip
 from meshmark.check.rows import repeated_rows, shared_rows
 from meshmark.check.run import Moment, Run
 from meshmark.check.updates import UnknownOptimizerError, Updates, explain_update
 from meshmark.check.verdict import Finding, Level, Verdict
 from meshmark.judge.faults import Fault
 
+CLAMPED = 1e-3
+"""Relative error up to which gradients are the right ones clipped by value."""
 DRAWS = 3
 """Number of recomputations with rounding, for each micro-batch, from which the noise is measured."""
 
@@ -101,6 +104,7 @@ class Judge:
             self._replicas(moment.after, moment, "after the step")
             previous = moment
             self._crossing(moment)
+            self._buffers(moment)
         self._data(same, repeats)
         self._renewed(updates, moment)
         self._judge_objective()
@@ -145,6 +149,8 @@ class Judge:
                         total[name] = total[name] + g / call.scale if name in total else g / call.scale
         stepped = [name for g in moment.ranks[0].groups for name in g.names]
         names = [name for name in stepped if any(name in part for of_rank in parts for part in of_rank)]
+        if not stepped and Fault.NEVER_UPDATED in self.seen:
+            return  # the optimizer holds no parameter of the model, which is said
         if not any(parts) or not names:
             self.add(
                 Level.UNKNOWN, "no gradient seen",
@@ -201,6 +207,13 @@ class Judge:
             expected = Expected(ranks=ranks, factor=self.factor, known=known)
             told = explain(gradients[owner], parts, before, comparison.wrong, expected)
             detail = told.detail + f"; off by {min(comparison.worst, 1e9):.2g}"
+            if bound := _clamped(gradients[owner], exact):
+                told_bound = (
+                    f"no element of a gradient is beyond {bound:.4g} (clipping of its own, which is not judged)"
+                )
+                self.add(Level.NOTE, "scaled by the script", told_bound, number)
+                self.unseen = self.unseen or "the script clips gradients itself"
+                continue
             if told.fault == Fault.SCALED and self._clipped_by_hand(gradients[owner], exact):
                 told_norm = _norm(gradients[owner])
                 self.add(
@@ -223,7 +236,7 @@ class Judge:
         self, recomputer: Recomputer, moment: Moment, own: Mapping[str, Tensor], names: list[str]
     ) -> bool:
         """Return whether the gradients of `names` are those of activations that are computed again in the backward
-        pass.
+        pass, also if the script then scales them.
         """
         total: dict[str, Tensor] = {}
         for rank, step in enumerate(moment.ranks):
@@ -232,11 +245,11 @@ class Judge:
                 if call.used_gradients:
                     for name, g in recomputer.product(call, values, recompute=True).gradients.items():
                         total[name] = total.get(name, torch.zeros(())) + self.factor * g / call.scale
-        left = sum(float((own[n] - total[n]).square().sum()) for n in names if n in own and n in total)
-        return (
-            all(n in own and n in total for n in names)
-            and left <= LEFT_OVER**2 * _norm({n: own[n] for n in names}) ** 2
-        )
+        if not all(n in own and n in total for n in names):
+            return False
+        flat, again = (torch.cat([x[n].double().reshape(-1) for n in names]) for x in (own, total))
+        scale = float(flat @ again / (again @ again)) if again.any() else 0.0
+        return 0.0 < scale < 1.0 + LEFT_OVER and float((flat - scale * again).norm()) <= LEFT_OVER * float(flat.norm())
 
     def _crossing(self, moment: Moment) -> None:
         """Note what the script does that gradients and updates of single steps do not show."""
@@ -254,6 +267,19 @@ class Judge:
                 Level.NOTE, "schedule steps",
                 f"the learning-rate schedule takes {steps} steps for one of the optimizer", moment.number,
             )  # fmt: skip
+
+    def _buffers(self, moment: Moment) -> None:
+        """Note buffers, such as running statistics, that ranks hold other values of when they call the model."""
+        first, *others = [step.calls[0].buffers for step in moment.ranks if step.calls]
+        for rank, held in enumerate(others, start=1):
+            odd = [n for n, x in first.items() if n in held and not torch.equal(x, held[n])]
+            if odd:
+                self.add(
+                    Level.NOTE, "buffers differ",
+                    f"ranks 0 and {rank} hold other values of {odd[0]}: they are made of each rank's own rows",
+                    moment.number,
+                )  # fmt: skip
+                return
 
     def _known(self, micro: int) -> dict[str, float]:
         world = self.run.world
@@ -293,43 +319,59 @@ class Judge:
         if missing:
             self.add(Level.WRONG, Fault.CLIPPING, f"rank {missing[0]} does not clip, others do", number)
             return
-        clip = steps[0].clips[-1]
-        if len(steps[0].clips) > 1:
-            told = f"gradients are clipped {len(steps[0].clips)} times a step, before they are complete"
+        clips = steps[0].clips
+        if len(clips) > 1 and not steps[0].clips_parts:
+            told = f"gradients are clipped {len(clips)} times a step, before they are complete"
             self.add(Level.WRONG, Fault.CLIPPING, told, number)
             return
         trained = [n for g in steps[0].groups for n in g.names if n in steps[0].gradients]
-        eps = max((torch.finfo(g.dtype).eps for of in moment.gradients.values() for g in of.values()), default=0.0)
-        allowed = max(1e-4, 4 * eps)  # norm, factor and product are rounded in the gradients' own format
-        left = [n for n in trained if n not in clip.names]
+        left = [n for n in trained if not any(n in clip.names for clip in clips)]
         if left:
             told = f"{len(left)} of {len(trained)} gradients are not clipped ({left[0]})"
             self.add(Level.NOTE, "clipping of a part", told, number)
-        if clip.scaled != 1.0 or clip.norm_type != 2.0:
-            return
+        if len(clips) > 1:
+            told = f"{len(clips)} sets of parameters are clipped, each by its own norm"
+            self.add(Level.NOTE, "clipping of parts", told, number)
+        for clip in clips:
+            if clip.scaled == 1.0 and clip.norm_type == 2.0:
+                self._one_clipping(clip, moment)
+
+    def _one_clipping(self, clip: Clip, moment: Moment) -> None:
+        """Judge one call of a clipping function."""
+        eps = max((torch.finfo(g.dtype).eps for of in moment.gradients.values() for g in of.values()), default=0.0)
+        allowed = max(1e-4, 4 * eps)  # norm, factor and product are rounded in the gradients' own format
         norms = []
         for owner, gradients in moment.gradients.items():
-            norm = _norm({n: g for n, g in gradients.items() if n in clip.names})
-            norms.append(norm)
-            right = min(1.0, clip.max_norm / (norm + 1e-6))
-            own = moment.clipped[owner]
+            own = moment.clipped.get(owner, {})
             names = [n for n in clip.names if n in own and n in gradients]
+            if not names:  # of an optimizer that holds other tensors
+                return
+            norm = _norm({n: gradients[n] for n in names})
+            norms.append(norm)
             before = torch.cat([gradients[n].double().reshape(-1) for n in names])
             after = torch.cat([own[n].double().reshape(-1) for n in names])
+            if clip.by_value:
+                off = float((after - before.clamp(-clip.max_norm, clip.max_norm)).norm()) / (float(after.norm()) or 1.0)
+                if off > allowed:
+                    told = f"gradients are not those of clipping by value to {clip.max_norm:g}; off by {off:.2g}"
+                    self.add(Level.WRONG, Fault.CLIPPING, told, moment.number)
+                continue
+            right = min(1.0, clip.max_norm / (norm + 1e-6))
             factor = float(after @ before / (before @ before)) if before.any() else 1.0
             left_over = float((after - factor * before).norm()) / (float(after.norm()) or 1.0)
             if left_over > allowed:
                 told = "the optimizer steps on other gradients than those that were clipped"
-                self.add(Level.WRONG, Fault.CLIPPING, told, number)
+                self.add(Level.WRONG, Fault.CLIPPING, told, moment.number)
             elif abs(factor / right - 1) > allowed:
                 used = clip.max_norm / factor if factor < 1 else norm
                 told = f"scaled by {factor:.4g}, as by a norm of {used:.4g}; the norm of all gradients is {norm:.4g}"
-                self.add(Level.WRONG, Fault.CLIPPING, told, number)
-        shown = (
-            f"norm {norms[0]:.4g}, clipped to {clip.max_norm:g}"
-            if norms[0] > clip.max_norm
-            else (f"norm {norms[0]:.4g}, below {clip.max_norm:g}")
-        )
+                self.add(Level.WRONG, Fault.CLIPPING, told, moment.number)
+        if clip.by_value:
+            shown = f"elements clipped to {clip.max_norm:g}"
+        elif norms[0] > clip.max_norm:
+            shown = f"norm {norms[0]:.4g}, clipped to {clip.max_norm:g}"
+        else:
+            shown = f"norm {norms[0]:.4g}, below {clip.max_norm:g}"
         self.clips.append(f"{shown} (first step)")
 
     def _report_strange_tensors(self) -> None:
@@ -392,7 +434,7 @@ class Judge:
             lines["objective"] = f"not judged: {self.unseen}"
             if self.objective:
                 self.add(Level.UNKNOWN, "objective not judged", self.unseen)
-            elif self.run.world > 1 and self.factor == 1.0 and self.unseen != "gradients are wrong":
+            elif self.run.world > 1 and self.factor == 1.0 and self.detects:
                 self.add(Level.NOTE, "summed over ranks", "right only if the script divides by the number of all rows")
             return
         found = max(self.objectives, key=lambda o: o.high - o.low)
@@ -441,6 +483,17 @@ def _factor(gradients: Mapping[int, Mapping[str, Tensor]], total: Mapping[str, T
         fits.append(sum(float((own[n] * x).sum()) for n, x in total.items() if n in own) / scale)
     found = float(np.mean(fits))
     return 1.0 if abs(found - 1) < 0.02 else 1 / world
+
+
+def _clamped(own: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float | None:
+    """Return the bound if gradients are the right ones clipped by value, else None."""
+    names = [n for n in exact if n in own]
+    flat, right = (torch.cat([x[n].double().reshape(-1) for n in names]) for x in (own, exact))
+    bound = float(flat.abs().max())
+    if not 0.0 < bound < 0.999 * float(right.abs().max()):
+        return None
+    off = float((flat - right.clamp(-bound, bound)).norm()) / float(flat.norm())
+    return bound if off < CLAMPED else None
 
 
 def _named(names: list[str]) -> str:

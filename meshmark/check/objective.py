@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from meshmark.check.recording import Call, Step
+from meshmark.check.recording import Call, Step, Term
 from meshmark.check.tree import tensors_in
 from meshmark.judge.faults import named_factor
 
@@ -49,21 +49,40 @@ class UnseenError(Exception):
 def objective_of(ranks: Sequence[Step], factor: float) -> Objective:
     """Return the objective of one step.
 
-    `factor` is the factor by which the reduction multiplied each rank's gradients. Raises `UnseenError` if no weights
-    of targets were observed.
+    `factor` is the factor by which the reduction multiplied each rank's gradients. If a loss has several terms, each
+    is a mean of its own, whatever its weight. Raises `UnseenError` if no weights of targets were observed.
     """
+    called = [[term.name for term in _differentiated(call)] for step in ranks for call in step.calls]
+    if not all(called):
+        raise UnseenError("the loss is made by no loss function of torch.nn.functional")
+    if any(names != called[0] for names in called):
+        raise UnseenError("the loss has other terms in other micro-batches")
+    found = [_objective_of_term(ranks, factor, number) for number in range(len(called[0]))]
+    return Objective(
+        total=sum(each.total for each in found),
+        candidates=[name for name in found[0].candidates if all(name in each.candidates for each in found)],
+        several_terms=len(found) > 1,
+        num_targets=found[0].num_targets,
+        low=min(each.low for each in found),
+        high=max(each.high for each in found),
+        counts=found[0].counts,
+    )
+
+
+def _differentiated(call: Call) -> list[Term]:
+    return [term for term in call.terms if term.gradient is not None]
+
+
+def _objective_of_term(ranks: Sequence[Step], factor: float, number: int) -> Objective:
+    """Return what the weights of one term's targets say."""
     weights: list[np.ndarray] = []
     rows: list[np.ndarray] = []
-    several = False
     for step in ranks:
         for call in step.calls:
-            terms = [t for t in call.terms if t.gradient is not None]
-            if not terms:
-                raise UnseenError("the loss is made by no loss function of torch.nn.functional")
-            if any(t.weighted for t in terms):
+            term = _differentiated(call)[number]
+            if term.weighted:
                 raise UnseenError("classes or targets have weights of their own")
-            several |= len(terms) > 1
-            each, by_row = _weights_of(call)
+            each, by_row = _weights_of(term, call)
             weights.append(each * factor / call.scale)
             rows.append(by_row * factor / call.scale)
     pooled = np.concatenate(weights)
@@ -84,7 +103,7 @@ def objective_of(ranks: Sequence[Step], factor: float) -> Objective:
     return Objective(
         total=total,
         candidates=candidates,
-        several_terms=several,
+        several_terms=False,
         num_targets=int(pooled.size),
         low=float(relative.min()),
         high=float(relative.max()),
@@ -99,29 +118,23 @@ def _by_rank(weights: list[np.ndarray], ranks: Sequence[Step]) -> list[list[np.n
     return found
 
 
-def _weights_of(call: Call) -> tuple[np.ndarray, np.ndarray]:
+def _weights_of(term: Term, call: Call) -> tuple[np.ndarray, np.ndarray]:
     """Return the weight of every target that counts, and their sums by row of the batch.
 
     The sums are empty if the rows are not known.
     """
-    each, by_row = [], np.zeros(0)
+    assert term.gradient is not None
     num_rows = next((t.shape[0] for t in tensors_in(call.inputs) if t.dim()), 0)
-    for term in call.terms:
-        if term.gradient is None:
-            continue
-        counted = term.scored.numpy().ravel()
-        gradient = term.gradient.double().numpy().ravel()
-        if term.reduction == "mean":
-            full = np.where(counted, gradient[0] / max(1, counted.sum()), 0.0)
-        elif term.reduction == "sum":
-            full = np.where(counted, gradient[0], 0.0)
-        else:
-            full = np.where(counted, gradient, 0.0) if gradient.size == counted.size else np.zeros(counted.size)
-        each.append(full[counted])
-        if num_rows and full.size % num_rows == 0:
-            own = full.reshape(num_rows, -1).sum(1)
-            by_row = by_row + own if by_row.size == own.size else own
-    return np.concatenate(each) if each else np.zeros(0), by_row
+    counted = term.scored.numpy().ravel()
+    gradient = term.gradient.double().numpy().ravel()
+    if term.reduction == "mean":
+        full = np.where(counted, gradient[0] / max(1, counted.sum()), 0.0)
+    elif term.reduction == "sum":
+        full = np.where(counted, gradient[0], 0.0)
+    else:
+        full = np.where(counted, gradient, 0.0) if gradient.size == counted.size else np.zeros(counted.size)
+    by_row = full.reshape(num_rows, -1).sum(1) if num_rows and full.size % num_rows == 0 else np.zeros(0)
+    return full[counted], by_row
 
 
 def _equal(values: np.ndarray) -> bool:

@@ -88,11 +88,15 @@ class Recorder:
         self.unscaled = True
         self.opened: tuple[Call, nn.Module] | None = None
         """The call of the outermost module that has just begun, and that module without wrappers."""
+        self.entered = False
+        """Whether that call has come to the module without wrappers."""
         self.given: list[int] = []
         """Ids of the tensors that the outermost module was given in that call."""
         self.updating: Optimizer | None = None
         """The optimizer whose step runs. Those that it calls are parts of it."""
         self.ends: dict[tuple[int, int], tuple[Any, Call, int]] = {}
+        self.old_ends: dict[tuple[int, int], tuple[Any, Call, int]] = {}
+        """The same of the step before."""
         self.device = "cpu"
         self.reason = ""
         self.record_seconds = 0.0
@@ -137,14 +141,16 @@ class Recorder:
         if self.opened is None or self.in_backward:
             return
         call, bare = self.opened
-        if unwrapped(module) is not bare:
+        if module is bare and not self.entered:
+            self.entered = True
+            call.autocast = self._autocast() or call.autocast
+            call.buffers = _buffers(bare)  # DDP has broadcast the first rank's
+            if [id(t) for t in tensors_in((args, kwargs))] != self.given:
+                call.inputs = with_tensors((args, dict(kwargs)), _kept)
+        elif self.entered or unwrapped(module) is not bare:
             self.opened = None
             if "_original_forward" in vars(bare):
                 call.autocast = self._autocast() or call.autocast
-        elif module is bare:
-            call.autocast = self._autocast() or call.autocast
-            if [id(t) for t in tensors_in((args, kwargs))] != self.given:
-                call.inputs = with_tensors((args, dict(kwargs)), _kept)
 
     def _autocast(self) -> torch.dtype | None:
         return torch.get_autocast_dtype(self.device) if torch.is_autocast_enabled(self.device) else None
@@ -175,7 +181,14 @@ class Recorder:
         with self._timed():
             self._note_term(name, args, kwargs, result)
 
-    def before_clip(self, parameters: Any, max_norm: float, norm_type: float) -> None:  # noqa: ANN401
+    def before_clip(
+        self,
+        parameters: Any,  # noqa: ANN401
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        by_value: bool = False,
+    ) -> None:
         if not self.active or self.step is None:
             return
         with self._timed():
@@ -189,6 +202,7 @@ class Recorder:
                     gradients=self._gradients(self.parameters),
                     max_norm=float(max_norm),
                     norm_type=float(norm_type),
+                    by_value=by_value,
                     scaled=1.0 if self.unscaled else self.scale,
                 )
             )
@@ -269,8 +283,8 @@ class Recorder:
             step.gathered = step.gathered or name
 
     def saw_schedule(self, schedule: Any) -> None:  # noqa: ANN401
-        """Count the steps of each learning-rate schedule between two steps of the optimizer."""
-        if self.active and self.step is not None and self.stepped:
+        """Count the steps of each learning-rate schedule for one step of the optimizer."""
+        if self.active and self.step is not None:
             self.scheduled[id(schedule)] = self.scheduled.get(id(schedule), 0) + 1
             self.step.schedule_steps = max(self.scheduled.values())
 
@@ -331,15 +345,11 @@ class Recorder:
             random_state=torch.get_rng_state(),
             training=[m.training for _, m in bare_modules(bare)],
             autocast=self._autocast(),
-            buffers={
-                (f"{prefix}.{name}" if prefix else name): _kept(b)
-                for prefix, m in bare_modules(bare)
-                for name, b in m._buffers.items()
-                if b is not None
-            },
+            buffers=_buffers(bare),
         )
         self.step.calls.append(call)
-        self.opened, self.given = (call, bare), [id(t) for t in tensors_in((args, kwargs))]
+        self.opened, self.entered = (call, bare), module is bare
+        self.given = [id(t) for t in tensors_in((args, kwargs))]
         for tensor in tensors_in((args, kwargs)):
             if tensor.grad_fn is not None:  # made by another module that was called before
                 for _, earlier, number in self._ends_before([(tensor.grad_fn, tensor.output_nr)]):
@@ -388,6 +398,12 @@ class Recorder:
             if (id(node), number) in self.ends:
                 found.append(self.ends[id(node), number])
                 continue
+            if (id(node), number) in self.old_ends:
+                self.refuse(
+                    "an output of a model enters a loss after an optimizer has stepped, as where a generator's images "
+                    "serve two steps; a step is judged by the calls since the step before"
+                )
+                break
             if len(seen) > MOST_NODES:
                 self.refuse(f"more than {MOST_NODES:,} operations lie between the model's outputs and the loss")
                 break
@@ -442,7 +458,7 @@ class Recorder:
                 self.number += 1
             except (OSError, TypeError, AttributeError, ValueError) as error:
                 self.refuse(f"a step cannot be recorded: {type(error).__name__}: {error}")
-        self.ends.clear()
+        self.old_ends, self.ends = self.ends, {}
         if self.reason or self.number >= self.steps:
             self.active = False
             self.folder.meet(self.rank, self.world, MEET_SECONDS)
@@ -510,6 +526,15 @@ class Recorder:
             self.record_seconds += time.perf_counter() - begin
 
 
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        (f"{prefix}.{name}" if prefix else name): _kept(buffer)
+        for prefix, inner in bare_modules(module)
+        for name, buffer in inner._buffers.items()
+        if buffer is not None
+    }
+
+
 def _kept(value: Any) -> Any:  # noqa: ANN401
     """Return a copy on the CPU that later steps do not change."""
     return local(value).cpu().clone() if isinstance(value, Tensor) else value
@@ -568,6 +593,16 @@ def install(recorder: Recorder) -> None:
         return clip(parameters, max_norm, norm_type, *args, **kwargs)
 
     nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_ = observed_clip
+
+    clip_values = nn.utils.clip_grad_value_
+
+    @functools.wraps(clip_values)
+    def observed_clip_value(parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        recorder.before_clip(parameters, clip_value, by_value=True)
+        return clip_values(parameters, clip_value, *args, **kwargs)
+
+    nn.utils.clip_grad_value_ = nn.utils.clip_grad.clip_grad_value_ = observed_clip_value
 
     _observe_scaler(recorder)
     _observe_schedules(recorder)

@@ -60,14 +60,17 @@ class Call:
 
 @dataclass(kw_only=True)
 class Clip:
-    """One call of `clip_grad_norm_`."""
+    """One call of `clip_grad_norm_` or `clip_grad_value_`."""
 
     names: list[str]
     """Parameters that were passed to it."""
     gradients: dict[str, Tensor]
     """Gradients before clipping."""
     max_norm: float
+    """Largest norm, or with `by_value` the largest absolute value of an element."""
     norm_type: float
+    by_value: bool = False
+    """True for `clip_grad_value_`."""
     scaled: float = 1.0
     """Factor by which a `GradScaler` had multiplied the gradients at that time."""
 
@@ -106,11 +109,22 @@ class Step:
     gathered: str = ""
     """Collective by which the script brought values together between forward and backward, if it did."""
     schedule_steps: int = 0
-    """Most steps that one learning-rate schedule took after the optimizer's step."""
+    """Most steps that one learning-rate schedule took for this step."""
     skipped: int = 0
     """Number of steps before this one that a `GradScaler` skipped."""
     seconds: float = 0.0
     """Seconds that recording took."""
+
+    @property
+    def clips_parts(self) -> bool:
+        """Whether several clippings each had parameters of their own."""
+        names = [name for clip in self.clips for name in clip.names]
+        return len(self.clips) > 1 and len(names) == len(set(names))
+
+    @property
+    def complete_gradients(self) -> dict[str, Tensor]:
+        """Gradients before clipping, if clipping was observed. Of several clippings of the same, the last counts."""
+        return self.clips[0 if self.clips_parts else -1].gradients if self.clips else self.gradients
 
 
 @dataclass(kw_only=True)

@@ -115,7 +115,7 @@ class Run:
             number=number,
             ranks=ranks,
             before=whole(parts),
-            gradients=whole([s.clips[-1].gradients if s.clips else s.gradients for s in ranks]),
+            gradients=whole([s.complete_gradients for s in ranks]),
             clipped=whole([s.gradients for s in ranks]),
             after=whole([s.after for s in ranks]),
             before_parts=parts,
