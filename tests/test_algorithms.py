@@ -241,7 +241,7 @@ def test_ranks_of_one_replica_must_agree_and_those_of_two_need_not(
     losses, values, drifts, num_replicated = first
     assert losses == [3.0, 4.0]
     assert values == [[1.0, 0.0], [10.0, 2.0]]
-    assert drifts == [Drift(quantity=QuantityKind.PARAMETERS.of("b"), step=0, ranks=[1])]
+    assert drifts == [Drift(quantity=QuantityKind.PARAMETERS.of("b"), step=0, ranks=[1], others=[0])]
     assert num_replicated == 2
     assert all(other[:2] == ([], []) for other in others)
 
