@@ -180,6 +180,7 @@ class Judge:
         micro = max(len(of_rank) for of_rank in parts)
         known = self._known(micro)
         found: dict[int, Comparison] = {}
+        again: dict[str, Tensor] | None = None
         for owner, ranks in owned.items():
             found[owner] = comparison = compare(gradients[owner], exact, noise, eps)
             if comparison.unseen > UNSEEN:
@@ -194,9 +195,9 @@ class Judge:
             before = None
             if previous is not None:
                 before = {n: g.double() for n, g in previous.clipped[owner].items()}
-            if recomputer.recomputes and self._recomputed_otherwise(
-                recomputer, moment, gradients[owner], comparison.wrong
-            ):
+            if recomputer.recomputes and again is None:
+                again = self._recomputed(recomputer, moment)
+            if again is not None and _is_multiple(gradients[owner], again, comparison.wrong):
                 self.add(
                     Level.WRONG, Fault.BACKWARD,
                     "activations that torch.utils.checkpoint computes again are not those of the forward pass: random "
@@ -232,12 +233,8 @@ class Judge:
         else:
             self.unseen = self.unseen or "gradients are not those of the recorded rows"
 
-    def _recomputed_otherwise(
-        self, recomputer: Recomputer, moment: Moment, own: Mapping[str, Tensor], names: list[str]
-    ) -> bool:
-        """Return whether the gradients of `names` are those of activations that are computed again in the backward
-        pass, also if the script then scales them.
-        """
+    def _recomputed(self, recomputer: Recomputer, moment: Moment) -> dict[str, Tensor]:
+        """Return the gradients of activations that are computed again in the backward pass, as by the script."""
         total: dict[str, Tensor] = {}
         for rank, step in enumerate(moment.ranks):
             values = moment.before[self.run.owners[rank]]
@@ -245,11 +242,7 @@ class Judge:
                 if call.used_gradients:
                     for name, g in recomputer.product(call, values, recompute=True).gradients.items():
                         total[name] = total.get(name, torch.zeros(())) + self.factor * g / call.scale
-        if not all(n in own and n in total for n in names):
-            return False
-        flat, again = (torch.cat([x[n].double().reshape(-1) for n in names]) for x in (own, total))
-        scale = float(flat @ again / (again @ again)) if again.any() else 0.0
-        return 0.0 < scale < 1.0 + LEFT_OVER and float((flat - scale * again).norm()) <= LEFT_OVER * float(flat.norm())
+        return total
 
     def _crossing(self, moment: Moment) -> None:
         """Note what the script does that gradients and updates of single steps do not show."""
@@ -375,13 +368,8 @@ class Judge:
         self.clips.append(f"{shown} (first step)")
 
     def _report_strange_tensors(self) -> None:
-        """Report tensors of the optimizers that no model has, and parameters of a model that are in no optimizer.
-
-        All steps are read, for optimizers may take turns.
-        """
-        groups = [group for number in range(self.run.num_steps) for group in self.run.folder.step(0, number).groups]
-        strangers = max((g.strangers for g in groups), default=0)
-        held = {name for g in groups for name in g.names}
+        """Report tensors of the optimizers that no model has, and parameters of a model that are in no optimizer."""
+        strangers, held = self.run.facts[0].strangers, set(self.run.facts[0].held)
         left = [name for name in self.run.trained if name not in held]
         if strangers and left:
             self.add(
@@ -483,6 +471,15 @@ def _factor(gradients: Mapping[int, Mapping[str, Tensor]], total: Mapping[str, T
         fits.append(sum(float((own[n] * x).sum()) for n, x in total.items() if n in own) / scale)
     found = float(np.mean(fits))
     return 1.0 if abs(found - 1) < 0.02 else 1 / world
+
+
+def _is_multiple(own: Mapping[str, Tensor], other: Mapping[str, Tensor], names: list[str]) -> bool:
+    """Return whether the gradients of `names` are those of `other`, also if the script then scales them down."""
+    if not all(n in own and n in other for n in names):
+        return False
+    flat, right = (torch.cat([x[n].double().reshape(-1) for n in names]) for x in (own, other))
+    scale = float(flat @ right / (right @ right)) if right.any() else 0.0
+    return 0.0 < scale < 1.0 + LEFT_OVER and float((flat - scale * right).norm()) <= LEFT_OVER * float(flat.norm())
 
 
 def _clamped(own: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float | None:

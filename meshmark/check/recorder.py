@@ -80,6 +80,10 @@ class Recorder:
         self.pieces: dict[str, Piece] = {}
         self.last: dict[str, Tensor] = {}
         self.optimizers: list[Optimizer] = []
+        self.held: set[str] = set()
+        """Parameters that an optimizer holds."""
+        self.strangers = 0
+        """Number of tensors that an optimizer holds in one group and that belong to no model that was called."""
         self.scheduled: dict[int, int] = {}
         self.number = 0
         self.step: Step | None = None
@@ -251,10 +255,11 @@ class Recorder:
                 held = [p for p in group["params"]]
                 names = self._held(held)
                 options = {k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")}
-                strangers = sum(id(p) not in self.names for p in held)
+                self.held.update(names)
+                self.strangers = max(self.strangers, sum(id(p) not in self.names for p in held))
                 rule = type(getattr(optimizer, "optim", optimizer))  # ZeroRedundancyOptimizer has one inside
                 cls = f"{rule.__module__}.{rule.__qualname__}"
-                step.groups.append(Group(optimizer=which, cls=cls, names=names, options=options, strangers=strangers))
+                step.groups.append(Group(optimizer=which, cls=cls, names=names, options=options))
                 if not self.number:
                     for p in held:
                         name = self.names.get(id(p))
@@ -481,6 +486,8 @@ class Recorder:
                 wrappers=self.wrappers,
                 pieces=self.pieces,
                 trained=[n for n, p in self.parameters.items() if p.requires_grad],
+                held=sorted(self.held),
+                strangers=self.strangers,
                 device=self.device,
                 dtypes={n: p.dtype for n, p in self.parameters.items()},
                 end="refused" if self.reason else end,

@@ -85,8 +85,6 @@ class Group:
     """The optimizer's class, such as `torch.optim.adamw.AdamW`."""
     names: list[str]
     options: dict[str, Any]
-    strangers: int = 0
-    """Number of tensors that belong to no model that was called."""
 
 
 @dataclass(kw_only=True)
@@ -137,6 +135,10 @@ class Facts:
     pieces: dict[str, Piece]
     trained: list[str]
     """Parameters that require a gradient."""
+    held: list[str]
+    """Parameters that an optimizer held at any step: optimizers may take turns."""
+    strangers: int
+    """Most tensors that an optimizer held in one group and that belong to no model that was called."""
     device: str
     dtypes: dict[str, torch.dtype]
     end: str

@@ -111,8 +111,7 @@ def _kept_values(failed: FailedStep, exact: Tensors) -> Explanation | None:
         why = ", those whose gradient is zero" if unused else ""
         return Fault.NEVER_UPDATED, f"no move {describe_region(kept)}{why}; the others are right"
     if (kept := _kept(failed, trace.parameters[0], exact)) is not None:
-        shards = failed.case.layout.dp if failed.case.layout.zero_stage else 1
-        rank = _lone_shard(failed, exact, shards) if shards > 1 else None
+        rank = _lone_shard(failed, exact, _num_shards(failed))
         where = describe_region(kept) if rank is None else f"in the rows of data-parallel rank {rank}"
         return Fault.UPDATE, f"initial values {where}; the others are right"
     return None
@@ -134,9 +133,8 @@ def _closest_hypothesis(failed: FailedStep, exact: Tensors) -> Explanation | Non
 
     If rows are dealt to data-parallel ranks, it may hold for one rank's alone, where none holds for all.
     """
-    layout = failed.case.layout
-    shards = layout.dp if layout.zero_stage else 1
-    rank = _lone_shard(failed, exact, shards) if shards > 1 else None
+    shards = _num_shards(failed)
+    rank = _lone_shard(failed, exact, shards)
     fitting: list[tuple[int, float, UpdateHypothesis]] = []
     of_rank: list[tuple[float, UpdateHypothesis]] = []
     for rival in update_hypotheses(failed.case.workload.optimizer, failed.step, shards):
@@ -155,8 +153,16 @@ def _closest_hypothesis(failed: FailedStep, exact: Tensors) -> Explanation | Non
     return (rival.fault, f"{rival.detail}, in the rows of data-parallel rank {rank} alone") if worst <= 1 else None
 
 
+def _num_shards(failed: FailedStep) -> int:
+    """Return the number of ranks that the rows of every tensor are dealt to."""
+    layout = failed.case.layout
+    return layout.dp if layout.zero_stage else 1
+
+
 def _lone_shard(failed: FailedStep, exact: Tensors, shards: int) -> int | None:
-    """Return the data-parallel rank in whose rows all is wrong that is, or None."""
+    """Return the data-parallel rank in whose rows all is wrong that is, or None, also if rows are not dealt."""
+    if shards == 1:
+        return None
     after = failed.trace.parameters[failed.step + 1]
     for rank in range(shards):
         if _excess(failed, failed.step, _in_rows(rank, shards, after, exact, failed.names), exact) <= 1:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from meshmark.adapter.contract import Adapter
-from meshmark.conformance.scenario import plain_workload
 from meshmark.judge.faults import Fault
 from meshmark.spec.layout import Layout, Offload
 from tests.broken import resume as c
 from tests.broken import wrapped as w
 from tests.broken.engine import Broken
-from tests.broken.mutant import Mutant, on
+from tests.broken.mutant import Mutant, against, on
 
 F = Fault
 SHARDED, PARTED = Layout(dp=2, zero_stage=3), Layout(dp=2, zero_stage=2)
@@ -45,27 +42,20 @@ class ReadsTheNextRanksShards(Broken):
         torch.distributed.barrier()
 
 
-def _resuming(
-    adapters: str, defect: type[Broken] | type[Adapter], *faults: Fault, layout: Layout = SHARDED
-) -> Iterator[Mutant]:
-    for adapter in adapters.split():
-        yield Mutant(
-            adapter=adapter,
-            defect=defect,
-            clause="resume",
-            faults=frozenset(faults),
-            workload=plain_workload(),
-            layout=layout,
-        )
-
-
 CHECKPOINT_OPTION_MUTANTS: list[Mutant] = [
-    *_resuming("deepspeed-elastic", c.FirstShardForAll, F.UPDATE),
-    *_resuming("deepspeed-universal", c.MixesShards),
-    *_resuming("deepspeed-universal", c.ForgetsCount, F.UPDATE, layout=PARTED),
-    *_resuming("fsdp2-whole-checkpoint fairscale-fsdp-first-rank", OnlyTheFirstRankLoads, F.NEVER_UPDATED, F.UPDATE),
-    *_resuming("fsdp2-converted-checkpoint", c.SavesStaleWeights, F.NEVER_UPDATED),
-    *_resuming("fabric-tp-fsdp2-whole-checkpoint", c.FirstShardForAll, F.UPDATE, layout=CROSSED),
-    *_resuming("fairscale-fsdp-shard-files", ReadsTheNextRanksShards),
+    *against("resume", "deepspeed-elastic", c.FirstShardForAll, F.UPDATE, layout=SHARDED),
+    *against("resume", "deepspeed-universal", c.MixesShards, layout=SHARDED),
+    *against("resume", "deepspeed-universal", c.ForgetsCount, F.UPDATE, layout=PARTED),
+    *against(
+        "resume",
+        "fsdp2-whole-checkpoint fairscale-fsdp-first-rank",
+        OnlyTheFirstRankLoads,
+        F.NEVER_UPDATED,
+        F.UPDATE,
+        layout=SHARDED,
+    ),
+    *against("resume", "fsdp2-converted-checkpoint", c.SavesStaleWeights, F.NEVER_UPDATED, layout=SHARDED),
+    *against("resume", "fabric-tp-fsdp2-whole-checkpoint", c.FirstShardForAll, F.UPDATE, layout=CROSSED),
+    *against("resume", "fairscale-fsdp-shard-files", ReadsTheNextRanksShards, layout=SHARDED),
     *on("fabric-deepspeed-offloads", w.HookedScale, F.SCALED, layout=OFFLOADED),
 ]

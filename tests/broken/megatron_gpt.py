@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.megatron.gpt_model import MegatronGPT, MegatronGPTDistributedOptimizer
-from meshmark.conformance.scenario import plain_workload
 from meshmark.judge.faults import Fault
 from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.precision import Precision
 from tests.broken.engine import Broken
-from tests.broken.mutant import Mutant, on
+from tests.broken.mutant import Mutant, against, on
 
 F = Fault
 PIPELINE = Layout(pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B)
@@ -187,17 +186,6 @@ class WeightsNotGathered(OfModel):
         self.chunks[0].disable_forward_pre_hook(param_sync=False)
 
 
-def _on_load(defect: type[Broken], *faults: Fault) -> Mutant:
-    return Mutant(
-        adapter="megatron-gpt",
-        defect=defect,
-        clause="resume",
-        faults=frozenset(faults),
-        workload=plain_workload(),
-        layout=Layout(tp=2),
-    )
-
-
 MEGATRON_GPT_MUTANTS: list[Mutant] = [
     *on("megatron-gpt", NotUndone, F.SCALED, layout=PIPELINE),
     *on("megatron-gpt", NormsNotSummed, layout=Layout(tp=2, sequence_parallel=True, num_micro_batches=4)),
@@ -214,6 +202,6 @@ MEGATRON_GPT_MUTANTS: list[Mutant] = [
     *on("megatron-gpt-aligned", WeightsNotGathered, layout=replace(PIPELINE, dp=2, zero_stage=1)),
     *on("megatron-gpt-exchanged-sums", ReducedAsEver, suite="communication", layout=SHARDED),
     *on("megatron-gpt-fp16", NotUndone, F.SCALED, layout=PIPELINE, precision=Precision.FP16),
-    _on_load(SwapsShards),
-    _on_load(ForgetsCount, F.UPDATE),
+    *against("resume", "megatron-gpt", SwapsShards, layout=Layout(tp=2)),
+    *against("resume", "megatron-gpt", ForgetsCount, F.UPDATE, layout=Layout(tp=2)),
 ]

@@ -180,7 +180,13 @@ def base_layout(adapter: str) -> Layout:
     return replace(LAYOUTS[adapter], num_micro_batches=LAYOUTS[adapter].pp)
 
 
-def against(clause: str, adapters: str, defect: type[Broken] | type[Adapter], *faults: Fault) -> Iterator[Mutant]:
+def against(
+    clause: str,
+    adapters: str,
+    defect: type[Broken] | type[Adapter],
+    *faults: Fault,
+    layout: Layout | None = None,
+) -> Iterator[Mutant]:
     """Mutants that a clause of conformance must catch."""
     for adapter in adapters.split():
         yield Mutant(
@@ -189,5 +195,5 @@ def against(clause: str, adapters: str, defect: type[Broken] | type[Adapter], *f
             clause=clause,
             faults=frozenset(faults),
             workload=under(adapter, plain_workload()),
-            layout=base_layout(adapter),
+            layout=layout or base_layout(adapter),
         )
