@@ -3,7 +3,7 @@ vocabulary, the loss parallel in it (`loss_parallel`) or not; with or without `S
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -98,15 +98,11 @@ class TensorParallelEngine(DataParallelEngine):
         """Clip by the norm over tensors of all meshes, which PyTorch does not mix."""
         from torch.distributed.tensor import DTensor
 
-        by_mesh: dict[object, list[nn.Parameter]] = {}
-        for parameter in self.module.parameters():
-            if (gradient := parameter.grad) is not None:
-                key = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
-                by_mesh.setdefault(key, []).append(parameter)
-        norms = [nn.utils.get_total_norm([cast(Tensor, p.grad) for p in group]) for group in by_mesh.values()]
+        by_mesh = _by_mesh((p, p.grad) for p in self.module.parameters() if p.grad is not None)
+        norms = [nn.utils.get_total_norm([cast(Tensor, p.grad) for p in group]) for group in by_mesh]
         whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
         total: Tensor = torch.linalg.vector_norm(torch.stack(whole))
-        for group in by_mesh.values():
+        for group in by_mesh:
             nn.utils.clip_grads_with_norm_(group, max_norm, total)
         return total
 
@@ -115,6 +111,24 @@ class TensorParallelEngine(DataParallelEngine):
 
     def load(self, folder: Path) -> None:
         load_sharded(folder, self.module, self.optimizer, self.schedule)
+
+
+def _by_mesh(tensors: Iterable[tuple[nn.Parameter, Tensor]]) -> list[list[nn.Parameter]]:
+    """Group parameters by how the tensor beside each is split. PyTorch's operations over lists take one kind at a time."""
+    from torch.distributed.tensor import DTensor
+
+    found: dict[object, list[nn.Parameter]] = {}
+    for parameter, tensor in tensors:
+        key = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        found.setdefault(key, []).append(parameter)
+    return list(found.values())
+
+
+def _separate_meshes(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Split the groups of `optimizer` by how parameters are split: on a GPU it updates each group by lists."""
+    groups = optimizer.param_groups
+    groups[:] = [{**group, "params": part} for group in groups for part in _by_mesh((p, p) for p in group["params"])]
+    return optimizer
 
 
 def summed_embedding(case: Case) -> tuple[ExtraMemory, ...]:
@@ -183,7 +197,7 @@ class TensorParallel(Adapter):
         layout = case.layout
         mesh = init_device_mesh(context.device.type, (layout.dp, layout.tp), mesh_dim_names=("dp", "tp"))
         model = self.parallel_model(case, context, mesh)
-        optimizer = build_optimizer(case.workload.optimizer, model.named_parameters())
+        optimizer = _separate_meshes(build_optimizer(case.workload.optimizer, model.named_parameters()))
         engine = TensorParallelEngine(case, context, model, optimizer)
         if layout.dp > 1 and not layout.zero_stage:
             engine.replicas = mesh["dp"].get_group()

@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from meshmark.adapter.arithmetic import Arithmetic, Casting, Summing
@@ -30,9 +29,11 @@ from meshmark.adapters.accelerate.prepare import (
     backend_arguments,
     choose_device,
     deepspeed_plugin,
+    inner_of,
     mixed_precision,
     prepare_parts,
     prove,
+    prove_ddp,
     sharding_accelerator,
     whole_batches,
 )
@@ -87,6 +88,11 @@ class _ThroughAccelerate(DataParallelEngine):
         self.accelerator.backward(loss * self.case.layout.num_micro_batches)
 
 
+def without_copies(recipe: TrainingRecipe) -> TrainingRecipe:
+    """Return `recipe` with gradients that accumulate in DDP's buckets, because every micro-batch is reduced."""
+    return dataclasses.replace(recipe, backward=dataclasses.replace(recipe.backward, accumulates_outside_buckets=False))
+
+
 class AccelerateEngine(_ThroughAccelerate):
     def forward(self, inputs: Tensor) -> Tensor:
         logits: Tensor = self.module(inputs)  # `prepare` wraps autocast around forward, or FSDP2 casts
@@ -109,11 +115,8 @@ class AccelerateEngine(_ThroughAccelerate):
 
 
 class AccelerateDDPEngine(AccelerateEngine):
-    module: DistributedDataParallel
-
     def inner(self) -> nn.Module:
-        inner: nn.Module = self.module.module
-        return inner
+        return inner_of(self.module)
 
 
 class Accelerate(Adapter):
@@ -131,7 +134,9 @@ class Accelerate(Adapter):
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
-        return eager_recipe(case, "eager-ddp")
+        """A process that is alone never leaves DDP's reduction out, so its gradients accumulate in the buckets."""
+        using = eager_recipe(case, "eager-ddp")
+        return without_copies(using) if case.world_size == 1 else using
 
     def build(self, case: Case, context: RankContext) -> Engine:
         choose_device(context)
@@ -156,12 +161,7 @@ class Accelerate(Adapter):
             ],
         )
         prepared = prepare_parts(accelerator, case, context)
-        prove(
-            accelerator,
-            "MULTI_CPU" if on_cpu else "MULTI_GPU",
-            isinstance(prepared[0], DistributedDataParallel),
-            prepared[0],
-        )
+        prove_ddp(accelerator, context, prepared[0])
         return AccelerateDDPEngine(case, context, accelerator, prepared)
 
     def ddp_arguments(self) -> dict[str, Any]:
@@ -180,10 +180,7 @@ class AccelerateSyncEach(Accelerate):
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
-        using = super().recipe(case)
-        return dataclasses.replace(
-            using, backward=dataclasses.replace(using.backward, accumulates_outside_buckets=False)
-        )
+        return without_copies(super().recipe(case))
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:

@@ -52,6 +52,8 @@ def ds_config(case: Case, zero: Mapping[str, Any] | None = None) -> dict[str, An
 
 def prepare(context: RankContext) -> None:
     """Hold DeepSpeed to the context's device, and keep it from compiling. Raises `AdapterError` on another device."""
+    if context.device.type == "cuda":
+        os.environ["LOCAL_RANK"] = str(context.device.index)  # which it takes for a GPU's, but ranks may share one
     # As its launcher does. On a CPU it would otherwise start `numactl` four times a step, to count the devices.
     os.environ["LOCAL_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]
     import deepspeed

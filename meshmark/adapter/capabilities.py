@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from importlib.metadata import version
 from importlib.util import find_spec
+
+from packaging.version import Version
 
 from meshmark.errors import AdapterError
 from meshmark.spec.algorithm import SYNCHRONOUS, Algorithm
@@ -179,13 +182,20 @@ class Requirement:
     """Name to install, also the extra in pyproject.toml that brings it."""
     command: str = ""
     """Command that installs it, if pip alone does not. There is no extra then."""
+    at_least: str = ""
+    """Oldest version that has what the adapter calls. Empty if any version will do."""
 
     @property
     def missing(self) -> str | None:
-        """What to do if the package is not installed; None if it is. Imports nothing."""
+        """What to do if the package is not installed, or too old; None if it will do. Imports nothing."""
         try:
             found = find_spec(self.module) is not None
         except ModuleNotFoundError:  # a dotted name whose parent is missing
             found = False
-        command = self.command or f"pip install {self.distribution}"
-        return None if found else f"{self.distribution} is not installed: {command}"
+        wanted = f"'{self.distribution}>={self.at_least}'" if self.at_least else self.distribution
+        command = self.command or f"pip install {wanted}"
+        if not found:
+            return f"{self.distribution} is not installed: {command}"
+        if self.at_least and Version(version(self.distribution)) < Version(self.at_least):
+            return f"{self.distribution} {version(self.distribution)} is older than {self.at_least}: {command}"
+        return None

@@ -244,6 +244,7 @@ def _leave_traces(info: RankInfo) -> None:
     os.environ["TMPDIR"], tempfile.tempdir = str(info.folder), None  # goes with the launch, and is open to nobody else
     rank_progress.watch(info.file("progress"))
     faulthandler.register(STACK_SIGNAL, file=open(info.file("stack"), "w"), all_threads=True)  # noqa: SIM115
+    faulthandler.enable(file=sys.stderr)  # a crash inside C leaves its stack in the log
 
 
 def _write(path: Path, text: str) -> None:

@@ -17,6 +17,8 @@ from meshmark.spec.tuning import Attention, Matmul, Tuning
 VARIABLES = {
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0",  # some container images export 1, which makes "fp32" TF32
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # one that cuBLAS is deterministic with; read when CUDA starts
+    # On Hopper, PyTorch otherwise puts cuDNN first at the first attention, whatever order was set before.
+    "TORCH_CUDNN_SDPA_PREFERRED": "0",
 }
 """Variables of every rank's process.
 
