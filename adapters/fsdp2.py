@@ -81,6 +81,7 @@ class FSDP2Engine(DataParallelEngine):
 class FSDP2(Adapter):
     arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, reduces_each=True, sums=Summing.BLOCKS)
     capabilities: ClassVar = Capabilities(
+        dtensors=True,
         degrees=frozenset({"dp"}),
         zero_stages=frozenset({3}),
         precisions=frozenset(Precision.PRESETS.values()),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshmark.adapter.data_parallel import AUTOCAST, configure
+from meshmark.errors import AdapterError
 from meshmark.reference.build import build_model
 from meshmark.reference.data import make_batch
 from meshmark.reference.model import Model
@@ -86,7 +87,10 @@ def _example(case: Case, rows: int, layer: int) -> Tensor:
 def set_shapes(case: Case, stages: Sequence[PipelineStage]) -> None:
     """Tell stages of texts what they take and make of a micro-batch, as `examples` tells those of images, and that all
     other stages know it too."""
-    from torch.distributed.pipelining._utils import _StageMeta, extract_tensor_metas
+    try:
+        from torch.distributed.pipelining._utils import _StageMeta, extract_tensor_metas
+    except ImportError:
+        raise AdapterError(f"stages are told shapes by PyTorch 2.13 and later; this is {torch.__version__}") from None
 
     layout = case.layout
     rows = case.workload.global_batch // (layout.dp * layout.num_micro_batches)

@@ -114,7 +114,7 @@ class TensorParallelEngine(DataParallelEngine):
 
 
 def _by_mesh(tensors: Iterable[tuple[nn.Parameter, Tensor]]) -> list[list[nn.Parameter]]:
-    """Group parameters by how the tensor beside each is split. PyTorch's operations over lists take one kind at a time."""
+    """Group parameters by how the tensor beside each is split: PyTorch's lists take one kind at a time."""
     from torch.distributed.tensor import DTensor
 
     found: dict[object, list[nn.Parameter]] = {}
@@ -147,6 +147,7 @@ class TensorParallel(Adapter):
     """Colwise for what goes into attention and feed-forward, Rowwise for what comes out."""
 
     capabilities: ClassVar = Capabilities(
+        dtensors=True,
         degrees=frozenset({"tp", "dp"}),
         families=TEXT_FAMILIES | {Family.OWN},
         precisions=frozenset({Precision.FP64, Precision.FP32}),

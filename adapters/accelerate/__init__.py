@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from meshmark.adapter.arithmetic import Arithmetic, Casting, Summing
@@ -29,11 +30,10 @@ from meshmark.adapters.accelerate.prepare import (
     backend_arguments,
     choose_device,
     deepspeed_plugin,
-    inner_of,
+    leaves_alone,
     mixed_precision,
     prepare_parts,
     prove,
-    prove_ddp,
     sharding_accelerator,
     whole_batches,
 )
@@ -115,8 +115,11 @@ class AccelerateEngine(_ThroughAccelerate):
 
 
 class AccelerateDDPEngine(AccelerateEngine):
+    module: DistributedDataParallel
+
     def inner(self) -> nn.Module:
-        return inner_of(self.module)
+        inner: nn.Module = self.module.module
+        return inner
 
 
 class Accelerate(Adapter):
@@ -131,6 +134,10 @@ class Accelerate(Adapter):
             Precision.BF16_REDUCE_BF16: "its comm_hook is PyTorch's own function, which DDP lets run on NCCL alone",
         },
     )
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        return leaves_alone(case, device) or super().supports(case, device, backend)
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
@@ -161,7 +168,12 @@ class Accelerate(Adapter):
             ],
         )
         prepared = prepare_parts(accelerator, case, context)
-        prove_ddp(accelerator, context, prepared[0])
+        prove(
+            accelerator,
+            "MULTI_CPU" if on_cpu else "MULTI_GPU",
+            isinstance(prepared[0], DistributedDataParallel),
+            prepared[0],
+        )
         return AccelerateDDPEngine(case, context, accelerator, prepared)
 
     def ddp_arguments(self) -> dict[str, Any]:
@@ -263,6 +275,7 @@ class AccelerateFSDP2(Adapter):
     """Accelerate imports it, where it is installed, to see whether a model is DeepSpeed's."""
     arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, reduces_each=True, divides=True, sums=Summing.BLOCKS)
     capabilities: ClassVar = Capabilities(
+        dtensors=True,
         degrees=frozenset({"dp"}),
         families=frozenset(Family),
         zero_stages=frozenset({3}),

@@ -23,7 +23,13 @@ from meshmark.adapter.data_parallel import initial_model
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.loop import GREENLET, LOOP_LACKS, Dealing, GlobalRows, Loop, LoopEngine, collate
 from meshmark.adapters.accelerate import REQUIREMENT
-from meshmark.adapters.accelerate.prepare import allow_fsdp_on_cpu, backend_arguments, choose_device, whole_batches
+from meshmark.adapters.accelerate.prepare import (
+    allow_fsdp_on_cpu,
+    backend_arguments,
+    choose_device,
+    leaves_alone,
+    whole_batches,
+)
 from meshmark.adapters.ddp import DDPRecommended
 from meshmark.reference.data import Batch
 from meshmark.reference.objective import build_optimizer, build_schedule, loss_share
@@ -371,7 +377,7 @@ class AccelerateScript(DDPRecommended):
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
         if case.workload.loss is Loss.OWN:
             return f"{case.adapter} does not support a user's own loss, of which it knows no mean"
-        return super().supports(case, device, backend)
+        return leaves_alone(case, device) or super().supports(case, device, backend)
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from meshmark.adapter.data_parallel import initial_model
@@ -28,19 +27,11 @@ def prove(accelerator: Any, expected: str, active: bool, module: nn.Module) -> N
         )
 
 
-def prove_ddp(accelerator: Any, context: RankContext, module: nn.Module) -> None:  # noqa: ANN401
-    """Raise `AdapterError` unless Accelerate trains by DDP. On a GPU it wraps no model of a process that is alone."""
-    on_cpu = context.device.type == "cpu"
-    is_wrapped = isinstance(module, DistributedDataParallel)
-    prove(accelerator, "MULTI_CPU" if on_cpu else "MULTI_GPU", is_wrapped == (on_cpu or context.world_size > 1), module)
-
-
-def inner_of(module: nn.Module) -> nn.Module:
-    """Return the model inside DDP, or the model itself where Accelerate left it alone."""
-    if not isinstance(module, DistributedDataParallel):
-        return module
-    inner: nn.Module = module.module
-    return inner
+def leaves_alone(case: Case, device: str) -> str | None:
+    """Return why Accelerate would not train by DDP: on a GPU it wraps no model of a process that is alone."""
+    if device == "cuda" and case.world_size == 1:
+        return f"{case.adapter} does not support one process on a GPU (Accelerate leaves its model without DDP)"
+    return None
 
 
 def choose_device(context: RankContext) -> None:

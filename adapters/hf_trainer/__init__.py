@@ -16,6 +16,7 @@ from meshmark.adapter.contract import Track
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.loop import GREENLET, LOOP_LACKS, LoopEngine
 from meshmark.adapters.accelerate import AccelerateFSDP2
+from meshmark.adapters.accelerate.prepare import leaves_alone
 from meshmark.adapters.ddp import DDPRecommended
 from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
@@ -90,7 +91,7 @@ class HFTrainer(DDPRecommended):
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
-        return uncountable(case) or super().supports(case, device, backend)
+        return uncountable(case) or leaves_alone(case, device) or super().supports(case, device, backend)
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:

@@ -215,6 +215,7 @@ class LightningTrainerFSDP2(FSDP2):
     requires: ClassVar[tuple[Requirement, ...]] = REQUIRES
     capabilities: ClassVar = dataclasses.replace(
         LightningTrainer.capabilities,
+        dtensors=True,
         zero_stages=frozenset({3}),
         lacks={**FSDP2.capabilities.lacks, **LOOP_LACKS},
     )

@@ -88,6 +88,8 @@ class Capabilities:
     """Kinds of algorithms that it trains by, as `Algorithm.kind` has them."""
     compressors: frozenset[str] = frozenset()
     """Kinds of compressors that it has, for algorithms that compress."""
+    dtensors: bool = False
+    """Whether its parameters are PyTorch's DTensors."""
     lacks: Mapping[Feature | Precision | Family | Knob, str] = field(default_factory=dict)
     """Features that are missing, each with its reason, and the reasons of missing precisions, families and tunings."""
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
@@ -152,6 +154,9 @@ class Capabilities:
         if case.layout.pp > 1 and (device, backend) == ("cuda", "gloo"):
             # ProcessGroupGloo::send and recv hand the tensor's address to a socket; collectives go by way of the host.
             unsupported.append("pipelines of CUDA tensors over gloo (its send and recv take host memory alone)")
+        if self.dtensors and case.world_size > 1 and (device, backend) == ("cuda", "gloo"):
+            # `torch.distributed._functional_collectives.all_gather_tensor` ends the process (PyTorch 2.11 on an H200).
+            unsupported.append("DTensors on CUDA over gloo (PyTorch's gather of them crashes)")
         return f"{case.adapter} does not support {', '.join(unsupported)}" if unsupported else None
 
     def _untuned(self, case: Case, device: str) -> Iterator[str]:

@@ -26,6 +26,7 @@ from meshmark.measure.allocator import (
     cublas_workspace_bytes,
     settle,
 )
+from meshmark.measure.allocator_log import Logged, start_log, stop_log, with_unseen
 from meshmark.measure.clock import SteadyClock
 from meshmark.measure.ends import Ends, Message
 from meshmark.measure.flight_recorder import IssuedOperation, dump, issued_operations
@@ -119,6 +120,8 @@ class Watch:
         """The allocator's count, by step since `rest`."""
         self.peaks = CudaPeaks(device)
         self._events: list[Any] = []
+        self._log: list[Logged] = []
+        """The allocator's own, of a GPU."""
         self._recorded: dict[str, Any] = {}
         self._num_unfocused = 0
         """Number of events from before operands were recorded."""
@@ -132,6 +135,8 @@ class Watch:
     def __enter__(self) -> Watch:
         self._clock = SteadyClock()
         count_all_threads()
+        if self.device.type == "cuda":
+            start_log()
         self._start(operands=False)
         return self
 
@@ -150,17 +155,22 @@ class Watch:
 
     def rest(self) -> None:
         """Stop all but recording what the backend does, and what is left after each step."""
-        self._stop()
+        self._stop_all()
         self._focused_messages = slice(self._focused_messages.start or 0, len(self._ends.messages))
         self._least_bytes = next(reversed(self.live_bytes().values()), None)
         self._rests = True
 
     def __exit__(self, *_: object) -> None:
         if not self._rests:
-            self._stop()
+            self._stop_all()
         self._ends.stop()
         if torch.distributed.is_initialized() and fake_world.issued() is None:
             self._recorded = dump()
+
+    def _stop_all(self) -> None:
+        self._stop()
+        if self.device.type == "cuda":
+            self._log = stop_log(self.device)
 
     def _start(self, *, operands: bool) -> None:
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=operands)
@@ -238,7 +248,7 @@ class Watch:
         """Return every allocation on the watched device and every end that was seen, in order."""
         events = [event for event in self._events if _is_memory(event, self.device)]
         kept = _kept_by_cublas(events, sorted(self.steady_ns.values())) if self.device.type == "cuda" else set()
-        return [
+        found = [
             Change(
                 time_ns=event.start_time_ns,
                 address=event.extra_fields.ptr,
@@ -250,6 +260,7 @@ class Watch:
             )
             for i, event in enumerate(events)
         ]
+        return with_unseen(found, self._log) if self._log else found
 
     def backward_starts(self) -> list[int]:
         """Return when autograd began to walk a graph: at its first node after anything else on the same level."""
