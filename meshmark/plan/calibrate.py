@@ -7,20 +7,18 @@ between nodes, run `torchrun --nnodes 2 ... -m meshmark.plan.calibrate -o FILE` 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import datetime
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-import meshmark
 from meshmark.errors import InputError
 from meshmark.plan.calibration_file import Calibrated, write_calibrated
 from meshmark.plan.provenance import provenance
@@ -68,7 +66,7 @@ def calibrate_here(output: Path | None, seconds: float, ranks: int | None = None
     count = most if ranks is None else ranks
     if not 1 <= count <= most:
         raise InputError(f"{count} ranks to calibrate with, expected 1 to {most}: one a {'GPU' if cuda else 'core'}")
-    with tempfile.TemporaryDirectory() as folder, importable_by_children():
+    with tempfile.TemporaryDirectory() as folder:
         where = f"file://{folder}/rendezvous"
         try:
             spawn(_rank, (count, where, output, seconds), nprocs=count)  # type: ignore[no-untyped-call]
@@ -78,21 +76,6 @@ def calibrate_here(output: Path | None, seconds: float, ranks: int | None = None
                 raise
             raise InputError(last.removeprefix(f"{mistake}: ")) from None  # a rank's mistake of the user's
     return 0
-
-
-@contextlib.contextmanager
-def importable_by_children() -> Iterator[None]:
-    """Let new Python processes import this Meshmark. `python -m meshmark` in a checkout that is not installed would
-    otherwise leave them without it."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(meshmark.__file__).parent.parent), before]))
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
 
 
 def _threads(text: str) -> int:
