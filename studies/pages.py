@@ -188,6 +188,7 @@ PAGES: dict[str, Page] = {
         ),
     ),
     "scale": Page(render=_report("scale")),
+    "gpu": Page(render=_report("gpu"), anew="make gpu PYTHON=python3: half an hour of a machine with a GPU"),
     "tables": Page(render=_tables, needs=()),
     "architectures": Page(anew="make architectures: trains 23 models under four frameworks"),
     "roster": Page(anew="make roster: hours"),
@@ -215,7 +216,7 @@ PAGES: dict[str, Page] = {
 # --- Stale or not.
 
 MARK = "> *Records*: "
-_COMMIT = re.compile(r"\b[0-9a-f]{12}(?:-dirty)?\b")
+_COMMIT = re.compile(r"(?<![-\w])[0-9a-f]{12}(?:-dirty)?\b")
 
 
 def _git(*arguments: str) -> str | None:

@@ -1,8 +1,9 @@
-"""What NCCL's flight recorder says, in dumps shaped as PyTorch's own tests of it assert them (test_c10d_nccl.py,
-NCCLTraceTest): no line of this has met a GPU yet. To be replaced by recorded dumps once there are some."""
+"""What NCCL's flight recorder says: in a dump of an H200, and, of several ranks, in dumps shaped as PyTorch's own tests
+assert them (test_c10d_nccl.py, NCCLTraceTest)."""
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,18 @@ import pytest
 import torch
 from torch.distributed.flight_recorder.components.types import COLLECTIVES
 
+from meshmark.environment import visible_gpus
 from meshmark.errors import TrafficError
 from meshmark.launch import ranks
 from meshmark.launch.ranks import RankInfo
+from meshmark.measure.device_memory import device_memory
 from meshmark.measure.ends import Message
 from meshmark.measure.flight_recorder import IssuedOperation, issued_operations, kind_of, under_way
 from meshmark.measure.readings import Collective, wire_factor
 from meshmark.measure.traffic import TorchTraffic, read_traffic
 from meshmark.measure.watch import AskedOperation, Operand, Watch
 from meshmark.report.table import bytes_text
+from meshmark.spec.hardware import gpu_of_device
 
 GROUPS = {"0": (0, 1, 2, 3), "1": (0, 2)}
 
@@ -43,6 +47,46 @@ def entry(title: str, sizes: list[list[int]], out: list[list[int]] | None = None
         "is_p2p": False,
         **changes,
     }
+
+
+H200 = Path(__file__).parent / "data" / "h200"
+"""What `python -m benchmarks.gpu fixtures` left on an H200 with PyTorch 2.11 and NCCL 2.28.9, without frames."""
+
+
+def test_a_dump_of_a_gpu_is_read() -> None:
+    """One rank: every call of `benchmarks.gpu_fixtures`, in its order, with the bytes of a thousand floats."""
+    entries = json.loads((H200 / "flight-recorder.json").read_text())["entries"]
+    found = list(issued_operations(entries, {"0": (0,)}))
+    assert [(one.kind, one.num_bytes) for one in found] == [
+        ("all_reduce", 4000),
+        ("broadcast", 4000),
+        ("all_gather", 4000),
+        ("reduce_scatter", 4000),
+        ("all_gather", 4000),
+        ("all_to_all", 4000),
+        ("barrier", 4),
+        ("all_gather", 8000),
+    ]
+    assert {one.ranks for one in found} == {(0,)}
+    assert [one.time_ns for one in found] == sorted(one.time_ns for one in found)
+    assert under_way(entries) == ["nccl:coalesced, number 8 of group 0 default_pg, of nothing: completed"]
+
+
+def test_memory_statistics_of_a_gpu_are_read() -> None:
+    """The device's bytes outside the allocator are those of its context and of NCCL: 2.8 GB."""
+    statistics, free_and_total = (
+        json.loads((H200 / f"{name}.json").read_text()) for name in ("memory-stats", "memory-free-total")
+    )
+    found = device_memory(statistics, tuple(free_and_total))
+    assert found.allocated_peak_bytes <= found.reserved_peak_bytes < found.outside_bytes
+    assert found.num_retries == 0 and 2.5e9 < found.outside_bytes < 3e9
+
+
+def test_the_list_of_a_machine_with_one_gpu_is_read() -> None:
+    listed = (H200 / "nvidia-smi-list.txt").read_text()
+    assert visible_gpus(listed, None) == visible_gpus(listed, "0") == ["NVIDIA H200"]
+    found = gpu_of_device(visible_gpus(listed, None)[0])
+    assert found and found.name == "h200"
 
 
 def issued(*entries: dict[str, Any]) -> list[IssuedOperation]:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import gap_versions
 from benchmarks.gap_versions import read_outcome
@@ -53,6 +54,8 @@ def test_a_reproducer_shows_its_defect(reproducer: Reproducer) -> None:
             importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             pytest.skip(f"{name} is not installed")
+    if reproducer.gpu and not torch.cuda.is_available():
+        pytest.skip("this machine has no GPU")
     if reproducer.processor and reproducer.processor not in Path("/proc/cpuinfo").read_text().split():
         pytest.skip(f"this CPU has no {reproducer.processor}")
     if reproducer.operators and (reason := missing(*reproducer.operators)):

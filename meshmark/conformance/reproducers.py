@@ -26,7 +26,7 @@ TRIALS = FOLDER / "tried.jsonl"
 """What came of reproducers that were run under several versions: a line a run, by benchmarks/gap_versions.py."""
 _BLOCK = re.compile(r"^# /// script\n((?:#.*\n)+?)# ///\n", re.MULTILINE)
 _REQUIRED = ("title", "framework", "symptom", "cause", "processes")
-_OPTIONAL = ("upstream", "operators", "launcher", "environment", "processor")
+_OPTIONAL = ("upstream", "operators", "launcher", "environment", "processor", "gpu")
 
 
 Clauses = Mapping[str, tuple[str, ...]]
@@ -57,6 +57,8 @@ class Reproducer:
     """Name of the virtual environment that the script needs (`make env NAME=...`); empty for Meshmark's own."""
     processor: str
     """Flag of /proc/cpuinfo without which the defect does not show; empty if it shows on every CPU."""
+    gpu: bool
+    """Whether the script needs a GPU."""
     source: str
     """The script without its metadata."""
 
@@ -184,6 +186,7 @@ def read_reproducer(path: Path) -> Reproducer:
         operators=tuple(fields.get("operators", "").split()),
         environment=fields.get("environment", ""),
         processor=fields.get("processor", ""),
+        gpu=fields.get("gpu", False),
         source=text[block.end() :].strip(),
     )
 

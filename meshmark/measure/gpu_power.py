@@ -1,7 +1,6 @@
 """Power, clocks and processes of GPUs while steps are timed, from the driver's NVML (`nvidia-ml-py`).
 
-The launcher's process samples ten times per second; it times nothing itself and does not use CUDA. The sampling code
-has not run on a GPU yet. Tests check what is computed from its samples.
+The launcher's process samples ten times per second; it times nothing itself and does not use CUDA.
 """
 
 from __future__ import annotations
