@@ -82,7 +82,8 @@ def _measured(record: Record) -> Iterator[str]:
             f"{name.replace('_', ' ')} {bytes_text(getattr(reading.peak, name))}"
             for name in ("parameters", "gradients", "optimizer_states", "activations", "communication", "other")
         )
-        yield f"  peak, rank {rank:<3} {bytes_text(reading.peak.total)}: {peak}"
+        parts = peak if reading.ends_known else "of what is not known"
+        yield f"  peak, rank {rank:<3} {bytes_text(reading.peak.total)}: {parts}"
     for rank, traffic in zip(record.ranks, record.traffic.readings, strict=False):
         sent = ", ".join(f"{c.count} {c.kind} {bytes_text(c.num_bytes)}" for c in traffic.asked) or "nothing"
         yield f"  sent, rank {rank:<3} {sent}"

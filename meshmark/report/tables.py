@@ -94,9 +94,11 @@ def memory(found: Sequence[CaseResult], baseline: Baseline) -> Rows:
             "parameters": bytes_cell(reading.states.parameters),
             "gradients": bytes_cell(reading.states.gradients),
             "optimizer": bytes_cell(reading.states.optimizer_states),
-            "activations": bytes_cell(peak.activations),
-            "communication": bytes_cell(peak.communication),
-            "other": bytes_cell(peak.other),
+            # Where it is not known which storages had ended, the total alone is right.
+            **{
+                name: bytes_cell(getattr(peak, name)) if reading.ends_known else "not known"
+                for name in ("activations", "communication", "other")
+            },
             "peak": bytes_cell(peak.total),
             "steady": bytes_cell(reading.steady.total),
         }
