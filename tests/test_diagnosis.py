@@ -18,6 +18,7 @@ from meshmark.judge.deviation import Drift, Quantity
 from meshmark.judge.diagnosis import diagnose
 from meshmark.judge.failed_step import FailedStep
 from meshmark.judge.faults import Diagnosis, Fault, named_factor
+from meshmark.judge.gradient_faults import _is_by_chance
 from meshmark.judge.owners import nobody_reduced
 from meshmark.judge.tolerance_model import ToleranceModel, fit, noise_run
 from meshmark.judge.trace import Trace, host_copies
@@ -509,3 +510,17 @@ def test_a_search_for_an_altered_weight_is_left_out_where_it_takes_too_long(monk
     assert "rounding" in found(doctor, Fault.PRECISION, 1).detail, "which is how it looks"
     monkeypatch.setattr("meshmark.judge.failed_step._SEARCH_SECONDS", 1e9)
     assert f"the gradient with {WEIGHT} of before step 0" in found(doctor, Fault.STALE_WEIGHTS, 1).detail
+
+
+@pytest.mark.parametrize(
+    "weights, by_chance",
+    [
+        ([-0.3533, -1.268, 3.043, 0.01132, 1.944, 0.2843, 1.422, -0.4099], True),  # of a bias of 16 elements in bf16
+        ([1.0, 1.0, 0.0, 0.0], False),
+        ([-1.0, 1.0, 1.0, 1.0], False),  # a part that is subtracted
+        ([0.9, 1.3, 1.7, 0.2], False),  # means of unequal numbers of tokens
+        ([-1.0, -1.0], False),
+    ],
+)
+def test_fitted_weights_of_no_meaning_are_no_cause(weights: list[float], by_chance: bool) -> None:
+    assert _is_by_chance(np.array(weights)) is by_chance

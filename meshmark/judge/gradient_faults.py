@@ -82,7 +82,7 @@ def _weighed(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None
     parts = failed.parts(batch)
     counted = [i for i, part in enumerate(parts) if part.weights.any()]
     weights = fit.weights(*(fit.flat(failed.truth(failed.step, parts[i])) for i in counted))
-    if weights is None:
+    if weights is None or _is_by_chance(weights):
         return None
     found = np.full(len(parts), np.nan)  # of a part that is masked whole, nothing can be known
     found[counted] = weights
@@ -112,6 +112,14 @@ def _weighed_rows(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation |
         return Fault.DROPPED, f"{where}: nothing is in them"
     fault, detail = read_weights(found, failed, batch)
     return fault, f"{where}: {detail}"
+
+
+def _is_by_chance(weights: NDArray[np.float64]) -> bool:
+    """Return whether fitted weights of parts of the batch mean nothing. Some are negative, and no two are alike: a
+    small tensor, or a noisy one, is a sum of the parts with such weights, whatever was done to it."""
+    largest = float(np.abs(weights).max())
+    sizes = np.sort(np.abs(weights[np.abs(weights) >= SAME * largest]))
+    return bool((weights < -SAME * largest).any() and not (np.diff(sizes) < SAME * sizes[1:]).any())
 
 
 def read_weights(weights: NDArray[np.float64], failed: FailedStep, batch: Batch) -> Explanation:

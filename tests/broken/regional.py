@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp, all_gather, all_reduce, broadcast
 from torch.distributed.tensor import DTensor
 
+from meshmark.adapter.data_parallel import AUTOCAST
 from meshmark.reference.data import IGNORED, Batch
 from meshmark.reference.objective import loss_share
 from tests.broken.engine import Broken
@@ -25,7 +26,9 @@ class _KnowsOwnPart(Broken):
     def own_part(self) -> dict[str, Tensor]:
         model: nn.Module = self.module.module  # type: ignore[attr-defined]
         part = self.batch.shard(self.dp_rank, self.case.layout.dp)  # type: ignore[attr-defined]
-        loss = loss_share(model(part.inputs), part, self.case.workload.loss)
+        low = AUTOCAST.get(self.case.precision.compute)
+        with torch.autocast(self.context.device.type, dtype=low, enabled=low is not None):
+            loss = loss_share(model(part.inputs), part, self.case.workload.loss)
         names, parameters = zip(*model.named_parameters(), strict=True)
         with torch.enable_grad():
             return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
