@@ -181,6 +181,18 @@ def test_an_fp8_cache_is_judged_by_the_roundings_that_the_engine_took(model: Pat
     assert (followed[:-1].gather(1, taken)[:, 0] - unrounded).abs().max() > 1e-2
 
 
+def test_beams_of_transformers_are_those_of_float64(model: Path) -> None:
+    request = Request(name="beams", prompt=prompts([30], seed=9)[0], max_new_tokens=6, beams=3, wants_prompt=False)
+    engine, judge = load_engine(GENERATE)().build(model, EngineOptions()), Judge(model, "fp32")
+    done = serve(engine, [REQUESTS[0], request, REQUESTS[1]]).completions
+    assert [len(c.tokens) for c in done if c.request != "beams"] == [6, 6]
+    beams = [c for c in done if c.request == "beams"]
+    noise = judge.noise([request], beams)
+    assert judge.beams(request, beams, noise).passed and judge.logprobs([request], beams, noise).passed
+    beams[0].tokens, beams[1].tokens = beams[1].tokens, beams[0].tokens
+    assert not judge.beams(request, beams, noise).passed
+
+
 @pytest.mark.parametrize("apart", [30, 45])
 def test_several_roundings_that_an_engine_took_are_found_among_many_that_explain_a_little(
     model: Path, apart: int
