@@ -205,7 +205,7 @@ def _alarms() -> str:
                 "accused": sum(bool(line["accused"]) for line in part),
                 "drawn sequences that part": f"{sum(line['parted'] for line in part):.0f}",
                 **{
-                    f"{text} / noise": f"{max(line[name] for line in part):.2f}"
+                    f"{text} / noise": "" if part[0][name] is None else f"{max(line[name] for line in part):.2f}"
                     for name, text in (("largest", "largest error"), ("rms", "mean error"), ("apart", "half of apart"))
                 },
             }
