@@ -20,7 +20,7 @@ from meshmark.cli.commands import main
 from meshmark.inference import quantized, speed
 from meshmark.inference.clauses import Around, judge_engine, parallel_samples, requests_of, seeds
 from meshmark.inference.contract import CacheUse, Completion, EngineOptions, Request, Served
-from meshmark.inference.judge import Judge, cache_bytes, chance_of_parting, peak_blocks
+from meshmark.inference.judge import Judge, Noise, cache_bytes, chance_of_parting, peak_blocks
 from meshmark.inference.local import LocalEngine
 from meshmark.inference.model import FOLLOWED, PRECISIONS, Truth, narrowed, prompts, shape_of, write_model
 from meshmark.inference.process import EngineError, EngineProcess, load_engine
@@ -191,6 +191,19 @@ def test_beams_of_transformers_are_those_of_float64(model: Path) -> None:
     assert judge.beams(request, beams, noise).passed and judge.logprobs([request], beams, noise).passed
     beams[0].tokens, beams[1].tokens = beams[1].tokens, beams[0].tokens
     assert not judge.beams(request, beams, noise).passed
+
+
+def test_a_rounding_whose_error_would_fail_is_looked_for_however_small_the_noise_is(model: Path) -> None:
+    tokens, last = prompts([150])[0], 16
+    truth = Truth(model, torch.float8_e4m3fn)
+    rows, ties = truth._pass(tokens)
+    at, taken = torch.arange(len(tokens) - 1)[-last:], torch.tensor(tokens[-last:])
+    others = (truth._pass(tokens, frozenset([tie]))[0][at, taken] for tie in ties)
+    told = next(other for other in others if 5e-6 < (other - rows[at, taken]).abs().max() < FOLLOWED)
+    noise = Noise(rms=1e-6, largest=1e-6)
+    assert noise.unexplained == noise.tolerance < Noise(rms=1e-5, largest=1e-5).unexplained == FOLLOWED
+    found = truth.logprobs(tokens, told.tolist(), noise.unexplained)[at, taken]
+    assert (found - told).abs().max() <= noise.tolerance
 
 
 @pytest.mark.parametrize("apart", [30, 45])

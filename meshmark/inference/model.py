@@ -67,7 +67,8 @@ TIE_ROOM = 1e-5
 """Error of a key or value in float32, relative to the largest of its head: rotary angles of late positions are off
 by as much. Values nearer than this to the middle of two numbers of a narrow cache may be rounded either way."""
 FOLLOWED = 1e-5
-"""Error of a log probability that roundings of ties are not looked for to explain: a few times that of float32."""
+"""Error of a log probability that roundings of ties are not looked for to explain, where the noise is not known yet: a
+few times that of float32."""
 AT_ONCE, WORTHWHILE = 0.1, 0.95
 """Shares of a sum of squared errors. A rounding that leaves less than the first is taken at once. One that leaves more
 than the second explains nothing: many leave a little less by chance."""
@@ -167,19 +168,20 @@ class Truth:
     def __init__(self, folder: Path, cache_dtype: torch.dtype | None = None, rounding: str = "nearest") -> None:
         self._model = load_model(folder, torch.float64, "eager")
         self._cache_dtype, self._rounding = cache_dtype, rounding
-        self._kept: dict[tuple[tuple[int, ...], tuple[float, ...]], Tensor] = {}
+        self._kept: dict[tuple[tuple[int, ...], tuple[float, ...], float], Tensor] = {}
 
     @property
     def rounds_cache(self) -> bool:
         """Whether keys and values are rounded, so that two correct runs may differ by more than noise."""
         return self._cache_dtype is not None
 
-    def logprobs(self, tokens: Sequence[int], told: Sequence[float] = ()) -> Tensor:
+    def logprobs(self, tokens: Sequence[int], told: Sequence[float] = (), room: float = FOLLOWED) -> Tensor:
         """Return log probabilities of shape (len(tokens), vocabulary): row i is of what follows token i.
 
-        `told` is what an engine said of the last tokens. By it roundings are chosen that could go either way.
+        `told` is what an engine said of the last tokens. By it roundings are chosen that could go either way, if it is
+        off by more than `room`.
         """
-        key = tuple(tokens), tuple(told) if self.rounds_cache else ()
+        key = (tuple(tokens), tuple(told), room) if self.rounds_cache and told else (tuple(tokens), (), 0.0)
         if key not in self._kept:
             self._kept[key] = self._followed(*key) if key[1] else self._pass(key[0])[0]
         return self._kept[key]
@@ -194,7 +196,7 @@ class Truth:
         assert logits.dtype is torch.float64
         return logits[0].log_softmax(-1), [place for _, place in sorted(cache.ties)] if cache else []
 
-    def _followed(self, tokens: Sequence[int], told: Sequence[float]) -> Tensor:
+    def _followed(self, tokens: Sequence[int], told: Sequence[float], room: float) -> Tensor:
         """Return log probabilities with those roundings of ties by which they are nearest to what an engine told.
 
         One rounding after the other goes the other way, each time the one that explains most. By each, values in later
@@ -211,7 +213,7 @@ class Truth:
 
         others: frozenset[Place] = frozenset()
         rows, ties = self._pass(tokens)
-        while len(wrong := (errors(rows) > FOLLOWED).nonzero()):
+        while len(wrong := (errors(rows) > room).nonzero()):
             least = before = float(errors(rows).square().sum())
             # What is rounded at a position changes nothing before it.
             for place in (tie for tie in ties if tie[2] <= int(at[wrong[-1]])):
