@@ -136,7 +136,8 @@ def _detects() -> str:
 ## What this suite detects
 
 The paged engine with one defect each: **{caught} of {len(planted)} are caught**. Without a defect it {alarms}. Each
-defect runs in the variant and the precision that are meant for it, on llama-tiny. Made by `make inference-power`.
+defect runs in the variant and the precision that are meant for it, on llama-tiny. Of defects of an fp8 cache the first
+verdict that fails is shown. Made by `make inference-power`.
 
 {markdown(rows)}
 """
