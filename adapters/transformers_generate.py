@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,14 +19,20 @@ class TransformersGenerate(InferenceAdapter):
     requires = (Requirement(module="transformers", distribution="transformers"),)
     block_sizes = (1,)
     pages = False
-    promises = {"copies": "seed + index"}  # of the adapter: it draws each copy under its own seed
+    promises: ClassVar[dict[str, str]] = {
+        "copies": "seed + index",  # of the adapter: it draws each copy under its own seed
+        "beams": "the most probable, of one length",
+    }
 
     def build(self, model: Path, options: EngineOptions) -> Engine:
         return GenerateEngine(load_model(model, PRECISIONS[options.precision].dtype), options)
 
 
 class GenerateEngine(Engine):
-    """Serves what is waiting as one batch. Requests that draw random numbers run alone, for `generate` has one seed."""
+    """Serves what is waiting as one batch.
+
+    Requests that draw random numbers or search with beams run alone: `generate` has one seed and one number of beams.
+    """
 
     def __init__(self, model: Any, options: EngineOptions) -> None:  # noqa: ANN401
         self._model, self._options = model, options
@@ -44,6 +50,10 @@ class GenerateEngine(Engine):
         self._waiting.append(request)
 
     def step(self, emit: Callable[[Emitted], None]) -> None:
+        if searching := next((request for request in self._waiting if request.beams > 1), None):
+            self._waiting.remove(searching)
+            self._search(searching, emit)
+            return
         drawn = [request for request in self._waiting if request.temperature]
         if drawn:
             batch = [drawn[0]]
@@ -106,15 +116,43 @@ class GenerateEngine(Engine):
             return_dict_in_generate=True,
             pad_token_id=0,
         )
-        layers = [(layer.keys, layer.values) for layer in out.past_key_values.layers]
+        self._note_cache(out.past_key_values)
+        if any(request.wants_prompt for request in batch):
+            self._report_prompts(batch, copy, (ids, mask), emit)
+
+    def _note_cache(self, cache: Any) -> None:  # noqa: ANN401
+        layers = [(layer.keys, layer.values) for layer in cache.layers]
         keys = layers[0][0]
         self._cache = CacheUse(
             block_size=1,
             num_blocks=keys.shape[0] * keys.shape[2],
             bytes_by_rank=(sum(t.untyped_storage().nbytes() for pair in layers for t in pair),),
         )
-        if any(request.wants_prompt for request in batch):
-            self._report_prompts(batch, copy, (ids, mask), emit)
+
+    @torch.no_grad()
+    def _search(self, request: Request, emit: Callable[[Emitted], None]) -> None:
+        """Generate by a beam search, and emit its beams in its order."""
+        out = self._model.generate(
+            input_ids=torch.tensor([request.prompt]),
+            max_new_tokens=min(request.max_new_tokens, self._options.context_limit - len(request.prompt)),
+            num_beams=request.beams,
+            num_return_sequences=request.beams,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_scores=True,
+            pad_token_id=0,
+        )
+        logprobs = self._model.compute_transition_scores(out.sequences, out.scores, out.beam_indices)
+        for copy, (tokens, told) in enumerate(zip(out.sequences[:, len(request.prompt) :], logprobs, strict=True)):
+            beam = Emitted(
+                request=request.name,
+                copy=copy,
+                tokens=tuple(tokens.tolist()),
+                logprobs=tuple(told.tolist()),
+                finish="length",
+            )
+            emit(beam)
+        self._note_cache(out.past_key_values)
 
     def _report_prompts(
         self,

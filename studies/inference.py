@@ -136,8 +136,8 @@ def _detects() -> str:
 ## What this suite detects
 
 The paged engine with one defect each: **{caught} of {len(planted)} are caught**. Without a defect it {alarms}. Each
-defect runs in the variant and the precision that are meant for it, on llama-tiny. Of defects of narrow formats and of
-beams the first verdict that fails is shown. Made by `make inference-power`.
+defect runs in the variant and the precision that are meant for it, on llama-tiny. Of defects of an fp8 cache the first
+verdict that fails is shown. Made by `make inference-power`.
 
 {markdown(rows)}
 """
@@ -205,7 +205,7 @@ def _alarms() -> str:
                 "accused": sum(bool(line["accused"]) for line in part),
                 "drawn sequences that part": f"{sum(line['parted'] for line in part):.0f}",
                 **{
-                    f"{text} / noise": f"{max(line[name] for line in part):.2f}"
+                    f"{text} / noise": "" if part[0][name] is None else f"{max(line[name] for line in part):.2f}"
                     for name, text in (("largest", "largest error"), ("rms", "mean error"), ("apart", "half of apart"))
                 },
             }
@@ -216,7 +216,8 @@ def _alarms() -> str:
 **{accused} of {len(lines)} correct runs are accused.** Each seed is a model and prompts of its own. Judged are log
 probabilities, greedy tokens, and the same requests one after the other in reverse; of paged engines also the clauses
 *seeds* and *parallel samples*. One engine sums in another order for each size of a batch, so that drawn sequences part
-by rounding. The last columns are the largest of all runs, where {FACTOR:g} fails: so much room does the factor leave.
+by rounding. With an fp8 cache there are longer prompts too, whose own log probabilities are not told. The last columns
+are the largest of all runs, where {FACTOR:g} fails: so much room does the factor leave.
 By `make inference-power` at {", ".join(commits)}.
 
 {markdown(rows)}

@@ -20,9 +20,9 @@ from meshmark.cli.commands import main
 from meshmark.inference import quantized, speed
 from meshmark.inference.clauses import Around, judge_engine, parallel_samples, requests_of, seeds
 from meshmark.inference.contract import CacheUse, Completion, EngineOptions, Request, Served
-from meshmark.inference.judge import Judge, cache_bytes, chance_of_parting, peak_blocks
+from meshmark.inference.judge import Judge, Noise, cache_bytes, chance_of_parting, peak_blocks
 from meshmark.inference.local import LocalEngine
-from meshmark.inference.model import PRECISIONS, Truth, narrowed, prompts, shape_of, write_model
+from meshmark.inference.model import FOLLOWED, PRECISIONS, Truth, narrowed, prompts, shape_of, write_model
 from meshmark.inference.process import EngineError, EngineProcess, load_engine
 from meshmark.inference.run import InferenceCase, read_inference, run_case, with_gap
 from meshmark.inference.serving import serve
@@ -179,6 +179,47 @@ def test_an_fp8_cache_is_judged_by_the_roundings_that_the_engine_took(model: Pat
     unrounded = exact.logprobs(tokens)[:-1].gather(1, taken)[:, 0]
     followed = truth.logprobs(tokens, unrounded.tolist())
     assert (followed[:-1].gather(1, taken)[:, 0] - unrounded).abs().max() > 1e-2
+
+
+def test_beams_of_transformers_are_those_of_float64(model: Path) -> None:
+    request = Request(name="beams", prompt=prompts([30], seed=9)[0], max_new_tokens=6, beams=3, wants_prompt=False)
+    engine, judge = load_engine(GENERATE)().build(model, EngineOptions()), Judge(model, "fp32")
+    done = serve(engine, [REQUESTS[0], request, REQUESTS[1]]).completions
+    assert [len(c.tokens) for c in done if c.request != "beams"] == [6, 6]
+    beams = [c for c in done if c.request == "beams"]
+    noise = judge.noise([request], beams)
+    assert judge.beams(request, beams, noise).passed and judge.logprobs([request], beams, noise).passed
+    beams[0].tokens, beams[1].tokens = beams[1].tokens, beams[0].tokens
+    assert not judge.beams(request, beams, noise).passed
+
+
+def test_a_rounding_whose_error_would_fail_is_looked_for_however_small_the_noise_is(model: Path) -> None:
+    tokens, last = prompts([150])[0], 16
+    truth = Truth(model, torch.float8_e4m3fn)
+    rows, ties = truth._pass(tokens)
+    at, taken = torch.arange(len(tokens) - 1)[-last:], torch.tensor(tokens[-last:])
+    others = (truth._pass(tokens, frozenset([tie]))[0][at, taken] for tie in ties)
+    told = next(other for other in others if 5e-6 < (other - rows[at, taken]).abs().max() < FOLLOWED)
+    noise = Noise(rms=1e-6, largest=1e-6)
+    assert noise.unexplained == noise.tolerance < Noise(rms=1e-5, largest=1e-5).unexplained == FOLLOWED
+    found = truth.logprobs(tokens, told.tolist(), noise.unexplained)[at, taken]
+    assert (found - told).abs().max() <= noise.tolerance
+
+
+@pytest.mark.parametrize("apart", [30, 45])
+def test_several_roundings_that_an_engine_took_are_found_among_many_that_explain_a_little(
+    model: Path, apart: int
+) -> None:
+    """A search that takes each rounding that lowers the errors, not the best, is left with 1e-4."""
+    tokens, last = prompts([150])[0], 16
+    truth = Truth(model, torch.float8_e4m3fn)
+    _, ties = truth._pass(tokens)
+    others = frozenset(ties[5::apart])
+    assert len(others) > 1
+    at, taken = torch.arange(len(tokens) - 1)[-last:], torch.tensor(tokens[-last:])
+    told = truth._pass(tokens, others)[0][at, taken]
+    assert (truth.logprobs(tokens)[at, taken] - told).abs().max() > 1e-4
+    assert (truth.logprobs(tokens, told.tolist())[at, taken] - told).abs().max() <= FOLLOWED
 
 
 def test_waste_and_sharing_of_blocks_are_their_closed_forms(tmp_path: Path) -> None:

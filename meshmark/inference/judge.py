@@ -15,7 +15,7 @@ from scipy.stats import chi2, poisson
 from torch import Tensor
 
 from meshmark.inference.contract import Completion, Request, Served
-from meshmark.inference.model import PRECISIONS, Narrow, Shape, Truth
+from meshmark.inference.model import FOLLOWED, PRECISIONS, Narrow, Shape, Truth
 from meshmark.records.judged_case import CaseVerdict
 
 FACTOR = 3.0
@@ -39,6 +39,11 @@ class Noise:
     def tolerance(self) -> float:
         """The smallest error of one token's log probability that is seen."""
         return FACTOR * self.largest
+
+    @property
+    def unexplained(self) -> float:
+        """The error that roundings which could go either way are not looked for to explain: none that fails."""
+        return min(FOLLOWED, self.tolerance)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +95,7 @@ class Judge:
                 return CaseVerdict(name="log probabilities", passed=False, text=text)
             tokens = [*request.prompt, *completion.tokens]
             told = [*completion.prompt_logprobs, *completion.logprobs]
-            exact = _taken(self.truth.logprobs(tokens, told), tokens)
+            exact = _taken(self.truth.logprobs(tokens, told, noise.unexplained), tokens)
             if not request.wants_prompt:
                 exact = exact[len(request.prompt) - 1 :]
             if len(told) != len(exact):
@@ -129,7 +134,7 @@ class Judge:
         """Judge that every token is the most probable one, or as near to it as noise can move both."""
         wrong, same, total = list[str](), 0, 0
         for request, completion in _pairs(requests, completions):
-            rows = self._followed_rows(request, completion)
+            rows = self._followed_rows(request, completion, noise)
             for index, (row, token) in enumerate(zip(rows, completion.tokens, strict=True)):
                 behind = float(row.max() - row[token])
                 total, same = total + 1, same + (behind == 0)
@@ -185,7 +190,7 @@ class Judge:
             if wrong := self._wrong_after_parting(pair, noise):
                 return CaseVerdict(name=name, passed=False, text=wrong, numbers=numbers)
         if number := sum(pair.common is not None for pair in drawn):
-            expected = self.partings(drawn)
+            expected = self.partings(drawn, noise)
             chance = float(poisson.sf(number - 1, expected))
             passed = passed and chance >= RARE_PARTINGS
             text += f"; {number} of {len(drawn)} drawn sequences part, {expected:.1e} expected at most of rounding"
@@ -203,7 +208,7 @@ class Judge:
                     return f"token {pair.common} is another: {greedy.text}"
         return ""
 
-    def partings(self, pairs: Sequence[_Pair]) -> float:
+    def partings(self, pairs: Sequence[_Pair], noise: Noise) -> float:
         """Return how many of these sequences, drawn twice with the same random numbers, may part by rounding alone.
 
         An engine does not say how it makes a token of a random number, so it cannot be known of one parting whether
@@ -227,7 +232,7 @@ class Judge:
                 off[way] += float(np.square(told - _taken(exact, tokens))[first:].mean())
                 chances = map(chance_of_parting, exact[first:-1] / temperature, found[first:-1] / temperature)
                 expected[way] += sum(chances)
-            ones, others = (self._followed_rows(pair.request, run) for run in pair.runs)
+            ones, others = (self._followed_rows(pair.request, run, noise) for run in pair.runs)
             for followed, run in zip((ones, others), pair.runs, strict=True):
                 taken = followed.numpy()[np.arange(len(followed)), run.tokens]
                 engine += float(np.square(np.array(run.logprobs) - taken).mean())
@@ -238,10 +243,11 @@ class Judge:
         scaled = (expected[way] * math.sqrt(engine / 2 / off[way]) for way in off if off[way])
         return 2 * max(scaled, default=0.0) + own
 
-    def _followed_rows(self, request: Request, completion: Completion) -> Tensor:
+    def _followed_rows(self, request: Request, completion: Completion, noise: Noise) -> Tensor:
         """Return float64's log probabilities before each generated token, by the roundings that the run took."""
         told = [*completion.prompt_logprobs, *completion.logprobs]
-        return self.truth.logprobs([*request.prompt, *completion.tokens], told)[len(request.prompt) - 1 : -1]
+        rows = self.truth.logprobs([*request.prompt, *completion.tokens], told, noise.unexplained)
+        return rows[len(request.prompt) - 1 : -1]
 
     def beams(self, request: Request, completions: Sequence[Completion], noise: Noise) -> CaseVerdict:
         """Judge beams: those that a beam search in float64 finds, in its order.
