@@ -114,7 +114,7 @@ class TensorParallelEngine(DataParallelEngine):
 
 
 def _by_mesh(tensors: Iterable[tuple[nn.Parameter, Tensor]]) -> list[list[nn.Parameter]]:
-    """Group parameters by how the tensor beside each is split. PyTorch's operations over lists take one kind at a time."""
+    """Group parameters by how the tensor beside each is split: PyTorch's operations over lists take one kind."""
     from torch.distributed.tensor import DTensor
 
     found: dict[object, list[nn.Parameter]] = {}

@@ -15,8 +15,7 @@ from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.contract import Track
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.loop import GREENLET, LOOP_LACKS, LoopEngine
-from meshmark.adapters.accelerate import AccelerateFSDP2
-from meshmark.adapters.ddp import DDPRecommended
+from meshmark.adapters.accelerate import AccelerateFSDP2, UnderAccelerate
 from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.adapters.hf_trainer.loop import (
@@ -73,8 +72,8 @@ def norm_of_tensors(case: Case) -> TrafficException:
     return TrafficException(sends=(norm,), reason="the norm is computed, to be logged, where there is nothing to clip")
 
 
-class HFTrainer(DDPRecommended):
-    """Under PyTorch's DDP, which the Trainer takes where it is given nothing else."""
+class HFTrainer(UnderAccelerate):
+    """Under PyTorch's DDP, which the Trainer takes where it is given nothing else and is not alone."""
 
     track: ClassVar = Track.THEORY
     requires: ClassVar[tuple[Requirement, ...]] = REQUIRES
@@ -94,8 +93,7 @@ class HFTrainer(DDPRecommended):
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
-        counted = (counts_tokens(case),) if case.layout.dp > 1 else ()
-        return (*super().traffic_exceptions(case, rank), *counted)
+        return (*super().traffic_exceptions(case, rank), counts_tokens(case))
 
     @classmethod
     def arguments(cls, case: Case) -> dict[str, Any]:

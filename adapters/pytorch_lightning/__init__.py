@@ -103,8 +103,7 @@ class LightningTrainer(DDP):
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
-        told = (signal_broadcast(case),) if case.layout.dp > 1 else ()
-        return (*super().traffic_exceptions(case, rank), *told)
+        return (*super().traffic_exceptions(case, rank), signal_broadcast(case))
 
     def build(self, case: Case, context: RankContext) -> Engine:
         from pytorch_lightning.strategies import DDPStrategy
@@ -177,8 +176,7 @@ class LightningTrainerFSDP(FSDP1):
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
-        told = (signal_broadcast(case),) if case.layout.dp > 1 else ()
-        return (*reduced_once(case, super().traffic_exceptions(case, rank)), *told)
+        return (*reduced_once(case, super().traffic_exceptions(case, rank)), signal_broadcast(case))
 
     @classmethod
     def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
@@ -221,8 +219,7 @@ class LightningTrainerFSDP2(FSDP2):
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
-        told = (signal_broadcast(case),) if case.layout.dp > 1 else ()
-        return (*super().traffic_exceptions(case, rank), *told)
+        return (*super().traffic_exceptions(case, rank), signal_broadcast(case))
 
     @classmethod
     def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
