@@ -297,10 +297,14 @@ class AccelerateFSDP2(Adapter):
         return cls.sharding.invalid_reason(case.layout) or super().supports(case, device, backend)
 
     @classmethod
+    def sharding_of(cls, case: Case) -> Sharding:
+        """Return how a case is sharded: alone, a process reduces once a step (`Accelerator.accumulate`)."""
+        return cls.sharding if case.world_size > 1 else dataclasses.replace(cls.sharding, reduces_within=False)
+
+    @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
-        return sharded_recipe(
-            eager_recipe(case, "eager-fsdp2", casts_weights=True), cls.sharding, case.layout.num_micro_batches
-        )
+        using = eager_recipe(case, "eager-fsdp2", casts_weights=True)
+        return sharded_recipe(using, cls.sharding_of(case), case.layout.num_micro_batches)
 
     @classmethod
     def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:

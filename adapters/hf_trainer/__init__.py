@@ -33,6 +33,7 @@ from meshmark.spec.model_spec import Family
 from meshmark.spec.optimizer import OptimizerKind
 from meshmark.spec.precision import Precision
 from meshmark.theory.flow import Flow, Purpose, TrafficException
+from meshmark.theory.sharding import Sharding
 
 REQUIRES = (
     Requirement(module="transformers", distribution="transformers"),
@@ -156,6 +157,11 @@ class HFTrainerFSDP2(AccelerateFSDP2):
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
         return uncountable(case) or super().supports(case, device, backend)
+
+    @classmethod
+    def sharding_of(cls, case: Case) -> Sharding:
+        """Return how a case is sharded: the Trainer reduces every micro-batch, also where it is alone."""
+        return cls.sharding
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:

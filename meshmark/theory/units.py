@@ -63,10 +63,14 @@ class _Units:
         gathers = backward.prefetches and backward.kept_share < 1
         return self.low * self.block * gathers * (self.shards > 1)
 
-    @property
-    def waiting(self) -> Column:
-        """Bytes of a block's gradients in reduction, which stay until the next unit's."""
-        return self.wide * self.block * self.recipe.backward.prefetches
+    def waiting(self, blocks: int) -> Column:
+        """Return the bytes of gradients in reduction, of the last of `blocks`, which stay until the next unit's."""
+        kept = min(blocks, self.recipe.backward.num_reductions)
+        return kept * self.wide * self.block * self.recipe.backward.prefetches
+
+    def waiting_beside(self, blocks: int) -> Column:
+        """Return the bytes of them that are left when the next unit's reduction begins, after `blocks`."""
+        return self.waiting(min(blocks, self.recipe.backward.num_reductions - 1))
 
     def reduced(self, blocks: float) -> Column:
         """Return the bytes of this rank's part of reduced blocks, without what exists anyway."""
@@ -106,23 +110,24 @@ def _of_block(units: _Units, done: int) -> Iterator[Column]:
     one, low, prefetches = units.one, units.low, units.recipe.backward.prefetches
     following = units.ahead if done < one.stage.num_layers - 1 else 0.0
     beside = units.gathered_root + low * one.head_parameters + units.reduced(done)
-    start, queued = one.before_block(done) + one.stream + beside + following, units.waiting if done else 0.0
+    start, queued = one.before_block(done) + one.stream + beside + following, units.waiting(done)
     yield start + units.gathered + (following if prefetches else units.gathered) + queued
     for i in one.in_block(done):
         made = i.made - one.head_parameters - done * units.block
         yield i.activations + beside + following + units.gathered + low * made + queued
-    yield start - one.block - one.kept_weights + units.reducing(units.block, _last_of(one)[0])
+    reducing = units.reducing(units.block, _last_of(one)[0]) + units.waiting_beside(done)
+    yield start - one.block - one.kept_weights + reducing
 
 
 def _of_root(units: _Units) -> Iterator[Column]:
     """Yield the bytes when the embedding's gradient is made, and when all gradients of the root are reduced."""
     one, root, layers = units.one, units.low * units.root, units.one.stage.num_layers
     end = one.before_block(layers) + units.reduced(layers)
-    gathered, tied = units.gathered_root + root + units.waiting, units.low * one.tied_parameters
+    gathered, tied = units.gathered_root + root + units.waiting(layers), units.low * one.tied_parameters
     yield end + one.stream + gathered + tied
     yield end + gathered + 2 * tied  # the head's, the embedding's and their sum
     kept = root - units.gathered_root  # given up before it is reduced
-    yield end - kept + units.reducing(units.root, _last_of(one)[1])
+    yield end - kept + units.reducing(units.root, _last_of(one)[1]) + units.waiting_beside(layers)
 
 
 def _last_of(one: Pass) -> tuple[Column, Column]:
