@@ -74,7 +74,7 @@ def norm_of_tensors(case: Case) -> TrafficException:
 
 
 class HFTrainer(UnderAccelerate):
-    """Under PyTorch's DDP, which the Trainer takes where it is given nothing else and is not alone."""
+    """Under PyTorch's DDP, which the Trainer takes where it is given nothing else."""
 
     track: ClassVar = Track.THEORY
     requires: ClassVar[tuple[Requirement, ...]] = REQUIRES
