@@ -231,7 +231,7 @@ class DDPRecommended(DDP):
         """The first rank's buffers, such as tables of positions, before the first forward pass of a step."""
         found, layout = super().traffic_exceptions(case, rank), case.layout
         count = len(buffer_shapes(case.workload.model))
-        if not cls.broadcasts_buffers or not count or layout.dp == 1 or step_traffic(case, rank) is None:
+        if not cls.broadcasts_buffers or not count or step_traffic(case, rank) is None:
             return found
         flow = Flow(
             kind="broadcast",

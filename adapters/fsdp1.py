@@ -165,6 +165,8 @@ class FSDP1(Adapter):
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        if cls.strategy != "NO_SHARD" and case.layout.dp == 1 == cls.sharding.replicas:
+            return f"{case.adapter} takes several ranks: on one, FSDP1 turns {cls.strategy} into NO_SHARD"
         return cls.sharding.invalid_reason(case.layout) or super().supports(case, device, backend)
 
     def build(self, case: Case, context: RankContext) -> Engine:

@@ -181,6 +181,12 @@ class FSDP2Sums(FSDP2):
     engine: ClassVar[type[FSDP2Engine]] = FSDP2SumsEngine
     arithmetic: ClassVar = dataclasses.replace(FSDP2.arithmetic, averages=False)
 
+    @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        """A rank that is alone divides gradients by the factor into one more copy, which is not planned."""
+        using = super().recipe(case)
+        return dataclasses.replace(using, peak_known=using.peak_known and case.layout.dp > 1)
+
     def build(self, case: Case, context: RankContext) -> Engine:
         engine = super().build(case, context)
         for unit in sharded_units(engine):

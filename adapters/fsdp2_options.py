@@ -27,11 +27,16 @@ from meshmark.reference.model import Model
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
 from meshmark.theory.flow import Purpose, TrafficException, besides
+from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.states import ExtraMemory
 from meshmark.theory.traffic import step_traffic
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+
+
+_INPUT_BUFFERS = 2
+"""Blocks whose gradients may be in reduction at a time."""
 
 
 class CollectivesEngine(FSDP2Engine):
@@ -58,6 +63,12 @@ class FSDP2Collectives(FSDP2):
         },
     )
 
+    @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        using = super().recipe(case)
+        backward = dataclasses.replace(using.backward, num_reductions=_INPUT_BUFFERS)
+        return dataclasses.replace(using, backward=backward)
+
     def build(self, case: Case, context: RankContext) -> Engine:
         engine = super().build(case, context)
         for unit in sharded_units(engine):
@@ -65,7 +76,7 @@ class FSDP2Collectives(FSDP2):
             unit.set_reshard_after_forward(False, recurse=False)
             unit.set_reshard_after_forward(True, recurse=False)
             unit.set_reduce_scatter_unused_params(True, recurse=False)
-            unit.set_reduce_scatter_max_input_buffers(2, recurse=False)
+            unit.set_reduce_scatter_max_input_buffers(_INPUT_BUFFERS, recurse=False)
         return engine
 
 

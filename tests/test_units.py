@@ -96,6 +96,22 @@ def test_fsdp2_reduces_the_root_at_the_end_beside_its_last_gradient(name: str) -
     assert found.peak == resting(found) + sum(there.values())
 
 
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp2-recommended"])
+def test_fsdp2_alone_copies_the_root_s_gradients_twice_and_sends_nothing(name: str) -> None:
+    found, _ = planned(name, WORDS, Layout(zero_stage=3, num_micro_batches=8), Precision.BF16)
+    root = WORDS.num_parameters - 2 * WORDS.block_parameters
+    there = {"one flat tensor": 4 * root, "its copy": 4 * root, "positions": INDEX_BYTES * WORDS.seq_len}
+    assert found.peak == resting(found) + sum(there.values())
+
+
+def test_a_root_that_is_kept_is_kept_by_a_rank_that_is_alone_too() -> None:
+    layout = Layout(zero_stage=3, num_micro_batches=2)
+    freed, kept = (planned(name, WORDS, layout, Precision.BF16)[0] for name in ("fsdp2", "fsdp2-recommended"))
+    root = WORDS.num_parameters - 2 * WORDS.block_parameters
+    assert kept.activations is not None and freed.activations is not None
+    assert kept.activations - freed.activations == 2 * root
+
+
 @pytest.fixture(scope="module")
 def runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     options = RunOptions(observed_steps=3, assess=Assess.OFF)
@@ -104,9 +120,19 @@ def runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactor
     running.close()
 
 
-@pytest.mark.parametrize("name, model", [("fsdp1", GPT.model), ("fsdp2-recommended", WORDS)])
-def test_what_is_planned_is_what_is_measured(runner: Runner, name: str, model: ModelSpec) -> None:
-    _, case = planned(name, model, dataclasses.replace(LAYOUT, dp=2), Precision.BF16)
+@pytest.mark.parametrize(
+    "name, model, dp",
+    [
+        ("fsdp1", GPT.model, 2),
+        ("fsdp2-recommended", WORDS, 2),
+        ("fsdp2-recommended", WORDS, 1),
+        ("fsdp2-noreshard", DEEP, 1),
+        ("fsdp2-collectives", DEEP, 1),
+        ("fsdp2-collectives", DEEP, 2),
+    ],
+)
+def test_what_is_planned_is_what_is_measured(runner: Runner, name: str, model: ModelSpec, dp: int) -> None:
+    _, case = planned(name, model, dataclasses.replace(LAYOUT, dp=dp), Precision.BF16)
     record = runner.observe(case)
     verdict = record.verdict("memory")
     assert verdict and verdict.passed, verdict

@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from meshmark.adapter.arithmetic import Arithmetic, Casting, Summing
@@ -26,18 +25,21 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.accelerate.prepare import (
-    allow_fsdp_on_cpu,
     backend_arguments,
     choose_device,
     deepspeed_plugin,
-    leaves_alone,
+    inner_of,
     mixed_precision,
+    name_as_on_gpu,
     prepare_parts,
     prove,
+    prove_ddp,
+    runs_on_cpus,
     sharding_accelerator,
+    takes_several,
     whole_batches,
 )
-from meshmark.adapters.ddp import DDPBuckets, DDPStatic
+from meshmark.adapters.ddp import DDPBuckets, DDPRecommended, DDPStatic
 from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.config import prepare
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine, is_deepspeed
@@ -115,11 +117,8 @@ class AccelerateEngine(_ThroughAccelerate):
 
 
 class AccelerateDDPEngine(AccelerateEngine):
-    module: DistributedDataParallel
-
     def inner(self) -> nn.Module:
-        inner: nn.Module = self.module.module
-        return inner
+        return inner_of(self.module)
 
 
 class Accelerate(Adapter):
@@ -136,24 +135,20 @@ class Accelerate(Adapter):
     )
 
     @classmethod
-    def supports(cls, case: Case, device: str, backend: str) -> str | None:
-        return leaves_alone(case, device) or super().supports(case, device, backend)
-
-    @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
-        """A process that is alone never leaves DDP's reduction out, so its gradients accumulate in the buckets."""
-        using = eager_recipe(case, "eager-ddp")
-        return without_copies(using) if case.world_size == 1 else using
+        """Return DDP's. Accelerate wraps the model of a process that is alone in nothing."""
+        return eager_recipe(case, "eager-ddp" if case.world_size > 1 else "eager")
 
     def build(self, case: Case, context: RankContext) -> Engine:
         choose_device(context)
         from accelerate import Accelerator, DistributedDataParallelKwargs
 
-        on_cpu = context.device.type == "cpu"
+        if context.world_size == 1:
+            name_as_on_gpu(context)
         # Accelerate would otherwise name DDP's device by local rank, which is wrong where ranks share a GPU.
         os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
         accelerator = Accelerator(
-            cpu=on_cpu,
+            cpu=runs_on_cpus(context),
             mixed_precision=mixed_precision(case),
             dataloader_config=whole_batches(),
             **self.accumulation(case),
@@ -168,12 +163,7 @@ class Accelerate(Adapter):
             ],
         )
         prepared = prepare_parts(accelerator, case, context)
-        prove(
-            accelerator,
-            "MULTI_CPU" if on_cpu else "MULTI_GPU",
-            isinstance(prepared[0], DistributedDataParallel),
-            prepared[0],
-        )
+        prove_ddp(accelerator, context, prepared[0])
         return AccelerateDDPEngine(case, context, accelerator, prepared)
 
     def ddp_arguments(self) -> dict[str, Any]:
@@ -189,6 +179,10 @@ class AccelerateSyncEach(Accelerate):
     """`sync_each_batch`: gradients are reduced after every micro-batch."""
 
     arithmetic: ClassVar = dataclasses.replace(Accelerate.arithmetic, reduces_each=True)
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        return takes_several(case) or super().supports(case, device, backend)
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
@@ -215,6 +209,10 @@ class AccelerateSyncEach(Accelerate):
 
 class AccelerateBuckets(Accelerate):
     """DDP's buckets of 10 KiB, reduced by the hook of PowerSGD, which compresses nothing in its first steps."""
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        return takes_several(case) or super().supports(case, device, backend)
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
@@ -256,6 +254,14 @@ class AccelerateStatic(AccelerateSyncEach):
         return {"static_graph": True}
 
 
+class UnderAccelerate(DDPRecommended):
+    """DDP with its defaults, as Accelerate wraps it around a model, but not around that of a process that is alone."""
+
+    @classmethod
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
+        return super().extra_memory(case, rank) if case.world_size > 1 else ()
+
+
 class AccelerateFSDP2Engine(FSDP2Engine, AccelerateEngine):
     micro_batch = AccelerateEngine.micro_batch  # FSDP2Engine switches the reduction itself, which is Accelerate's here
     save, load = AccelerateEngine.save, AccelerateEngine.load  # and saves by PyTorch alone
@@ -292,10 +298,14 @@ class AccelerateFSDP2(Adapter):
         return cls.sharding.invalid_reason(case.layout) or super().supports(case, device, backend)
 
     @classmethod
+    def sharding_of(cls, case: Case) -> Sharding:
+        """Return how a case is sharded: alone, a process reduces once a step (`Accelerator.accumulate`)."""
+        return cls.sharding if case.world_size > 1 else dataclasses.replace(cls.sharding, reduces_within=False)
+
+    @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
-        return sharded_recipe(
-            eager_recipe(case, "eager-fsdp2", casts_weights=True), cls.sharding, case.layout.num_micro_batches
-        )
+        using = eager_recipe(case, "eager-fsdp2", casts_weights=True)
+        return sharded_recipe(using, cls.sharding_of(case), case.layout.num_micro_batches)
 
     @classmethod
     def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
@@ -313,8 +323,7 @@ class AccelerateFSDP2(Adapter):
         choose_device(context)
         from torch.distributed.fsdp import FSDPModule
 
-        if context.device.type == "cpu":
-            allow_fsdp_on_cpu(context)
+        name_as_on_gpu(context)
         accelerator = self.accelerator(case, context)
         prepared = prepare_parts(accelerator, case, context)
         prove(accelerator, "FSDP", accelerator.is_fsdp2 and isinstance(prepared[0], FSDPModule), prepared[0])

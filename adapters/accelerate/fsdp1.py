@@ -14,8 +14,8 @@ from meshmark.adapter.data_parallel import AUTOCAST, configure, initial_model
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.accelerate import FP16_IS_FP32, REQUIREMENT, AccelerateEngine
 from meshmark.adapters.accelerate.prepare import (
-    allow_fsdp_on_cpu,
     choose_device,
+    name_as_on_gpu,
     prove,
     sharding_accelerator,
 )
@@ -61,8 +61,7 @@ class AccelerateFSDP1(FSDP1):
         choose_device(context)
         from torch.distributed.fsdp import FullyShardedDataParallel
 
-        if context.device.type == "cpu":
-            allow_fsdp_on_cpu(context)
+        name_as_on_gpu(context)
         accelerator, spec = self._accelerator(case, context), case.workload.optimizer
         module = accelerator.prepare(self.model(case, context))
         prove(accelerator, "FSDP", isinstance(module, FullyShardedDataParallel), module)

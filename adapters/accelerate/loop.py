@@ -22,15 +22,15 @@ from meshmark.adapter.contract import Track
 from meshmark.adapter.data_parallel import initial_model
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.loop import GREENLET, LOOP_LACKS, Dealing, GlobalRows, Loop, LoopEngine, collate
-from meshmark.adapters.accelerate import REQUIREMENT
+from meshmark.adapters.accelerate import REQUIREMENT, UnderAccelerate
 from meshmark.adapters.accelerate.prepare import (
-    allow_fsdp_on_cpu,
     backend_arguments,
     choose_device,
-    leaves_alone,
+    name_as_on_gpu,
+    runs_on_cpus,
+    takes_several,
     whole_batches,
 )
-from meshmark.adapters.ddp import DDPRecommended
 from meshmark.reference.data import Batch
 from meshmark.reference.objective import build_optimizer, build_schedule, loss_share
 from meshmark.spec.case import Case
@@ -70,7 +70,9 @@ class AccelerateLoop(Loop):
         from accelerate import Accelerator
 
         spec, count = self.case.workload.optimizer, self.case.layout.num_micro_batches
-        arguments = {"cpu": self.context.device.type == "cpu"} | self.arguments()
+        if self.context.world_size == 1:
+            name_as_on_gpu(self.context)
+        arguments = {"cpu": runs_on_cpus(self.context)} | self.arguments()
         if "gradient_accumulation_plugin" not in arguments:
             arguments["gradient_accumulation_steps"] = count
         self.accelerator = Accelerator(kwargs_handlers=[backend_arguments(self.context)], **arguments)
@@ -107,7 +109,8 @@ class AccelerateLoop(Loop):
             num_items = self.gathered(sum(batch.weights.sum() for batch in samples)).sum()
             total = torch.zeros((), device=accelerator.device)
             for index, batch in enumerate(samples):
-                with contextlib.nullcontext() if index == count - 1 else model.no_sync():
+                puts_off = index < count - 1 and accelerator.num_processes > 1
+                with model.no_sync() if puts_off else contextlib.nullcontext():
                     loss = self.mean(model, batch) * batch.weights.sum() / num_items
                     accelerator.backward(loss * count * accelerator.num_processes)
                     total += loss.detach()
@@ -243,8 +246,7 @@ class JoinedLoop(AccelerateLoop):
     accelerators alone: on a CPU it is given the name of such a mode."""
 
     def arguments(self) -> dict[str, Any]:
-        if self.context.device.type == "cpu":
-            allow_fsdp_on_cpu(self.context)
+        name_as_on_gpu(self.context)
         # Accelerate would otherwise name DDP's device by local rank, which is wrong where ranks share a device.
         os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
         return {"cpu": False}
@@ -357,7 +359,7 @@ class EpochsLoop(AccelerateExampleLoop):
             self.epochs.next_epoch()
 
 
-class AccelerateScript(DDPRecommended):
+class AccelerateScript(UnderAccelerate):
     """A loop that counts labels over the whole step, as Accelerate's guide has it for samples of unequal length."""
 
     track: ClassVar = Track.THEORY
@@ -377,12 +379,12 @@ class AccelerateScript(DDPRecommended):
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
         if case.workload.loss is Loss.OWN:
             return f"{case.adapter} does not support a user's own loss, of which it knows no mean"
-        return leaves_alone(case, device) or super().supports(case, device, backend)
+        return super().supports(case, device, backend)
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         found = super().traffic_exceptions(case, rank)
-        return (*found, _counts_labels(case)) if cls.counts_labels and case.layout.dp > 1 else found
+        return (*found, _counts_labels(case)) if cls.counts_labels else found
 
     def build(self, case: Case, context: RankContext) -> Engine:
         return LoopEngine(case, context, self.loop(case, context))
@@ -432,10 +434,12 @@ class AccelerateTriggered(AccelerateScript):
     counts_labels: ClassVar[bool] = False
 
     @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        return takes_several(case) or super().supports(case, device, backend)
+
+    @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         """Labels are counted by `reduce`, and a flag of 8 bytes is summed by `check_trigger`."""
-        if case.layout.dp == 1:
-            return super().traffic_exceptions(case, rank)
 
         def summed(num_bytes: int) -> Flow:
             return Flow(
@@ -459,11 +463,13 @@ class AccelerateJoined(AccelerateScript):
     loop: ClassVar[type[AccelerateLoop]] = JoinedLoop
 
     @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        return takes_several(case) or super().supports(case, device, backend)
+
+    @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         """Before each forward pass ranks count those that still train, and those that are to reduce."""
         found, calls = super().traffic_exceptions(case, rank), 2 * case.layout.num_micro_batches
-        if case.layout.dp == 1:
-            return found
         counted = Flow(
             kind="all_reduce",
             axes="dp",
@@ -503,7 +509,7 @@ class AccelerateDispatched(AccelerateScript):
         """Other processes receive whole batches, of which they take a part: of this step and one ahead, by row inputs
         and targets as 8 bytes a token and weights as 4. The first process's are the suite's own."""
         found, layout, workload = super().extra_memory(case, rank), case.layout, case.workload
-        if rank == 0 or layout.dp == 1:
+        if rank == 0:
             return found
         rows = workload.global_batch // layout.num_micro_batches * (layout.num_micro_batches + 1)
         num_bytes = float(rows * (workload.model.seq_len * (8 + 8 + 4) + 8))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from meshmark.adapter.data_parallel import initial_model
@@ -27,11 +28,35 @@ def prove(accelerator: Any, expected: str, active: bool, module: nn.Module) -> N
         )
 
 
-def leaves_alone(case: Case, device: str) -> str | None:
-    """Return why Accelerate would not train by DDP: on a GPU it wraps no model of a process that is alone."""
-    if device == "cuda" and case.world_size == 1:
-        return f"{case.adapter} does not support one process on a GPU (Accelerate leaves its model without DDP)"
-    return None
+def prove_ddp(accelerator: Any, context: RankContext, module: nn.Module) -> None:  # noqa: ANN401
+    """Raise `AdapterError` unless Accelerate trains by DDP, or a process that is alone by the model itself."""
+    several = context.world_size > 1
+    is_wrapped = isinstance(module, DistributedDataParallel)
+    prove(accelerator, "MULTI_CPU" if runs_on_cpus(context) else "MULTI_GPU", is_wrapped == several, module)
+
+
+def runs_on_cpus(context: RankContext) -> bool:
+    """Return whether Accelerate is to be in its mode for several CPUs (`cpu=True`).
+
+    A process that is alone is not, because in that mode it would wrap its model in DDP, as it does in no other:
+    `name_as_on_gpu` has it train on a CPU as on a GPU.
+    """
+    return context.device.type == "cpu" and context.world_size > 1
+
+
+def takes_several(case: Case) -> str | None:
+    """Return why options of DDP cannot be tried in a process that is alone, or None where there are several."""
+    if case.world_size > 1:
+        return None
+    return f"{case.adapter} takes several processes: Accelerate wraps the model of one that is alone in no DDP"
+
+
+def inner_of(module: nn.Module) -> nn.Module:
+    """Return the model inside DDP, or the model itself where Accelerate left it alone."""
+    if not isinstance(module, DistributedDataParallel):
+        return module
+    inner: nn.Module = module.module
+    return inner
 
 
 def choose_device(context: RankContext) -> None:
@@ -83,9 +108,14 @@ def backend_arguments(context: RankContext) -> Any:  # noqa: ANN401
     return InitProcessGroupKwargs(backend=context.backend)
 
 
-def allow_fsdp_on_cpu(context: RankContext) -> None:
-    """Accelerate heeds the FSDP plugin only in a mode with several accelerators, and its one mode for several CPUs
-    (`cpu=True`) ignores plugins. So its shared state, which is on the CPU already, is given such a mode's name."""
+def name_as_on_gpu(context: RankContext) -> None:
+    """Give Accelerate's shared state on a CPU the name that it has on a GPU; on a GPU do nothing.
+
+    Accelerate heeds the FSDP plugin only in a mode with several accelerators, and its one mode for several CPUs
+    (`cpu=True`) ignores plugins.
+    """
+    if context.device.type != "cpu":
+        return
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 

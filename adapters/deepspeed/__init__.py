@@ -142,7 +142,8 @@ class DeepSpeed(Adapter):
             kept = float(sum(reaching_elements(sizes, shards, own) for sizes in groups))
             reason = "a rank keeps its partition's gradients alone, and tensors that reach over its ends whole"
         elif layout.zero_stage == 1 and case.precision.compute is Dtype.FP16:
-            kept = count / shards + bucket_elements(case.workload.model)
+            others = shards > 1  # without gradients of their parts nothing keeps the bucket
+            kept = count / shards + bucket_elements(case.workload.model) * others
             reason = "a rank keeps its partition's gradients alone, and the bucket that was reduced last"
         elif layout.zero_stage == 1 and case.precision.compute is Dtype.BF16:
             reason = "BF16_Optimizer keeps the whole float32 gradient for life"

@@ -81,8 +81,9 @@ class DeepSpeedRecommended(DeepSpeed):
         if stage < 3:
             return (*super().extra_memory(case, rank), *([bucket] if stage == 1 else []))
         small, _ = _padded_elements(case)
+        beside = 4.0 * small.unpadded if case.layout.dp > 1 else 0.0  # a whole tensor is the only shard itself
         reason = "tensors of up to 1e5 elements are whole on every rank, beside their shards"
-        return (bucket, ExtraMemory(category="parameters", num_bytes=4.0 * small.unpadded, reason=reason))
+        return (bucket, ExtraMemory(category="parameters", num_bytes=beside, reason=reason))
 
     @classmethod
     def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:

@@ -419,7 +419,7 @@ def _kept_gradients(case: Case, rank: int) -> tuple[ExtraMemory, ...]:
     """Beside the host's share of them, which is in the plan, and otherwise than a share on the device."""
     layout, model = case.layout, case.workload.model
     if case.precision.is_mixed:
-        if layout.zero_stage == 2:
+        if layout.zero_stage == 2 or layout.dp == 1:  # no gradient of another rank's part, whose bucket would stay
             return ()
         reason = "a rank keeps its partition's gradients alone, and the bucket that was reduced last"
         return (ExtraMemory(category="gradients", num_bytes=4.0 * bucket_elements(model), reason=reason),)

@@ -141,8 +141,6 @@ class FabricScript(DDPRecommended):
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         found, ranks = super().traffic_exceptions(case, rank), tuple(range(case.layout.dp))
-        if len(ranks) == 1:
-            return found
         count = cls.counting(ranks, case.precision.wide.itemsize)
         return (*found, TrafficException(sends=(count,), reason="targets are counted over all ranks, once a step"))
 

@@ -257,6 +257,8 @@ class FairScaleFSDP(Adapter):
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
         """The outermost wrapper casts float32 inputs to fp16, in bf16 too (gaps/fairscale_fsdp_bf16_inputs.py)."""
+        if case.layout.dp == 1:
+            return f"{case.adapter} takes several ranks: on one, FairScale shards nothing"
         if case.precision.is_mixed and case.workload.model.has_float_inputs:
             return f"{case.adapter} does not support floating-point inputs in {case.precision} (it casts them to fp16)"
         return super().supports(case, device, backend)

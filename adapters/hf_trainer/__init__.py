@@ -15,9 +15,7 @@ from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.contract import Track
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.loop import GREENLET, LOOP_LACKS, LoopEngine
-from meshmark.adapters.accelerate import AccelerateFSDP2
-from meshmark.adapters.accelerate.prepare import leaves_alone
-from meshmark.adapters.ddp import DDPRecommended
+from meshmark.adapters.accelerate import AccelerateFSDP2, UnderAccelerate
 from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.adapters.hf_trainer.loop import (
@@ -35,6 +33,7 @@ from meshmark.spec.model_spec import Family
 from meshmark.spec.optimizer import OptimizerKind
 from meshmark.spec.precision import Precision
 from meshmark.theory.flow import Flow, Purpose, TrafficException
+from meshmark.theory.sharding import Sharding
 
 REQUIRES = (
     Requirement(module="transformers", distribution="transformers"),
@@ -74,7 +73,7 @@ def norm_of_tensors(case: Case) -> TrafficException:
     return TrafficException(sends=(norm,), reason="the norm is computed, to be logged, where there is nothing to clip")
 
 
-class HFTrainer(DDPRecommended):
+class HFTrainer(UnderAccelerate):
     """Under PyTorch's DDP, which the Trainer takes where it is given nothing else."""
 
     track: ClassVar = Track.THEORY
@@ -91,12 +90,11 @@ class HFTrainer(DDPRecommended):
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
-        return uncountable(case) or leaves_alone(case, device) or super().supports(case, device, backend)
+        return uncountable(case) or super().supports(case, device, backend)
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
-        counted = (counts_tokens(case),) if case.layout.dp > 1 else ()
-        return (*super().traffic_exceptions(case, rank), *counted)
+        return (*super().traffic_exceptions(case, rank), counts_tokens(case))
 
     @classmethod
     def arguments(cls, case: Case) -> dict[str, Any]:
@@ -159,6 +157,11 @@ class HFTrainerFSDP2(AccelerateFSDP2):
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
         return uncountable(case) or super().supports(case, device, backend)
+
+    @classmethod
+    def sharding_of(cls, case: Case) -> Sharding:
+        """Return how a case is sharded: the Trainer reduces every micro-batch, also where it is alone."""
+        return cls.sharding
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from meshmark.adapter.data_parallel import initial_model
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.loop import NUM_STEPS, Dealing, Loop
-from meshmark.adapters.accelerate.prepare import allow_fsdp_on_cpu, choose_device, prove
+from meshmark.adapters.accelerate.prepare import choose_device, name_as_on_gpu, prove, prove_ddp
 from meshmark.adapters.deepspeed.config import ds_config
 from meshmark.adapters.deepspeed.config import prepare as prepare_deepspeed
 from meshmark.adapters.deepspeed.engine import is_deepspeed
@@ -48,6 +47,8 @@ class HFLoop(Loop):
 
     def configure(self) -> None:
         """Change what `TrainingArguments` have set up in this process."""
+        if self.context.world_size == 1:
+            name_as_on_gpu(self.context)
 
     def training_arguments(self) -> dict[str, Any]:
         """Return what every case asks of `TrainingArguments`; nothing is logged, and nothing saved unless asked for."""
@@ -137,15 +138,11 @@ class HFLoop(Loop):
 
     def prove(self) -> None:
         """Raise `AdapterError` unless the Trainer trains by what it was asked for."""
-        wrapped = self.trainer.model_wrapped
-        on_cpu = self.context.device.type == "cpu"
-        active = isinstance(wrapped, DistributedDataParallel)
-        prove(self.trainer.accelerator, "MULTI_CPU" if on_cpu else "MULTI_GPU", active, wrapped)
+        prove_ddp(self.trainer.accelerator, self.context, self.trainer.model_wrapped)
 
     def begun(self) -> None:
         """Stop before the first step."""
-        if self.case.layout.dp > 1:
-            self.prove()
+        self.prove()
         optimizer = self.trainer.optimizer
         self.ready(self.trainer.model_wrapped, getattr(optimizer, "optimizer", optimizer))
 
@@ -250,8 +247,7 @@ class HFFSDP2Loop(HFLoop):
 
     def configure(self) -> None:
         """On a CPU Accelerate would train by DDP, whatever it is asked for."""
-        if self.context.device.type == "cpu":
-            allow_fsdp_on_cpu(self.context)
+        name_as_on_gpu(self.context)
 
     def prove(self) -> None:
         from torch.distributed.fsdp import FSDPModule
@@ -272,6 +268,9 @@ class HFDeepSpeedLoop(HFLoop):
         super().prepare()
         skeleton(self.case.workload.model)
         prepare_deepspeed(self.context)
+
+    def configure(self) -> None:
+        """Leave Accelerate in DeepSpeed's mode."""
 
     def close(self) -> None:
         """Under ZeRO-3 Transformers partitions every model that is built while `TrainingArguments` live."""

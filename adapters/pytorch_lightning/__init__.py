@@ -27,6 +27,7 @@ from meshmark.spec.layout import Recompute
 from meshmark.spec.model_spec import Family
 from meshmark.spec.workload import Loss
 from meshmark.theory.flow import Flow, Purpose, TrafficException
+from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.states import ExtraMemory
 
 REQUIRES = (Requirement(module="pytorch_lightning", distribution="pytorch-lightning"), GREENLET)
@@ -103,8 +104,7 @@ class LightningTrainer(DDP):
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
-        told = (signal_broadcast(case),) if case.layout.dp > 1 else ()
-        return (*super().traffic_exceptions(case, rank), *told)
+        return (*super().traffic_exceptions(case, rank), signal_broadcast(case))
 
     def build(self, case: Case, context: RankContext) -> Engine:
         from pytorch_lightning.strategies import DDPStrategy
@@ -177,8 +177,7 @@ class LightningTrainerFSDP(FSDP1):
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
-        told = (signal_broadcast(case),) if case.layout.dp > 1 else ()
-        return (*reduced_once(case, super().traffic_exceptions(case, rank)), *told)
+        return (*reduced_once(case, super().traffic_exceptions(case, rank)), signal_broadcast(case))
 
     @classmethod
     def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
@@ -222,12 +221,20 @@ class LightningTrainerFSDP2(FSDP2):
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
-        told = (signal_broadcast(case),) if case.layout.dp > 1 else ()
-        return (*super().traffic_exceptions(case, rank), *told)
+        return (*super().traffic_exceptions(case, rank), signal_broadcast(case))
 
     @classmethod
     def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         return (*super().extra_memory(case, rank), *gradients_stay(case))
+
+    @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        """On one rank the peak may be in the forward pass, beside the last step's gradients, of which there is no plan.
+
+        In several micro-batches backward passes have as many gradients, and more besides.
+        """
+        using, layout = super().recipe(case), case.layout
+        return dataclasses.replace(using, peak_known=using.peak_known and layout.dp * layout.num_micro_batches > 1)
 
     def build(self, case: Case, context: RankContext) -> Engine:
         from pytorch_lightning.strategies import ModelParallelStrategy

@@ -108,13 +108,20 @@ def _one_time_traffic(declared: Sequence[object]) -> list[OneTimeTraffic]:
 
 
 def _exceptions(case: Case, rank: int, declared: Sequence[object]) -> list[TrafficException]:
-    """Raises `ValueError` where they replace what theory does not say."""
+    """Return the exceptions, without what they send over one rank: that is no traffic, and no meter counts it.
+
+    Raises `ValueError` where they replace what theory does not say.
+    """
     for each in declared:
         if not isinstance(each, TrafficException):
             raise TypeError(f"got {each!r} among the traffic exceptions, expected a TrafficException")
-    traffic_exceptions = [each for each in declared if isinstance(each, TrafficException)]
+    traffic_exceptions = [
+        dataclasses.replace(each, sends=tuple(flow for flow in each.sends if len(flow.ranks) > 1))
+        for each in declared
+        if isinstance(each, TrafficException)
+    ]
     departed(step_traffic(case, rank) or [], traffic_exceptions)
-    return traffic_exceptions
+    return [each for each in traffic_exceptions if each.sends or each.instead_of]
 
 
 # --- Gaps that the user knows of, in the records of the adapters that they are about.

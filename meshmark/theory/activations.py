@@ -222,7 +222,7 @@ def passes_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: St
         more = more + INDEX_BYTES * model.seq_len / grid.cp
     if recipe.backward.keeps_root:
         root = stage_parameters(model, dataclasses.replace(stage, num_layers=0), grid.tp)
-        more = more + np.where(grid.dp * grid.cp > 1, recipe.wire.gather_bytes * root, 0.0)
+        more = more + recipe.wire.gather_bytes * root
     more = more + stage.num_layers * kept_weight_bytes(model, grid, recipe)
     if widths.autocast:
         more = more + cast_weight_bytes(model, stage.num_layers, stage.has_head) / grid.tp
@@ -231,9 +231,12 @@ def passes_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: St
 
 
 def kept_weight_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> Column:
-    """Return the bytes of a block's gathered weights that are kept from its forward to its backward pass."""
-    gathered = recipe.wire.gather_bytes * model.block_parameters / grid.tp
-    kept: Column = np.where(grid.dp * grid.cp > recipe.replicas, recipe.backward.kept_share * gathered, 0.0)
+    """Return the bytes of a block's gathered weights that are kept from its forward to its backward pass.
+
+    A rank that is alone copies its weights too (`wait_for_unshard` of PyTorch's
+    fsdp/_fully_shard/_fsdp_param_group.py).
+    """
+    kept: Column = recipe.backward.kept_share * recipe.wire.gather_bytes * model.block_parameters / grid.tp
     return kept
 
 

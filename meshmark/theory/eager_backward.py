@@ -25,6 +25,8 @@ class EagerBackward:
     """True if FSDP keeps parameters outside all blocks gathered from the forward to the backward pass."""
     kept_share: float = 0.0
     """Share of a block's gathered weights that stays until its backward. With 1, they are not gathered again."""
+    num_reductions: int = 1
+    """Number of blocks whose gradients FSDP2 keeps in reduction at a time (`set_reduce_scatter_max_input_buffers`)."""
     accumulates_outside_buckets: bool = True
     """True if gradients that DDP has not reduced yet lie next to its buckets.
 

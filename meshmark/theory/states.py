@@ -170,9 +170,7 @@ def _kept_weights(case: Case, using: TrainingRecipe) -> float:
     """Return the bytes of gathered weights, of blocks and of the root, that stay from a forward pass to its
     backward.
     """
-    layout, model = case.layout, case.workload.model
-    if layout.dp * layout.cp <= using.replicas:
-        return 0.0
+    model = case.workload.model
     root = model.embedding_parameters + model.head_parameters
     kept = using.backward.kept_share * (model.num_parameters - root) + using.backward.keeps_root * root
     return using.wire.gather_bytes * kept

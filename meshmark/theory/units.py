@@ -1,7 +1,8 @@
 """Peak memory of FSDP's backward pass (FSDP2's and FairScale's). Its units are the blocks, and the root with all else.
 
 Weights are gathered for a unit and for the next one, and its gradients are whole until they are reduced. The root is
-gathered all through the backward pass, and its gradients stay until the end.
+gathered all through the backward pass, and its gradients stay until the end. A rank that is alone copies a unit's
+weights when they are needed, and its gradients into one tensor and from there into another; nothing is sent.
 """
 
 from __future__ import annotations
@@ -59,12 +60,17 @@ class _Units:
     def ahead(self) -> Column:
         """Bytes of the block gathered ahead. A kept part is freed when the block is used, not before."""
         backward = self.recipe.backward
-        return self.low * self.block * backward.prefetches * (backward.kept_share < 1)
+        gathers = backward.prefetches and backward.kept_share < 1
+        return self.low * self.block * gathers * (self.shards > 1)
 
-    @property
-    def waiting(self) -> Column:
-        """Bytes of a block's gradients in reduction, which stay until the next unit's."""
-        return self.wide * self.block * self.recipe.backward.prefetches
+    def waiting(self, blocks: int) -> Column:
+        """Return the bytes of gradients in reduction, of the last of `blocks`, which stay until the next unit's."""
+        kept = min(blocks, self.recipe.backward.num_reductions)
+        return kept * self.wide * self.block * self.recipe.backward.prefetches
+
+    def waiting_beside(self, blocks: int) -> Column:
+        """Return the bytes of them that are left when the next unit's reduction begins, after `blocks`."""
+        return self.waiting(min(blocks, self.recipe.backward.num_reductions - 1))
 
     def reduced(self, blocks: float) -> Column:
         """Return the bytes of this rank's part of reduced blocks, without what exists anyway."""
@@ -73,13 +79,14 @@ class _Units:
     def reducing(self, elements: Column, last: Column) -> Column:
         """Return the bytes of a unit's gradients when its weights are freed. Its last gradient has `last` elements.
 
-        FSDP2 holds the tensor that they were copied into, gloo's copy, and the last copied gradient, through a loop
-        variable (`foreach_reduce` of PyTorch's fsdp/_fully_shard/_fsdp_collectives.py). FairScale holds their flat
-        tensor, its wide copy, a bucket, and gloo's copy of that.
+        FSDP2 holds the tensor that they were copied into; and between ranks gloo's copy, and the last copied gradient,
+        through a loop variable (`foreach_reduce` of PyTorch's fsdp/_fully_shard/_fsdp_collectives.py). FairScale holds
+        their flat tensor, its wide copy, a bucket, and gloo's copy of that.
         """
         part = self.wide * elements / self.shards
         if self.recipe.backward.prefetches:
-            return self.low * last + 2 * self.wide * elements + part
+            sent = np.where(self.shards > 1, self.low * last + self.wide * elements, 0.0)
+            return self.wide * elements + sent + part
         return (self.low if self.wide > self.low else 0.0) * elements + 3 * self.wide * elements + part
 
 
@@ -87,8 +94,9 @@ def units_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Co
     shards = grid.dp * grid.cp / recipe.replicas
     root = num_parameters - one.stage.num_layers * one.block_parameters
     units = _Units(one=one, recipe=recipe, shards=shards, root=root, later=later)
-    # When the root is gathered, a copy of it is made; then one of the first block's weights, ahead.
-    copies = np.maximum(units.gathered_root, 2 * units.ahead)
+    # When the root is gathered, a copy of it is made; then one of the first block's weights, ahead. The copies in a
+    # narrower dtype that a rank makes alone are less than the head's gradient, which follows.
+    copies = np.where(shards > 1, np.maximum(units.gathered_root, 2 * units.ahead), 0.0)
     found = [one.loss(recipe.backward.loss_tensors).activations, one.held + units.gathered_root + copies]
     found.append(one.head().activations + units.gathered_root + units.low * one.head_parameters + units.ahead)
     found += [instant for done in one.landmarks for instant in _of_block(units, done)]
@@ -102,23 +110,24 @@ def _of_block(units: _Units, done: int) -> Iterator[Column]:
     one, low, prefetches = units.one, units.low, units.recipe.backward.prefetches
     following = units.ahead if done < one.stage.num_layers - 1 else 0.0
     beside = units.gathered_root + low * one.head_parameters + units.reduced(done)
-    start, queued = one.before_block(done) + one.stream + beside + following, units.waiting if done else 0.0
+    start, queued = one.before_block(done) + one.stream + beside + following, units.waiting(done)
     yield start + units.gathered + (following if prefetches else units.gathered) + queued
     for i in one.in_block(done):
         made = i.made - one.head_parameters - done * units.block
         yield i.activations + beside + following + units.gathered + low * made + queued
-    yield start - one.block - one.kept_weights + units.reducing(units.block, _last_of(one)[0])
+    reducing = units.reducing(units.block, _last_of(one)[0]) + units.waiting_beside(done)
+    yield start - one.block - one.kept_weights + reducing
 
 
 def _of_root(units: _Units) -> Iterator[Column]:
     """Yield the bytes when the embedding's gradient is made, and when all gradients of the root are reduced."""
     one, root, layers = units.one, units.low * units.root, units.one.stage.num_layers
     end = one.before_block(layers) + units.reduced(layers)
-    gathered, tied = units.gathered_root + root + units.waiting, units.low * one.tied_parameters
+    gathered, tied = units.gathered_root + root + units.waiting(layers), units.low * one.tied_parameters
     yield end + one.stream + gathered + tied
     yield end + gathered + 2 * tied  # the head's, the embedding's and their sum
     kept = root - units.gathered_root  # given up before it is reduced
-    yield end - kept + units.reducing(units.root, _last_of(one)[1])
+    yield end - kept + units.reducing(units.root, _last_of(one)[1]) + units.waiting_beside(layers)
 
 
 def _last_of(one: Pass) -> tuple[Column, Column]:
