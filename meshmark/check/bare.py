@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshmark.check.mixed_precision import note_casts
-from meshmark.check.pieces import bare_modules, local, unwrapped
+from meshmark.check.pieces import bare_modules, local, unwrapped, whole_shape
 
 _HOOKS = (
     "_forward_hooks",
@@ -135,7 +135,9 @@ def _all(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _empty(parameter: Tensor) -> nn.Parameter:
-    return nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad)
+    return nn.Parameter(
+        torch.zeros(whole_shape(parameter), dtype=parameter.dtype), requires_grad=parameter.requires_grad
+    )
 
 
 def _copied(key: str, value: Any, memo: dict[int, Any]) -> Any:  # noqa: ANN401

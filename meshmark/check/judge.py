@@ -305,6 +305,14 @@ class Judge:
 
     def _clipping(self, moment: Moment) -> None:
         steps = moment.ranks
+        for step in steps:
+            if held := [name for name in step.clipped_nothing if name in step.gradients]:
+                self.add(
+                    Level.WRONG, Fault.CLIPPING,
+                    f"clipping has no effect: when it is called, none of its parameters has a gradient ({held[0]}). "
+                    "DeepSpeed's ZeRO keeps gradients elsewhere, and clips if its configuration has gradient_clipping",
+                    moment.number,
+                )  # fmt: skip
         if not any(s.clips for s in steps):
             return
         number = moment.number

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_forward_module")
 """Attributes under which wrappers of PyTorch's, and Fabric's, store the single module they wrap."""
-_DDP = ("DistributedDataParallel", "DataParallel")
+_WITH_MODULE = ("DistributedDataParallel", "DataParallel", "DeepSpeedEngine")
+"""Wrappers that store it as `module`, a name that other modules may have too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +40,18 @@ class Piece:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the user's module inside wrappers such as DDP, FSDP1 or `torch.compile`."""
-    while True:
-        # Not by `or`: a container without modules is false, and a compiled module has no length.
-        names = ("module", *WRAPPED) if type(module).__name__ in _DDP else WRAPPED
-        inner = next((module._modules[name] for name in names if module._modules.get(name) is not None), None)
-        if inner is None:
-            return module
-        module = inner
+    *_, inner = layers(module)
+    return inner
+
+
+def layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the wrappers around the user's module, the outermost first, and then that module."""
+    yield module
+    # Not by `or`: a container without modules is false, and a compiled module has no length.
+    names = ("module", *WRAPPED) if type(module).__name__ in _WITH_MODULE else WRAPPED
+    inner = next((module._modules[name] for name in names if module._modules.get(name) is not None), None)
+    if inner is not None:
+        yield from layers(inner)
 
 
 def bare_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -67,6 +73,11 @@ def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
                 seen.add(id(parameter))
                 found[f"{prefix}.{name}" if prefix else name] = parameter
     return found
+
+
+def whole_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Return the shape of the whole parameter. ZeRO 3 leaves an empty tensor in its place."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def is_dtensor(tensor: object) -> bool:
@@ -156,7 +167,7 @@ def _wrapped_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str,
     single = [a for a in WRAPPED if a in module._modules]
     for name, child in module._modules.items():
         if child is not None:
-            plain = name in single or type(module).__name__ in _DDP
+            plain = name in single or type(module).__name__ in _WITH_MODULE
             yield from _wrapped_modules(child, prefix if plain else f"{prefix}.{name}" if prefix else name)
 
 

@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 )
 
 from meshmark.check.bare import bare_copy
+from meshmark.check.deepspeed_engine import engine_in, observe_clipping, refuse_unseen, zero_pieces
 from meshmark.check.pieces import (
     CannotTellError,
     Piece,
@@ -200,6 +201,9 @@ class Recorder:
             names = [self.names[id(p)] for p in given if id(p) in self.names]
             if not names:
                 return
+            if all(p.grad is None for p in given):
+                self.step.clipped_nothing += names
+                return
             self.step.clips.append(
                 Clip(
                     names=names,
@@ -210,6 +214,24 @@ class Recorder:
                     scaled=1.0 if self.unscaled else self.scale,
                 )
             )
+
+    def saw_clip(self, pairs: Iterable[tuple[Tensor, Tensor]], max_norm: float) -> None:
+        """Note that a wrapper clips tensors that an optimizer holds, given with their gradients.
+
+        A wrapper may clip one after another, all by one norm; that is one clipping.
+        """
+        if not self.active or self.step is None:
+            return
+        with self._timed():
+            found = {
+                name: _kept(self._part(name, local(gradient)))
+                for tensor, gradient in pairs
+                for name in self._held([tensor])
+            }
+            if not self.step.clips:
+                self.step.clips.append(Clip(names=[], gradients={}, max_norm=max_norm, norm_type=2.0))
+            self.step.clips[-1].names += list(found)
+            self.step.clips[-1].gradients |= found
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:  # noqa: ANN401
         """Record the gradients that an optimizer steps on. Return other arguments for its step, or None.
@@ -248,12 +270,13 @@ class Recorder:
             if optimizer not in self.optimizers:
                 self.optimizers.append(optimizer)
             which = self.optimizers.index(optimizer)
-            if any(g.optimizer == which for g in step.groups):
+            earlier = {name for g in step.groups if g.optimizer == which for name in g.names}
+            groups = [(group, self._held(group["params"])) for group in optimizer.param_groups]
+            if earlier & {name for _, names in groups for name in names}:
                 self.refuse("an optimizer steps twice without a call of the model between")
                 return
-            for group in optimizer.param_groups:
-                held = [p for p in group["params"]]
-                names = self._held(held)
+            for group, names in groups:
+                held = group["params"]
                 options = {k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")}
                 self.held.update(names)
                 self.strangers = max(self.strangers, sum(id(p) not in self.names for p in held))
@@ -262,9 +285,8 @@ class Recorder:
                 step.groups.append(Group(optimizer=which, cls=cls, names=names, options=options))
                 if not self.number:
                     for p in held:
-                        name = self.names.get(id(p))
-                        if name and optimizer.state.get(p):
-                            step.state[name] = {k: _kept(v) for k, v in optimizer.state[p].items()}
+                        for name in self._held([p]) if optimizer.state.get(p) else ():
+                            step.state[name] = {k: self._state(name, p, v) for k, v in optimizer.state[p].items()}
                 step.gradients |= self._gradients(names)
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -315,6 +337,11 @@ class Recorder:
 
     def _note_parameters(self, module: nn.Module, prefix: str) -> None:
         flats = flat_pieces(module)
+        engine = engine_in(module)
+        if engine is not None:
+            refuse_unseen(engine)
+            observe_clipping(engine, self.saw_clip)
+            flats |= zero_pieces(engine)
         for name, (flat, place, piece) in flats.items():
             self.flats[prefix + name] = flat, place
             self.pieces[prefix + name] = piece
@@ -518,6 +545,11 @@ class Recorder:
             if gradient is not None:
                 found[name] = _kept(self._part(name, local(gradient)))
         return found
+
+    def _state(self, name: str, parameter: Tensor, value: Any) -> Any:  # noqa: ANN401
+        """Return a copy of what an optimizer stores for a parameter, or for a part of a flat one."""
+        whole = isinstance(value, Tensor) and value.numel() == parameter.numel() and value.dim()
+        return _kept(self._part(name, local(value)) if whole else value)
 
     def _part(self, name: str, tensor: Tensor) -> Tensor:
         if name not in self.flats:

@@ -93,6 +93,8 @@ class Step:
 
     calls: list[Call] = field(default_factory=list)
     clips: list[Clip] = field(default_factory=list)
+    clipped_nothing: list[str] = field(default_factory=list)
+    """Parameters that were clipped while none of them had a gradient."""
     groups: list[Group] = field(default_factory=list)
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
     """State of the optimizer before the first recorded step, by parameter."""

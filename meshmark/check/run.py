@@ -13,7 +13,6 @@ from meshmark.check.recording import Facts, Folder, Step
 REFUSED_WRAPPERS = {
     "PipelineStage": "a pipeline: ranks hold different parts of the model",
     "PipelineEngine": "a pipeline: ranks hold different parts of the model",
-    "DeepSpeedEngine": "a DeepSpeed engine, whose gradients and masters lie in buffers of its own",
     "DataParallel": "torch.nn.DataParallel, whose replicas live inside one process",
 }
 
@@ -72,6 +71,7 @@ class Run:
     @property
     def wrappers(self) -> list[str]:
         names = {"DistributedDataParallel": "DDP", "FullyShardedDataParallel": "FSDP1", "FSDPModule": "FSDP2"}
+        names |= {"DeepSpeedEngine": "DeepSpeed"}
         return [names.get(w, w) for w in dict.fromkeys(w for f in self.facts for w in f.wrappers)]
 
     @property
