@@ -62,24 +62,27 @@ _Place = tuple[Tensor, Tensor, slice, dict[str, Any]]
 
 
 def _stages_1_and_2(engine: Any) -> Iterator[_Place]:  # noqa: ANN401
+    """Yield the range of each parameter that this rank updates.
+
+    Parameters are views of one tensor a group, which is divided evenly. Addresses tell where a parameter lies in it,
+    in whichever order ZeRO has put them.
+    """
     zero = engine.optimizer
-    of_stage_1_in_bf16 = hasattr(zero, "bf16_groups")
-    groups = getattr(zero, "bf16_groups" if of_stage_1_in_bf16 else "bit16_groups", [])
-    flats = getattr(zero, "fp32_groups_flat_partition" if of_stage_1_in_bf16 else "single_partition_of_fp32_groups", [])
-    for group, flat, process_group in zip(groups, flats, getattr(zero, "real_dp_process_group", []), strict=True):
+    names = ("bit16_groups", "parallel_partitioned_bit16_groups", "single_partition_of_fp32_groups")
+    if hasattr(zero, "bf16_groups"):  # stage 1 in bf16
+        names = ("bf16_groups", "bf16_partitioned_groups", "fp32_groups_flat_partition")
+    stored = [getattr(zero, name, []) for name in (*names, "real_dp_process_group")]
+    for group, partitions, flat, process_group in zip(*stored, strict=True):
         ranks = _ranks(process_group)
+        own = partitions[ranks.index(engine.global_rank)]
         for parameter in group:
-            place, start = slice(0, 0), 0
-            if parameter._hp_mapping is not None:
-                stored = parameter._hp_mapping.hp_fragment_address
-                place = slice(stored.start, stored.start + stored.numel)
-                start = parameter._hp_mapping.lp_fragment_address.start
-            yield (
-                parameter,
-                flat,
-                place,
-                {"shape": whole_shape(parameter), "offset": None, "start": start, "ranks": ranks},
-            )
+            begin = (parameter.data_ptr() - own.data_ptr()) // parameter.element_size()
+            low, high = max(0, begin), min(own.numel(), begin + parameter.numel())
+            piece = {"shape": whole_shape(parameter), "offset": None, "ranks": ranks}
+            if low < high:
+                yield parameter, flat, slice(low, high), piece | {"start": low - begin}
+            else:
+                yield parameter, flat, slice(0, 0), piece
 
 
 def _stage_3(engine: Any) -> Iterator[_Place]:  # noqa: ANN401
@@ -106,6 +109,23 @@ def _ranks(group: Any) -> tuple[int, ...]:  # noqa: ANN401
 def weights_dtype(engine: Any) -> torch.dtype | None:  # noqa: ANN401
     """Return the dtype in which the engine computes, if its masters have another one."""
     return torch.bfloat16 if engine.bfloat16_enabled() else None
+
+
+def observe_scaling(engine: Any, saw: Callable[[float], None]) -> None:  # noqa: ANN401
+    """Call `saw` with the factor by which the engine multiplies a gradient that enters its outputs.
+
+    It divides by the number of micro-batches if the script calls `loss.backward()`, not `engine.backward(loss)`.
+    """
+    original = getattr(engine, "_backward_prologue_per_tensor", None)
+    if original is None:  # an older DeepSpeed, in which only `engine.backward` can be called
+        return
+
+    def observed(gradient: Tensor | None) -> Tensor | None:
+        scaled: Tensor | None = original(gradient)
+        saw(1.0 if scaled is gradient else 1.0 / engine.gradient_accumulation_steps())
+        return scaled
+
+    engine._backward_prologue_per_tensor = observed
 
 
 SawClip = Callable[[list[tuple[Tensor, Tensor]], float], None]

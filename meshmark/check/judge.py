@@ -392,8 +392,10 @@ class Judge:
 
     def _replicas(self, tensors: Mapping[int, Mapping[str, Tensor]], moment: Moment, when: str) -> None:
         first, *others = tensors
-        for other in others:
-            odd = [n for n, x in tensors[first].items() if not torch.equal(x, tensors[other][n])]
+        for other in others:  # which may hold only what is not sharded
+            odd = [
+                n for n, x in tensors[first].items() if n in tensors[other] and not torch.equal(x, tensors[other][n])
+            ]
             if odd:
                 far = max(float((tensors[first][n].double() - tensors[other][n].double()).abs().max()) for n in odd)
                 told = f"ranks {first} and {other} hold other parameters {when}: {odd[0]}"
@@ -401,8 +403,9 @@ class Judge:
                 self.add(Level.WRONG, Fault.DRIFT, f"{told}, by up to {far:.2g}", moment.number)
                 self.verdict.lines.pop("replicas", None)
                 return
-        if others and Fault.DRIFT not in self.seen:
-            self.verdict.lines["replicas"] = f"{len(tensors)}, equal bit for bit before and after every step"
+        replicas = len(set(self.run.owners))
+        if replicas > 1 and Fault.DRIFT not in self.seen:
+            self.verdict.lines["replicas"] = f"{replicas}, equal bit for bit before and after every step"
 
     def _data(self, same: list[bool], repeats: list[bool]) -> None:
         if self.run.world > 1 and same and all(same):

@@ -83,8 +83,9 @@ def _objective_of_term(ranks: Sequence[Step], factor: float, number: int) -> Obj
             if term.weighted:
                 raise UnseenError("classes or targets have weights of their own")
             each, by_row = _weights_of(term, call)
-            weights.append(each * factor / call.scale)
-            rows.append(by_row * factor / call.scale)
+            weight = factor / call.scale * (1.0 if term.inside else call.entering)
+            weights.append(each * weight)
+            rows.append(by_row * weight)
     pooled = np.concatenate(weights)
     total = float(pooled.sum())
     if not pooled.size or not total:

@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 )
 
 from meshmark.check.bare import bare_copy
-from meshmark.check.deepspeed_engine import engine_in, observe_clipping, refuse_unseen, zero_pieces
+from meshmark.check.deepspeed_engine import engine_in, observe_clipping, observe_scaling, refuse_unseen, zero_pieces
 from meshmark.check.pieces import (
     CannotTellError,
     Piece,
@@ -93,6 +93,8 @@ class Recorder:
         self.unscaled = True
         self.opened: tuple[Call, nn.Module] | None = None
         """The call of the outermost module that has just begun, and that module without wrappers."""
+        self.entering = 1.0
+        """Factor by which a wrapper has multiplied the gradient that `_saw_gradient` sees next."""
         self.entered = False
         """Whether that call has come to the module without wrappers."""
         self.given: list[int] = []
@@ -100,6 +102,8 @@ class Recorder:
         self.updating: Optimizer | None = None
         """The optimizer whose step runs. Those that it calls are parts of it."""
         self.ends: dict[tuple[int, int], tuple[Any, Call, int]] = {}
+        self.inner_terms: list[tuple[Term, tuple[int, int]]] = []
+        """Results of loss functions inside the outermost module, in the call that has just begun."""
         self.old_ends: dict[tuple[int, int], tuple[Any, Call, int]] = {}
         """The same of the step before."""
         self.device = "cpu"
@@ -214,6 +218,10 @@ class Recorder:
                     scaled=1.0 if self.unscaled else self.scale,
                 )
             )
+
+    def saw_scaling(self, factor: float) -> None:
+        """Note the factor of the gradient that enters an output of a wrapper next."""
+        self.entering = factor
 
     def saw_clip(self, pairs: Iterable[tuple[Tensor, Tensor]], max_norm: float) -> None:
         """Note that a wrapper clips tensors that an optimizer holds, given with their gradients.
@@ -341,6 +349,7 @@ class Recorder:
         if engine is not None:
             refuse_unseen(engine)
             observe_clipping(engine, self.saw_clip)
+            observe_scaling(engine, self.saw_scaling)
             flats |= zero_pieces(engine)
         for name, (flat, place, piece) in flats.items():
             self.flats[prefix + name] = flat, place
@@ -380,6 +389,7 @@ class Recorder:
             buffers=_buffers(bare),
         )
         self.step.calls.append(call)
+        self.inner_terms = []
         self.opened, self.entered = (call, bare), module is bare
         self.given = [id(t) for t in tensors_in((args, kwargs))]
         for tensor in tensors_in((args, kwargs)):
@@ -395,6 +405,9 @@ class Recorder:
             call.outputs.append(torch.cat([flat[:SKETCHED].double().cpu(), norm]))
             call.gradients.append(None)
             self.ends[id(output.grad_fn), output.output_nr] = output.grad_fn, call, number
+            for term, end in self.inner_terms:
+                if end == (id(output.grad_fn), output.output_nr):
+                    term.inside = False
             output.register_hook(functools.partial(self._saw_gradient, call, number))  # type: ignore[no-untyped-call]
 
     def _saw_gradient(self, call: Call, number: int, gradient: Tensor) -> None:
@@ -402,6 +415,7 @@ class Recorder:
             with self._timed():
                 new, old = _kept(gradient), call.gradients[number]
                 call.gradients[number] = new if old is None else old + new
+                call.entering, self.entering = self.entering, 1.0
 
     def _look_past_outputs(self, tensors: Iterable[Tensor]) -> None:
         """Note which outputs enter the loss, and refuse a loss that reaches parameters in another way.
@@ -465,7 +479,11 @@ class Recorder:
         legacy = kwargs.get("reduce"), kwargs.get("size_average")
         if reduction not in ("mean", "sum", "none") or legacy != (None, None):
             return
-        term = Term(name=name, reduction=reduction, scored=counted.cpu(), weighted=weight is not None)
+        term = Term(
+            name=name, reduction=reduction, scored=counted.cpu(), weighted=weight is not None, inside=self.depth > 0
+        )
+        if term.inside:
+            self.inner_terms.append((term, (id(result.grad_fn), result.output_nr)))
         result.register_hook(functools.partial(self._saw_term_gradient, term))  # type: ignore[no-untyped-call]
         if self.step is not None and self.step.calls:
             self.step.calls[-1].terms.append(term)

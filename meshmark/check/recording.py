@@ -27,6 +27,8 @@ class Term:
     """Whether classes or targets have weights of their own."""
     gradient: Tensor | None = None
     """Gradient of the loss that was differentiated, with respect to this function's result."""
+    inside: bool = False
+    """Whether the outermost module made the result, and made its outputs from that."""
 
 
 @dataclass(kw_only=True)
@@ -51,6 +53,8 @@ class Call:
     terms: list[Term] = field(default_factory=list)
     scale: float = 1.0
     """Factor by which a `GradScaler` had multiplied the loss."""
+    entering: float = 1.0
+    """Factor by which a wrapper multiplied the gradients that entered its outputs."""
 
     @property
     def used_gradients(self) -> list[tuple[int, Tensor]]:
