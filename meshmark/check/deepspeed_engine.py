@@ -177,3 +177,15 @@ def _before(owner: Any, method: str, hook: Callable[..., None]) -> None:  # noqa
         return original(*args, **kwargs)
 
     setattr(owner, method, observed)
+
+
+def rule_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer] | None:
+    """Return the class of PyTorch's whose rule a compiled Adam of DeepSpeed's follows, or None for another optimizer."""
+    adam: Any = optimizer
+    if type(adam).__name__ not in ("FusedAdam", "DeepSpeedCPUAdam") or not type(adam).__module__.startswith(
+        "deepspeed"
+    ):
+        return None
+    if not getattr(adam, "fp32_optimizer_states", True) or not all(g["bias_correction"] for g in adam.param_groups):
+        return None
+    return torch.optim.AdamW if adam.adam_w_mode else torch.optim.Adam

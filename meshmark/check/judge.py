@@ -81,6 +81,7 @@ class Judge:
             moment = run.moment(number)
             if not number:
                 self._report_strange_tensors()
+                self._report_bypass()
                 self._replicas(moment.before, moment, "before the first step")
             same.append(shared_rows([s.calls for s in moment.ranks]))
             if previous is not None:
@@ -374,6 +375,20 @@ class Judge:
         else:
             shown = f"norm {norms[0]:.4g}, below {clip.max_norm:g}"
         self.clips.append(f"{shown} (first step)")
+
+    def _report_bypass(self) -> None:
+        """Note that the script calls a module past its wrapper."""
+        names = [f.bypassed for f in self.run.facts if f.bypassed]
+        if names:
+            why = (
+                ", which then reduces no gradients"
+                if names[0] == "DistributedDataParallel"
+                else ", which then does not see the call"
+            )
+            self.add(
+                Level.NOTE, "wrapper bypassed",
+                f"a module is called past the {names[0]} around it{why} (call the wrapper, not its `.module`)",
+            )  # fmt: skip
 
     def _report_strange_tensors(self) -> None:
         """Report tensors of the optimizers that no model has, and parameters of a model that are in no optimizer."""

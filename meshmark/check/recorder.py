@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -24,7 +25,14 @@ from torch.optim.optimizer import (
 )
 
 from meshmark.check.bare import bare_copy
-from meshmark.check.deepspeed_engine import engine_in, observe_clipping, observe_scaling, refuse_unseen, zero_pieces
+from meshmark.check.deepspeed_engine import (
+    engine_in,
+    observe_clipping,
+    observe_scaling,
+    refuse_unseen,
+    rule_of,
+    zero_pieces,
+)
 from meshmark.check.pieces import (
     CannotTellError,
     Piece,
@@ -37,6 +45,7 @@ from meshmark.check.pieces import (
 )
 from meshmark.check.recording import Call, Clip, Facts, Folder, Group, Step, Term
 from meshmark.check.tree import tensors_in, with_tensors
+from meshmark.check.wrappers import wrapper_around, wrappers_in
 
 LOSSES = (
     "cross_entropy",
@@ -73,7 +82,14 @@ class Recorder:
         self.in_backward = False
         self.thread = threading.get_ident()
         self.roots: list[nn.Module] = []
+        """Outermost modules that the script calls, without their wrappers."""
+        self.outers: list[nn.Module] = []
+        """The same with their wrappers, also if the script calls past these."""
+        self.held_by: list[list[int]] = []
+        """Ids of the parameters of each of them."""
         self.wrappers: list[str] = []
+        self.bypassed = ""
+        """Class of a wrapper past which the script calls a module."""
         self.copies: dict[int, nn.Module] = {}
         self.parameters: dict[str, Tensor] = {}
         self.names: dict[int, str] = {}
@@ -120,6 +136,7 @@ class Recorder:
             or self.in_backward
             or threading.get_ident() != self.thread
             or not any(p.requires_grad for p in module.parameters())
+            or any(is_lazy(p) for p in module.parameters())  # their shapes come from this call
         ):
             self._look_inside(module, args, kwargs)
             self.depth += 1
@@ -286,9 +303,19 @@ class Recorder:
             for group, names in groups:
                 held = group["params"]
                 options = {k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")}
+                if rule_of(getattr(optimizer, "optim", optimizer)) and not __import__("os").environ.get("NOROUND"):
+                    f32 = lambda x: (
+                        float(torch.tensor(x, dtype=torch.float32))
+                        if isinstance(x, float)
+                        else tuple(map(f32, x))
+                        if isinstance(x, tuple)
+                        else x
+                    )
+                    options = {k: f32(v) for k, v in options.items()}
                 self.held.update(names)
                 self.strangers = max(self.strangers, sum(id(p) not in self.names for p in held))
-                rule = type(getattr(optimizer, "optim", optimizer))  # ZeroRedundancyOptimizer has one inside
+                inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer has one inside
+                rule = rule_of(inner) or type(inner)
                 cls = f"{rule.__module__}.{rule.__qualname__}"
                 step.groups.append(Group(optimizer=which, cls=cls, names=names, options=options))
                 if not self.number:
@@ -328,20 +355,42 @@ class Recorder:
     def _root(self, module: nn.Module) -> int:
         """Return the number of the outermost module. Its parameters are noted at its first call."""
         bare = unwrapped(module)
+        if self._wrapped_since(module):
+            self._forget()
         for number, root in enumerate(self.roots):
             if root is bare:
                 return number
+        outer = wrapper_around(module) or module
         self.roots.append(bare)
+        self.outers.append(outer)
+        self.held_by.append([id(p) for p in module.parameters()])
         number = len(self.roots) - 1
-        for wrapper in _wrappers(module):
+        for wrapper in wrappers_in(outer):
             if wrapper not in self.wrappers:
                 self.wrappers.append(wrapper)
         prefix = "" if number == 0 else f"root{number}."
         try:
-            self._note_parameters(module, prefix)
+            self._note_parameters(outer if unwrapped(outer) is bare else module, prefix)
+            if engine_in(outer) is not None and unwrapped(outer) is not bare:
+                raise CannotTellError("the script calls a part of a DeepSpeed engine's model, not the engine")
         except CannotTellError as reason:
             self.refuse(str(reason))
         return number
+
+    def _wrapped_since(self, module: nn.Module) -> bool:
+        """Return whether the script, before its first step, has wrapped a module after it had called it."""
+        if self.number or self.stepped or self.optimizers:
+            return False
+        for root, outer, held in zip(self.roots, self.outers, self.held_by, strict=True):
+            if root is unwrapped(module):
+                return (module is not outer and module is not root) or held != [id(p) for p in module.parameters()]
+        return False
+
+    def _forget(self) -> None:
+        """Forget the modules that were called so far. The script has only tried them out."""
+        self.roots, self.outers, self.held_by, self.wrappers, self.copies = [], [], [], [], {}
+        self.parameters, self.names, self.flats, self.pieces, self.ends = {}, {}, {}, {}, {}
+        self.step = None
 
     def _note_parameters(self, module: nn.Module, prefix: str) -> None:
         flats = flat_pieces(module)
@@ -378,8 +427,11 @@ class Recorder:
             if self.last.keys() != now.keys() or not all(_same(self.last[n], now[n]) for n in now):
                 self.step.before = now
         if root not in self.copies and self.rank == 0:
-            self.copies[root] = bare_copy(module)
-        bare = unwrapped(module)
+            outer = self.outers[root]
+            self.copies[root] = bare_copy(outer if unwrapped(outer) is self.roots[root] else module)
+        bare, outer = unwrapped(module), self.outers[root]
+        if module is bare and outer is not bare:
+            self.bypassed = type(outer).__name__
         call = Call(
             root=root,
             inputs=with_tensors((args, dict(kwargs)), _kept),
@@ -529,6 +581,7 @@ class Recorder:
                 rank=self.rank,
                 world=self.world,
                 wrappers=self.wrappers,
+                bypassed=self.bypassed,
                 pieces=self.pieces,
                 trained=[n for n, p in self.parameters.items() if p.requires_grad],
                 held=sorted(self.held),
@@ -603,20 +656,6 @@ def _plain(value: Any) -> Any:  # noqa: ANN401
 
 def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
-
-
-def _wrappers(module: nn.Module) -> list[str]:
-    """Return the names of the wrapper classes around the user's module or mixed into it."""
-    found = []
-    for inner in module.modules():
-        for cls in type(inner).__mro__:
-            name, home = cls.__name__, cls.__module__
-            if home.startswith(("torch.distributed", "torch.nn.parallel", "deepspeed")) and name not in found:
-                if name in ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule") or (
-                    name in ("PipelineStage", "DeepSpeedEngine", "PipelineEngine")
-                ):
-                    found.append(name)
-    return found
 
 
 def install(recorder: Recorder) -> None:

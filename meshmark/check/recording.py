@@ -138,6 +138,8 @@ class Facts:
     rank: int
     world: int
     wrappers: list[str]
+    bypassed: str
+    """Class of a wrapper past which the script calls a module. Empty if there is none."""
     pieces: dict[str, Piece]
     trained: list[str]
     """Parameters that require a gradient."""

@@ -9,12 +9,7 @@ from torch import Tensor
 
 from meshmark.check.pieces import CannotTellError, Piece, assembled
 from meshmark.check.recording import Facts, Folder, Step
-
-REFUSED_WRAPPERS = {
-    "PipelineStage": "a pipeline: ranks hold different parts of the model",
-    "PipelineEngine": "a pipeline: ranks hold different parts of the model",
-    "DataParallel": "torch.nn.DataParallel, whose replicas live inside one process",
-}
+from meshmark.check.wrappers import NAMES, REFUSED
 
 
 @dataclass(kw_only=True)
@@ -70,9 +65,7 @@ class Run:
 
     @property
     def wrappers(self) -> list[str]:
-        names = {"DistributedDataParallel": "DDP", "FullyShardedDataParallel": "FSDP1", "FSDPModule": "FSDP2"}
-        names |= {"DeepSpeedEngine": "DeepSpeed"}
-        return [names.get(w, w) for w in dict.fromkeys(w for f in self.facts for w in f.wrappers)]
+        return [NAMES.get(w, w) for w in dict.fromkeys(w for f in self.facts for w in f.wrappers)]
 
     @property
     def trained(self) -> list[str]:
@@ -85,8 +78,8 @@ class Run:
                 raise CannotTellError(f.detail)
         for f in self.facts:
             for wrapper in f.wrappers:
-                if wrapper in REFUSED_WRAPPERS:
-                    raise CannotTellError(f"the script uses {REFUSED_WRAPPERS[wrapper]}")
+                if wrapper in REFUSED:
+                    raise CannotTellError(f"the script uses {REFUSED[wrapper]}")
         if not any(f.pieces for f in self.facts):
             raise CannotTellError("no model with trainable parameters was called")
         if not self.num_steps:
