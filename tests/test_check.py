@@ -114,6 +114,64 @@ def test_the_cause_that_a_thread_found_is_said(thread: str, code: int, words: st
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "script",
+    [
+        "deepspeed_loop.py 0",
+        "deepspeed_loop.py 1 bf16",
+        "deepspeed_loop.py 2 round_robin",
+        "deepspeed_loop.py 3",
+        "deepspeed_loop.py 3 bf16",
+        "deepspeed_loop.py 2 torch_style",
+        "accelerate_loop.py zero 2",
+        "hf_trainer.py zero 3",
+    ],
+)
+def test_right_scripts_with_deepspeed_are_right(script: str) -> None:
+    name, *arguments = script.split()
+    code, printed = check("--nproc", 2, SCRIPTS / name, *arguments)
+    assert code == 0 and f"RIGHT: {name}" in printed and "(DeepSpeed), 2 micro-batches" in printed, printed
+    assert "clipping    norm" in printed and "updates     AdamW: off by" in printed, printed
+    assert "a mean over" in printed, printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script, words",
+    [
+        ("2 same_rows", "ranks read the same rows"),
+        ("1 divided_twice", "the loss or its gradient is divided twice"),
+        ("2 torch_style divided_twice", "the loss or its gradient is divided twice"),
+        ("2 counted_twice", "only the last of 4 micro-batches"),
+        ("0 never_reduced", "missing reduction"),
+        ("3 predivided", "times the right gradient"),
+        ("2 clipped_by_torch", "clipping has no effect"),
+        ("3 bypass", "a module is called past the DeepSpeedEngine around it"),
+    ],
+)
+def test_defects_with_deepspeed_are_found_and_named(script: str, words: str) -> None:
+    code, printed = check("--nproc", 2, SCRIPTS / "deepspeed_loop.py", *script.split())
+    assert code == 1 and "WRONG: deepspeed_loop.py" in printed and words in printed, printed
+
+
+@pytest.mark.slow
+def test_a_deepspeed_engine_with_masters_that_are_not_seen_is_refused() -> None:
+    code, printed = check("--nproc", 2, SCRIPTS / "deepspeed_loop.py", 0, "bf16")
+    assert code == 3 and "a DeepSpeed engine with bf16 without ZeRO" in printed, printed
+
+
+def test_a_model_that_is_tried_out_before_it_is_wrapped_is_judged_as_wrapped() -> None:
+    code, printed = check("--nproc", 2, SCRIPTS / "tried_first.py")
+    assert code == 0 and "(FSDP2)" in printed, printed
+
+
+def test_a_wrapper_that_the_script_calls_past_is_named() -> None:
+    code, printed = check("--nproc", 2, SCRIPTS / "tried_first.py", "bypass")
+    assert code == 1 and "missing reduction" in printed and "2 ranks (DDP)" in printed, printed
+    assert "called past the DistributedDataParallel around it" in printed, printed
+
+
+@pytest.mark.slow
 def test_flat_parameters_of_fsdp1_are_judged(tmp_path: Path) -> None:
     """`use_orig_params=False`, FSDP1's default, leaves modules without parameters of their own."""
     script = tmp_path / "flat.py"

@@ -6,7 +6,9 @@ gradients are set shortly before the optimizer's step.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -179,13 +181,23 @@ def _before(owner: Any, method: str, hook: Callable[..., None]) -> None:  # noqa
     setattr(owner, method, observed)
 
 
-def rule_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer] | None:
-    """Return the class of PyTorch's whose rule a compiled Adam of DeepSpeed's follows, or None for another optimizer."""
-    adam: Any = optimizer
-    if type(adam).__name__ not in ("FusedAdam", "DeepSpeedCPUAdam") or not type(adam).__module__.startswith(
-        "deepspeed"
-    ):
-        return None
-    if not getattr(adam, "fp32_optimizer_states", True) or not all(g["bias_correction"] for g in adam.param_groups):
-        return None
-    return torch.optim.AdamW if adam.adam_w_mode else torch.optim.Adam
+@contextlib.contextmanager
+def keeping_activations() -> Iterator[None]:
+    """Make `deepspeed.checkpointing.checkpoint` keep activations. `torch.autograd.grad` cannot differentiate it."""
+
+    class Plain:
+        @staticmethod
+        def apply(function: Callable[..., Any], found: list[Any], *args: Any) -> None:  # noqa: ANN401
+            outputs = function(*args)
+            found += [outputs] if isinstance(outputs, Tensor) else outputs
+
+    module: Any = sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing")
+    kept = getattr(module, "CheckpointFunction", None)
+    if kept is None:
+        yield
+        return
+    module.CheckpointFunction = Plain
+    try:
+        yield
+    finally:
+        module.CheckpointFunction = kept

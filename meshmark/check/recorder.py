@@ -30,7 +30,6 @@ from meshmark.check.deepspeed_engine import (
     observe_clipping,
     observe_scaling,
     refuse_unseen,
-    rule_of,
     zero_pieces,
 )
 from meshmark.check.pieces import (
@@ -303,19 +302,9 @@ class Recorder:
             for group, names in groups:
                 held = group["params"]
                 options = {k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")}
-                if rule_of(getattr(optimizer, "optim", optimizer)) and not __import__("os").environ.get("NOROUND"):
-                    f32 = lambda x: (
-                        float(torch.tensor(x, dtype=torch.float32))
-                        if isinstance(x, float)
-                        else tuple(map(f32, x))
-                        if isinstance(x, tuple)
-                        else x
-                    )
-                    options = {k: f32(v) for k, v in options.items()}
                 self.held.update(names)
                 self.strangers = max(self.strangers, sum(id(p) not in self.names for p in held))
-                inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer has one inside
-                rule = rule_of(inner) or type(inner)
+                rule = type(getattr(optimizer, "optim", optimizer))  # ZeroRedundancyOptimizer has one inside
                 cls = f"{rule.__module__}.{rule.__qualname__}"
                 step.groups.append(Group(optimizer=which, cls=cls, names=names, options=options))
                 if not self.number:

@@ -1,4 +1,7 @@
-"""A loop as DeepSpeed's tutorials write it: `deepspeed_loop.py STAGE [bf16] [DEFECT]`."""
+"""A loop as DeepSpeed's tutorials write it: `deepspeed_loop.py STAGE [OPTION ...] [DEFECT]`.
+
+Options are `bf16`, `round_robin`, and `torch_style`, which calls `loss.backward()`.
+"""
 
 import contextlib
 import sys
@@ -9,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-DEFECTS = ("same_rows", "divided_twice", "counted_twice", "never_reduced", "predivided", "clipped_by_torch")
+DEFECTS = ("same_rows", "divided_twice", "counted_twice", "never_reduced", "predivided", "clipped_by_torch", "bypass")
 
 
 class Net(nn.Module):
@@ -34,7 +37,7 @@ def main(stage: int, options: list[str]) -> None:
         "gradient_accumulation_steps": accumulated,
         "gradient_clipping": 0.0 if "clipped_by_torch" in options else 0.5,
         "bf16": {"enabled": "bf16" in options},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "round_robin_gradients": "round_robin" in options},
         "zero_allow_untested_optimizer": True,
     }
     if "predivided" in options:  # at stage 3, DeepSpeed does not multiply again
@@ -50,11 +53,11 @@ def main(stage: int, options: list[str]) -> None:
     sampler = DistributedSampler(data, num_replicas=1, rank=0) if "same_rows" in options else DistributedSampler(data)
     loader = DataLoader(data, batch_size=4, sampler=sampler)
     for number, (tokens, targets) in enumerate(loader):
-        loss = F.cross_entropy(engine(tokens).float(), targets)
+        loss = F.cross_entropy((engine.module if "bypass" in options else engine)(tokens).float(), targets)
         if "divided_twice" in options:
             loss = loss / accumulated
         with engine.no_sync() if "never_reduced" in options else contextlib.nullcontext():
-            engine.backward(loss)
+            loss.backward() if "torch_style" in options else engine.backward(loss)
         if "clipped_by_torch" in options:
             nn.utils.clip_grad_norm_(engine.parameters(), 0.5)
         if "counted_twice" not in options or number % accumulated:
