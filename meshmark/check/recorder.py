@@ -291,6 +291,8 @@ class Recorder:
             return
         with self._timed():
             step = self.step
+            if not self.optimizers:
+                self._look_for_wrappers()
             if optimizer not in self.optimizers:
                 self.optimizers.append(optimizer)
             which = self.optimizers.index(optimizer)
@@ -374,6 +376,16 @@ class Recorder:
             if root is unwrapped(module):
                 return (module is not outer and module is not root) or held != [id(p) for p in module.parameters()]
         return False
+
+    def _look_for_wrappers(self) -> None:
+        """Note wrappers that the script has put around modules since, and calls past."""
+        for number, root in enumerate(self.roots):
+            around = wrapper_around(root) if self.outers[number] is root else None
+            if around is not None:
+                self.outers[number], self.bypassed = around, type(around).__name__
+                self.wrappers += [name for name in wrappers_in(around) if name not in self.wrappers]
+                if engine_in(around) is not None:
+                    self.refuse("the script calls a model, makes a DeepSpeed engine of it, and then calls past that")
 
     def _forget(self) -> None:
         """Forget the modules that were called so far. The script has only tried them out."""
