@@ -154,6 +154,37 @@ def test_defects_with_deepspeed_are_found_and_named(script: str, words: str) -> 
     assert code == 1 and "WRONG: deepspeed_loop.py" in printed and words in printed, printed
 
 
+@pytest.mark.parametrize(
+    "num_ranks, script",
+    [
+        (2, "sequence"),
+        pytest.param(2, "", marks=pytest.mark.slow),
+        pytest.param(4, "fsdp", marks=pytest.mark.slow),
+        pytest.param(4, "fsdp sequence", marks=pytest.mark.slow),
+    ],
+)
+def test_tensor_parallelism_is_right(num_ranks: int, script: str) -> None:
+    code, printed = check("--nproc", num_ranks, SCRIPTS / "tensor_parallel.py", *script.split())
+    assert code == 0 and "tensor parallelism over 2)" in printed, printed
+    assert "updates     AdamW: off by" in printed and "a mean over targets" in printed, printed
+    assert "clipping    norm" in printed or "sequence" not in script, printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "num_ranks, script, code, words",
+    [
+        (2, "sequence norms_left_out", 1, "each rank keeps its own summand"),
+        (2, "sequence undivided", 1, "losses of micro-batches or ranks are added up"),
+        (4, "fsdp sequence same_rows", 1, "ranks read the same rows"),
+        (2, "sequence rows_by_rank", 3, "was data split by rank, not by data-parallel group?"),
+    ],
+)
+def test_defects_with_tensor_parallelism_are_named(num_ranks: int, script: str, code: int, words: str) -> None:
+    found, printed = check("--nproc", num_ranks, SCRIPTS / "tensor_parallel.py", *script.split())
+    assert found == code and words in printed, printed
+
+
 @pytest.mark.slow
 def test_a_deepspeed_engine_with_masters_that_are_not_seen_is_refused() -> None:
     code, printed = check("--nproc", 2, SCRIPTS / "deepspeed_loop.py", 0, "bf16")

@@ -64,7 +64,9 @@ class Judge:
         micro = len(run.folder.step(0, 0).calls) if run.num_steps else 0
         if 0 < run.num_steps < self.asked:
             self.add(Level.NOTE, "fewer steps", f"the script took {run.num_steps}, and {self.asked} were asked for")
-        wrapped = ", ".join(run.wrappers) or "no wrapper"
+        together = max(len(f.partners) for f in run.facts)
+        parts = [f"tensor parallelism over {together}"] if together > 1 else []
+        wrapped = ", ".join([*run.wrappers, *parts]) or "no wrapper"
         verdict.setting = f"{_count(run.num_steps, 'step')} of {_count(run.world, 'rank')} ({wrapped})" + (
             f", {micro} micro-batches a step" if micro > 1 else ""
         )
@@ -83,7 +85,7 @@ class Judge:
                 self._report_strange_tensors()
                 self._report_bypass()
                 self._replicas(moment.before, moment, "before the first step")
-            same.append(shared_rows([s.calls for s in moment.ranks]))
+            same.append(shared_rows([s.calls for s in moment.readers]))
             if previous is not None:
                 repeats.append(repeated_rows(previous.ranks[0].calls, moment.ranks[0].calls))
                 if any(s.before for s in moment.ranks):
@@ -135,7 +137,7 @@ class Judge:
         for rank, step in enumerate(moment.ranks):
             parts.append([])
             values = moment.before[run.owners[rank]]
-            for index, call in enumerate(step.calls):
+            for index, call in enumerate(step.calls if rank in run.readers else ()):
                 if not call.used_gradients:
                     continue
                 right = recomputer.product(call, values)
@@ -176,7 +178,7 @@ class Judge:
             owner: {n: g.double() / scaled for n, g in moment.gradients[owner].items() if n in total} for owner in owned
         }
         if not number:
-            self.factor = _factor(gradients, total, run.world)
+            self.factor = _factor(gradients, total, len(run.readers))
         exact = {name: self.factor * x for name, x in total.items()}
         micro = max(len(of_rank) for of_rank in parts)
         known = self._known(micro)
@@ -206,6 +208,18 @@ class Judge:
                     f"{_named(comparison.wrong)} off by {min(comparison.worst, 1e9):.2g}", number,
                 )  # fmt: skip
                 continue
+            if (
+                all(n in moment.added for n in comparison.wrong)
+                and not compare(
+                    {n: moment.added[n] for n in comparison.wrong}, {n: exact[n] for n in comparison.wrong}, noise, eps
+                ).wrong
+            ):
+                self.add(
+                    Level.WRONG, Fault.NOT_REDUCED,
+                    f"{_named(comparison.wrong)} a sum over the tensor-parallel group, and each rank keeps its own "
+                    "summand (SequenceParallel missing?)", number,
+                )  # fmt: skip
+                continue
             expected = Expected(ranks=ranks, factor=self.factor, known=known)
             told = explain(gradients[owner], parts, before, comparison.wrong, expected)
             detail = told.detail + f"; off by {min(comparison.worst, 1e9):.2g}"
@@ -228,7 +242,7 @@ class Judge:
             self.add(Level.WRONG, told.fault, detail, number)
         if not any(c.wrong for c in found.values()):
             try:
-                self.objectives.append(objective_of(moment.ranks, self.factor))
+                self.objectives.append(objective_of(moment.readers, self.factor))
             except UnseenError as reason:
                 self.unseen = str(reason)
         else:
@@ -237,7 +251,7 @@ class Judge:
     def _recomputed(self, recomputer: Recomputer, moment: Moment) -> dict[str, Tensor]:
         """Return the gradients of activations that are computed again in the backward pass, as by the script."""
         total: dict[str, Tensor] = {}
-        for rank, step in enumerate(moment.ranks):
+        for rank, step in zip(self.run.readers, moment.readers, strict=True):
             values = moment.before[self.run.owners[rank]]
             for call in step.calls:
                 if call.used_gradients:
@@ -276,7 +290,7 @@ class Judge:
                 return
 
     def _known(self, micro: int) -> dict[str, float]:
-        world = self.run.world
+        world = len(self.run.readers)
         known: dict[str, float] = {}
         if world > 1:
             known |= {"the number of ranks": float(world), "1 / the number of ranks": 1 / world}
@@ -423,13 +437,13 @@ class Judge:
             self.verdict.lines["replicas"] = f"{replicas}, equal bit for bit before and after every step"
 
     def _data(self, same: list[bool], repeats: list[bool]) -> None:
-        if self.run.world > 1 and same and all(same):
+        if len(self.run.readers) > 1 and same and all(same):
             self.add(
                 Level.WRONG, "ranks read the same rows",
                 "every row of rank 0 is a row of every other rank too (DistributedSampler missing, or one seed for "
                 "all?)",
             )  # fmt: skip
-        elif self.run.world > 1:
+        elif len(self.run.readers) > 1:
             self.verdict.lines["data"] = "ranks read different rows"
         if repeats and all(repeats):
             self.add(Level.NOTE, "the same rows at every step", "each step reads the batch of the one before")
@@ -448,12 +462,12 @@ class Judge:
             lines["objective"] = f"not judged: {self.unseen}"
             if self.objective:
                 self.add(Level.UNKNOWN, "objective not judged", self.unseen)
-            elif self.run.world > 1 and self.factor == 1.0 and self.detects:
+            elif len(self.run.readers) > 1 and self.factor == 1.0 and self.detects:
                 self.add(Level.NOTE, "summed over ranks", "right only if the script divides by the number of all rows")
             return
         found = max(self.objectives, key=lambda o: o.high - o.low)
         candidates = [c for c in MEANS if all(c in o.candidates for o in self.objectives)]
-        known = self._known(max(1, len(found.counts) // self.run.world))
+        known = self._known(max(1, len(found.counts) // len(self.run.readers)))
         off = scaled_total(found.total, known) if not found.several_terms else None
         if off:
             cause = (

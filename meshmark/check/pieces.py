@@ -29,13 +29,19 @@ class Piece:
     ranks: tuple[int, ...] = ()
     """Ranks that together hold one whole copy. Empty: this rank holds all of it."""
 
-    def put(self, whole: Tensor, part: Tensor) -> None:
-        """Copy `part` to its place in `whole`."""
+    def put(self, whole: Tensor, part: Tensor, *, add: bool = False) -> None:
+        """Copy `part` to its place in `whole`, or add it to what is there."""
+        place = self._place(whole, part)
+        place.copy_(place + part.reshape(place.shape) if add else part.reshape(place.shape))
+
+    def take(self, whole: Tensor, part: Tensor) -> Tensor:
+        """Return a copy of what lies in `whole` where `part` would."""
+        return self._place(whole, part).reshape(part.shape).clone()
+
+    def _place(self, whole: Tensor, part: Tensor) -> Tensor:
         if self.offset is None:
-            whole.view(-1)[self.start : self.start + part.numel()] = part.reshape(-1).to(whole.dtype)
-        else:
-            place = tuple(slice(o, o + n) for o, n in zip(self.offset, part.shape, strict=True))
-            whole[place] = part.to(whole.dtype)
+            return whole.view(-1)[self.start : self.start + part.numel()]
+        return whole[tuple(slice(o, o + n) for o, n in zip(self.offset, part.shape, strict=True))]
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -96,9 +102,9 @@ class CannotTellError(Exception):
 
 
 def piece_of(name: str, parameter: Tensor) -> Piece:
-    """Return the place of this rank's part of `parameter` in the whole.
+    """Return the place of this rank's part of a parameter or gradient in the whole.
 
-    Raises `CannotTellError` for partial sums and for shards over several axes of a mesh.
+    A part may also be a summand of what lies there.
     """
     if not is_dtensor(parameter):
         shape = tuple(parameter.shape)
@@ -107,11 +113,7 @@ def piece_of(name: str, parameter: Tensor) -> Piece:
 
     placed: Any = parameter
     mesh, placements = placed.device_mesh, placed.placements
-    sharded = [i for i, p in enumerate(placements) if p.is_shard()]
-    if any(p.is_partial() for p in placements):
-        raise CannotTellError(f"parameter {name} is kept as partial sums ({placements})")
-    if len([i for i in sharded if mesh.size(i) > 1]) > 1:
-        raise CannotTellError(f"parameter {name} is sharded over several axes of a mesh (tensor parallelism?)")
+    sharded = [i for i, p in enumerate(placements) if not (p.is_replicate() or p.is_partial())]
     _, offset = compute_local_shape_and_global_offset(placed.shape, mesh, placements)
     coordinates = mesh.get_coordinate()
     where = tuple(slice(None) if i in sharded else c for i, c in enumerate(coordinates))
@@ -176,19 +178,22 @@ def _bare_name(name: str) -> str:
 
 
 def assembled(
-    parts: Mapping[int, Mapping[str, Tensor]], pieces: Mapping[int, Mapping[str, Piece]]
+    parts: Mapping[int, Mapping[str, Tensor]],
+    pieces: Mapping[int, Mapping[str, Piece]],
+    sums: Mapping[str, Mapping[int, int]] | None = None,
 ) -> dict[int, dict[str, Tensor]]:
     """Assemble whole tensors from the parts of all ranks.
 
-    The result is keyed by replica: the lowest of the ranks that together hold one copy.
+    The result is keyed by replica: the lowest of the ranks that together hold one copy. `sums` names tensors whose
+    parts are added up, and gives the replica of each rank.
     """
     found: dict[int, dict[str, Tensor]] = {}
     for rank, tensors in parts.items():
         for name, part in tensors.items():
-            piece = pieces[rank][name]
-            first = min(piece.ranks) if piece.ranks else rank
+            piece, added = pieces[rank][name], sums is not None and name in sums
+            first = sums[name][rank] if sums is not None and added else min(piece.ranks, default=rank)
             copy = found.setdefault(first, {})
             if name not in copy:
-                copy[name] = torch.full(piece.shape, float("nan"), dtype=part.dtype)
-            piece.put(copy[name], part)
+                copy[name] = torch.full(piece.shape, 0.0 if added else float("nan"), dtype=part.dtype)
+            piece.put(copy[name], part, add=added)
     return found

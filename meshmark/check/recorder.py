@@ -37,12 +37,14 @@ from meshmark.check.pieces import (
     Piece,
     bare_modules,
     flat_pieces,
+    is_dtensor,
     local,
     named_parameters,
     piece_of,
     unwrapped,
 )
 from meshmark.check.recording import Call, Clip, Facts, Folder, Group, Step, Term
+from meshmark.check.tensor_parallel import partners
 from meshmark.check.tree import tensors_in, with_tensors
 from meshmark.check.wrappers import wrapper_around, wrappers_in
 
@@ -87,6 +89,12 @@ class Recorder:
         self.held_by: list[list[int]] = []
         """Ids of the parameters of each of them."""
         self.wrappers: list[str] = []
+        self.partners: tuple[int, ...] = ()
+        """Ranks that compute the forward pass together with this one."""
+        self.gradient_pieces: dict[str, Piece] = {}
+        """Places of gradients that are stored otherwise than their parameters."""
+        self.partial: set[str] = set()
+        """Parameters whose gradients are partial sums on this rank."""
         self.bypassed = ""
         """Class of a wrapper past which the script calls a module."""
         self.copies: dict[int, nn.Module] = {}
@@ -362,6 +370,7 @@ class Recorder:
         prefix = "" if number == 0 else f"root{number}."
         try:
             self._note_parameters(outer if unwrapped(outer) is bare else module, prefix)
+            self.partners = self.partners or partners(module)
             if engine_in(outer) is not None and unwrapped(outer) is not bare:
                 raise CannotTellError("the script calls a part of a DeepSpeed engine's model, not the engine")
         except CannotTellError as reason:
@@ -583,6 +592,9 @@ class Recorder:
                 world=self.world,
                 wrappers=self.wrappers,
                 bypassed=self.bypassed,
+                partners=self.partners,
+                gradient_pieces=self.gradient_pieces,
+                partial=self.partial,
                 pieces=self.pieces,
                 trained=[n for n, p in self.parameters.items() if p.requires_grad],
                 held=sorted(self.held),
@@ -614,8 +626,15 @@ class Recorder:
         found = {}
         for name in names:
             gradient = self.parameters[name].grad
-            if gradient is not None:
-                found[name] = _kept(self._part(name, local(gradient)))
+            if gradient is None:
+                continue
+            if is_dtensor(gradient):
+                placed: Any = gradient
+                if placed.placements != getattr(self.parameters[name], "placements", None):
+                    self.gradient_pieces[name] = piece_of(name, gradient)
+                if any(p.is_partial() for p in placed.placements):
+                    self.partial.add(name)
+            found[name] = _kept(self._part(name, local(gradient)))
         return found
 
     def _state(self, name: str, parameter: Tensor, value: Any) -> Any:  # noqa: ANN401

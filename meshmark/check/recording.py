@@ -141,6 +141,12 @@ class Facts:
     bypassed: str
     """Class of a wrapper past which the script calls a module. Empty if there is none."""
     pieces: dict[str, Piece]
+    partners: tuple[int, ...]
+    """Ranks that compute each forward pass together, as in tensor parallelism. Empty if this rank computes alone."""
+    gradient_pieces: dict[str, Piece]
+    """Places of gradients that are stored otherwise than their parameters."""
+    partial: set[str]
+    """Parameters of whose gradients each of these ranks holds a summand."""
     trained: list[str]
     """Parameters that require a gradient."""
     held: list[str]
