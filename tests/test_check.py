@@ -82,7 +82,8 @@ def test_values_are_clipped_losses_weighed_and_buffers_compared() -> None:
 @pytest.mark.slow
 def test_a_buffer_that_the_first_rank_broadcasts_is_that_of_all() -> None:
     code, printed = check("--nproc", 2, SCRIPTS / "two_losses.py", "broadcast")
-    assert code == 0 and "center" not in printed, printed
+    assert code == 0 and "ranks 0 and 1 hold other values" not in printed, printed
+    assert "the first rank's center replaces rank 1's at every forward pass" in printed, printed
 
 
 @pytest.mark.parametrize(
@@ -200,6 +201,17 @@ def test_a_wrapper_that_the_script_calls_past_is_named() -> None:
     code, printed = check("--nproc", 2, SCRIPTS / "tried_first.py", "bypass")
     assert code == 1 and "missing reduction" in printed and "2 ranks (DDP)" in printed, printed
     assert "called past the DistributedDataParallel around it" in printed, printed
+
+
+@pytest.mark.slow
+def test_rounding_that_would_hide_errors_is_noted(tmp_path: Path) -> None:
+    """The gradient of a shift of all logits nearly cancels, so that little of it is left in 16 bits."""
+    source = (SCRIPTS / "mixed.py").read_text()
+    source = source.replace("self.keeps_masks =", "self.shift = nn.Parameter(torch.zeros(1)); self.keeps_masks =")
+    slope = "(1 + 0.02 * torch.arange(61, dtype=x.dtype) / 61)"
+    (tmp_path / "shift.py").write_text(source.replace("self.head(x)", f"self.head(x) + self.shift * {slope}"))
+    code, printed = check("--nproc", 2, tmp_path / "shift.py", "weights")
+    assert code == 0 and "in the gradient of shift, rounding would hide errors" in printed, printed
 
 
 @pytest.mark.slow

@@ -43,6 +43,9 @@ class Judge:
     unseen: str = ""
     worst: float = 0.0
     detects: float = 0.0
+    """The smallest relative error that would have been detected in every gradient."""
+    widest: str = ""
+    """The parameter for which that error is needed."""
     clips: list[str] = field(default_factory=list)
     factor: float = 1.0
     """Factor by which the reduction multiplies each rank's gradient."""
@@ -111,6 +114,12 @@ class Judge:
         self._data(same, repeats)
         self._renewed(updates, moment)
         self._judge_objective()
+        if self.detects > UNSEEN:
+            self.add(
+                Level.NOTE, "errors would be hidden",
+                f"in the gradient of {self.widest}, rounding would hide errors of less than {self.detects:.2g} (a run "
+                "in float32 shows more)",
+            )  # fmt: skip
         self.verdict.lines["gradients"] = (
             f"off by {self.worst:.2g} of float64's at most; an error of {self.detects:.2g} would be seen"
             if self.detects
@@ -193,7 +202,7 @@ class Judge:
                 )
             if not comparison.wrong:
                 self.worst = max(self.worst, comparison.worst)
-                self.detects = max(self.detects, comparison.detects)
+                self.detects, self.widest = max((self.detects, self.widest), (comparison.detects, comparison.widest))
                 continue
             before = None
             if previous is not None:
@@ -277,7 +286,15 @@ class Judge:
             )  # fmt: skip
 
     def _buffers(self, moment: Moment) -> None:
-        """Note buffers, such as running statistics, that ranks hold other values of when they call the model."""
+        """Note buffers, such as running statistics, that ranks hold other values of, or take from the first rank."""
+        taken = [(rank, call.replaced[0]) for rank, s in enumerate(moment.ranks) for call in s.calls if call.replaced]
+        if taken:
+            rank, name = taken[0]
+            self.add(
+                Level.NOTE, "buffers of one rank",
+                f"the first rank's {name} replaces rank {rank}'s at every forward pass (broadcast_buffers of DDP): it "
+                "is made of the first rank's rows alone", moment.number,
+            )  # fmt: skip
         first, *others = [step.calls[0].buffers for step in moment.ranks if step.calls]
         for rank, held in enumerate(others, start=1):
             odd = [n for n, x in first.items() if n in held and not torch.equal(x, held[n])]

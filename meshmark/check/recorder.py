@@ -177,7 +177,10 @@ class Recorder:
         if module is bare and not self.entered:
             self.entered = True
             call.autocast = self._autocast() or call.autocast
-            call.buffers = _buffers(bare)  # DDP has broadcast the first rank's
+            now = _buffers(bare)  # DDP has broadcast the first rank's
+            held = {n: x for n, x in call.buffers.items() if n in now and x.dtype is now[n].dtype}
+            call.replaced = [n for n, x in held.items() if not _same(x, now[n])]
+            call.buffers = now
             if [id(t) for t in tensors_in((args, kwargs))] != self.given:
                 call.inputs = with_tensors((args, dict(kwargs)), _kept)
         elif self.entered or unwrapped(module) is not bare:

@@ -42,6 +42,8 @@ class Call:
     """Training mode of every module."""
     autocast: torch.dtype | None
     buffers: dict[str, Tensor]
+    replaced: list[str] = field(default_factory=list)
+    """Buffers that a wrapper has replaced before it called the module, as DDP does by the first rank's."""
     outputs: list[Tensor] = field(default_factory=list)
     """The first elements of every output that has a gradient, with the output's norm appended."""
     gradients: list[Tensor | None] = field(default_factory=list)
