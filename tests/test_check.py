@@ -72,6 +72,23 @@ def test_right_scripts_of_trainers_and_in_bf16_are_right(script: str, seen: str)
     assert "not trained" not in printed and "gradients   off by" in printed, printed
 
 
+@pytest.mark.parametrize(
+    "script, code, words",
+    [
+        ("gan.py twice", 0, "6 steps of 2 ranks (DDP)"),
+        pytest.param("gan.py twice critic_kept", 1, "zero_grad missing", marks=pytest.mark.slow),
+        pytest.param("gan.py twice generator_kept", 1, "zero_grad missing", marks=pytest.mark.slow),
+        pytest.param("gan.py penalty", 3, "the script differentiates a gradient", marks=pytest.mark.slow),
+        ("chain.py", 0, "a mean over targets"),
+        pytest.param("chain.py undivided", 1, "losses of micro-batches or ranks are added up", marks=pytest.mark.slow),
+    ],
+)
+def test_two_models_are_judged(script: str, code: int, words: str) -> None:
+    name, *arguments = script.split()
+    found, printed = check("--nproc", 2, SCRIPTS / name, *arguments)
+    assert found == code and words in printed and "changed between steps" not in printed, printed
+
+
 def test_values_are_clipped_losses_weighed_and_buffers_compared() -> None:
     code, printed = check("--nproc", 2, "--objective", "tokens", SCRIPTS / "two_losses.py", "schedule")
     assert code == 0 and "elements clipped to 0.01" in printed, printed

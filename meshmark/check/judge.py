@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -14,7 +15,7 @@ from meshmark.check.exact import Product, Recomputer
 from meshmark.check.gradients import FACTOR, LEFT_OVER, UNSEEN, Comparison, Expected, compare, explain
 from meshmark.check.objective import MEANS, Objective, UnseenError, objective_of, scaled_total
 from meshmark.check.pieces import CannotTellError
-from meshmark.check.recording import Clip
+from meshmark.check.recording import Call, Clip
 from meshmark.check.rows import repeated_rows, shared_rows
 from meshmark.check.run import Moment, Run
 from meshmark.check.updates import UnknownOptimizerError, Updates, explain_update
@@ -44,6 +45,8 @@ class Judge:
     worst: float = 0.0
     detects: float = 0.0
     """The smallest relative error that would have been detected in every gradient."""
+    uncleared: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    """Gradients of every replica as they were before this step, if nothing has cleared them."""
     widest: str = ""
     """The parameter for which that error is needed."""
     clips: list[str] = field(default_factory=list)
@@ -64,7 +67,7 @@ class Judge:
             self._go()
         except CannotTellError as reason:
             self.add(Level.UNKNOWN, "not judged", str(reason))
-        micro = len(run.folder.step(0, 0).calls) if run.num_steps else 0
+        micro = _micro_batches(run.folder.step(0, 0).calls) if run.num_steps else 0
         if 0 < run.num_steps < self.asked:
             self.add(Level.NOTE, "fewer steps", f"the script took {run.num_steps}, and {self.asked} were asked for")
         together = max(len(f.partners) for f in run.facts)
@@ -91,12 +94,12 @@ class Judge:
             same.append(shared_rows([s.calls for s in moment.readers]))
             if previous is not None:
                 repeats.append(repeated_rows(previous.ranks[0].calls, moment.ranks[0].calls))
-                if any(s.before for s in moment.ranks):
+                if any(s.changed for s in moment.ranks):
                     self.add(
                         Level.NOTE, "parameters changed between steps",
                         "something other than the optimizer changed them (averaging, reset, loaded?)", number,
                     )  # fmt: skip
-            self._gradients(recomputer, moment, previous)
+            self._gradients(recomputer, moment)
             self._clipping(moment)
             try:
                 for rank, (step, own) in enumerate(zip(moment.ranks, updates, strict=True)):
@@ -138,7 +141,7 @@ class Judge:
 
     # The parts of a step
 
-    def _gradients(self, recomputer: Recomputer, moment: Moment, previous: Moment | None) -> None:
+    def _gradients(self, recomputer: Recomputer, moment: Moment) -> None:
         run, number = self.run, moment.number
         eps = max(torch.finfo(d).eps for d in run.facts[0].dtypes.values())
         parts: list[list[dict[str, Tensor]]] = []
@@ -189,7 +192,7 @@ class Judge:
         if not number:
             self.factor = _factor(gradients, total, len(run.readers))
         exact = {name: self.factor * x for name, x in total.items()}
-        micro = max(len(of_rank) for of_rank in parts)
+        micro = max(_micro_batches(step.calls) for step in moment.readers)
         known = self._known(micro)
         found: dict[int, Comparison] = {}
         again: dict[str, Tensor] | None = None
@@ -204,9 +207,7 @@ class Judge:
                 self.worst = max(self.worst, comparison.worst)
                 self.detects, self.widest = max((self.detects, self.widest), (comparison.detects, comparison.widest))
                 continue
-            before = None
-            if previous is not None:
-                before = {n: g.double() for n, g in previous.clipped[owner].items()}
+            before = self.uncleared.get(owner)
             if recomputer.recomputes and again is None:
                 again = self._recomputed(recomputer, moment)
             if again is not None and _is_multiple(gradients[owner], again, comparison.wrong):
@@ -249,6 +250,7 @@ class Judge:
                 self.unseen = self.unseen or "the script scales gradients itself"
                 continue
             self.add(Level.WRONG, told.fault, detail, number)
+        self._note_uncleared(moment, parts)
         if not any(c.wrong for c in found.values()):
             try:
                 self.objectives.append(objective_of(moment.readers, self.factor))
@@ -256,6 +258,15 @@ class Judge:
                 self.unseen = str(reason)
         else:
             self.unseen = self.unseen or "gradients are not those of the recorded rows"
+
+    def _note_uncleared(self, moment: Moment, parts: list[list[dict[str, Tensor]]]) -> None:
+        """Note what gradients hold if nothing clears them: of parameters that are not stepped, everything so far."""
+        for owner in dict.fromkeys(self.run.owners):
+            held, stepped = self.uncleared.setdefault(owner, {}), moment.clipped[owner]
+            held |= {name: g.double() for name, g in stepped.items()}
+            for part in (part for of_rank in parts for part in of_rank):
+                for name in part.keys() - stepped.keys():
+                    held[name] = held.get(name, torch.zeros(())) + self.factor * part[name]
 
     def _recomputed(self, recomputer: Recomputer, moment: Moment) -> dict[str, Tensor]:
         """Return the gradients of activations that are computed again in the backward pass, as by the script."""
@@ -513,6 +524,11 @@ class Judge:
         elif not self.objective and "tokens" not in candidates and not is_sum:
             kind = "a mean of means" if "ranks" in candidates else "another objective than the mean over targets"
             self.add(Level.NOTE, kind, f"{uneven}; `--objective tokens` makes it a failure")
+
+
+def _micro_batches(calls: list[Call]) -> int:
+    """Return how often a step called the model that it called most."""
+    return max(Counter(call.root for call in calls).values(), default=0)
 
 
 def _factor(gradients: Mapping[int, Mapping[str, Tensor]], total: Mapping[str, Tensor], world: int) -> float:

@@ -11,6 +11,7 @@ import functools
 import inspect
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -58,6 +59,10 @@ LOSSES = (
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
 )
+DIFFERENTIATES = (
+    "the script differentiates a gradient (create_graph=True), as a gradient penalty does: what that adds to the "
+    "gradients of parameters passes no output of the model, where gradients are recorded"
+)
 SKETCHED = 512
 """Number of elements kept of each output."""
 MEET_SECONDS = 60.0
@@ -104,6 +109,8 @@ class Recorder:
         self.pieces: dict[str, Piece] = {}
         self.last: dict[str, Tensor] = {}
         self.optimizers: list[Optimizer] = []
+        self.taken: Counter[int] = Counter()
+        """Number of steps of each optimizer."""
         self.held: set[str] = set()
         """Parameters that an optimizer holds."""
         self.strangers = 0
@@ -116,6 +123,8 @@ class Recorder:
         self.unscaled = True
         self.opened: tuple[Call, nn.Module] | None = None
         """The call of the outermost module that has just begun, and that module without wrappers."""
+        self.differentiates = False
+        """Whether the script has built a graph of a gradient."""
         self.entering = 1.0
         """Factor by which a wrapper has multiplied the gradient that `_saw_gradient` sees next."""
         self.entered = False
@@ -198,7 +207,7 @@ class Recorder:
             tensors = args[0] if args else kwargs.get("tensors")
             tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors or ())
             if kwargs.get("create_graph") or (len(args) > 3 and args[3]):
-                self.refuse("the script differentiates a gradient (create_graph=True)")
+                self.refuse(DIFFERENTIATES)
             self._look_past_outputs(tensors)
             if self.step is not None:
                 self.step.losses += [float(t.detach()) for t in tensors if t.numel() == 1]
@@ -307,6 +316,7 @@ class Recorder:
             if optimizer not in self.optimizers:
                 self.optimizers.append(optimizer)
             which = self.optimizers.index(optimizer)
+            self.taken[which] += 1
             earlier = {name for g in step.groups if g.optimizer == which for name in g.names}
             groups = [(group, self._held(group["params"])) for group in optimizer.param_groups]
             if earlier & {name for _, names in groups for name in names}:
@@ -437,8 +447,11 @@ class Recorder:
             if not self.number:
                 self.began = time.perf_counter()
             now = self._values()
-            if self.last.keys() != now.keys() or not all(_same(self.last[n], now[n]) for n in now):
+            self.step.changed = not all(_same(self.last[n], now[n]) for n in now if n in self.last)
+            if self.last.keys() != now.keys() or self.step.changed:
                 self.step.before = now
+        elif new := self.parameters.keys() - (self.step.before or self.last).keys():  # of a model not called before
+            self.step.before = (self.step.before or self.last) | self._values(new)
         if root not in self.copies and self.rank == 0:
             outer = self.outers[root]
             self.copies[root] = bare_copy(outer if unwrapped(outer) is self.roots[root] else module)
@@ -461,6 +474,7 @@ class Recorder:
             if tensor.grad_fn is not None:  # made by another module that was called before
                 for _, earlier, number in self._ends_before([(tensor.grad_fn, tensor.output_nr)]):
                     earlier.used.add(number)
+                    earlier.feeds = True
         return call
 
     def _observe_outputs(self, call: Call, outputs: Any) -> None:  # noqa: ANN401
@@ -510,9 +524,12 @@ class Recorder:
                 found.append(self.ends[id(node), number])
                 continue
             if (id(node), number) in self.old_ends:
+                if self._carried_over(self.old_ends[id(node), number][1]):
+                    found.append(self.ends[id(node), number])
+                    continue
                 self.refuse(
-                    "an output of a model enters a loss after an optimizer has stepped, as where a generator's images "
-                    "serve two steps; a step is judged by the calls since the step before"
+                    "an output of a model enters losses of two optimizer steps; a step is judged by the calls since "
+                    "the step before"
                 )
                 break
             if len(seen) > MOST_NODES:
@@ -522,12 +539,26 @@ class Recorder:
             if isinstance(variable, nn.Parameter) and not leaves:
                 name = self.names.get(id(variable), f"a parameter of shape {tuple(variable.shape)}")
                 self.refuse(
-                    f"the loss reaches {name} by another way than the outputs of a module that the script calls, "
+                    DIFFERENTIATES
+                    if self.differentiates
+                    else f"the loss reaches {name} by another way than the outputs of a module that the script calls, "
                     "such as a penalty on weights or a value kept as an attribute"
                 )
                 break
             queue += [(inner, nr) for inner, nr in node.next_functions if inner is not None]
         return found
+
+    def _carried_over(self, call: Call) -> bool:
+        """Count a call of the step before as one of this step, and return whether that is possible.
+
+        A generator's images may serve two steps: detached for the discriminator's, and then for its own.
+        """
+        if self.step is None or any(g is not None for g in call.gradients):
+            return False
+        self.step.calls.insert(0, call)
+        own = [key for key, (_, of, _) in self.old_ends.items() if of is call]
+        self.ends |= {key: self.old_ends.pop(key) for key in own}
+        return True
 
     def _note_term(self, name: str, args: Any, kwargs: Any, result: Tensor) -> None:  # noqa: ANN401
         target = kwargs.get("target", args[1] if len(args) > 1 else None)
@@ -574,10 +605,15 @@ class Recorder:
             except (OSError, TypeError, AttributeError, ValueError) as error:
                 self.refuse(f"a step cannot be recorded: {type(error).__name__}: {error}")
         self.old_ends, self.ends = self.ends, {}
-        if self.reason or self.number >= self.steps:
+        if self.reason or self._is_enough():
             self.active = False
             self.folder.meet(self.rank, self.world, MEET_SECONDS)
             raise EnoughError
+
+    def _is_enough(self) -> bool:
+        """Return whether every optimizer has taken its steps. Those that take turns get twice as many in all."""
+        few = min(self.taken.values(), default=0) < self.steps
+        return self.number >= (2 * self.steps if few else self.steps)
 
     def refuse(self, reason: str) -> None:
         """Record why no verdict can be given. The script ends at its next step."""
@@ -622,8 +658,9 @@ class Recorder:
             found += flat or ([self.names[id(p)]] if id(p) in self.names else [])
         return found
 
-    def _values(self) -> dict[str, Tensor]:
-        return {name: _kept(self._part(name, local(p))) for name, p in self.parameters.items()}
+    def _values(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        wanted = self.parameters if names is None else names
+        return {name: _kept(self._part(name, local(self.parameters[name]))) for name in wanted}
 
     def _gradients(self, names: Iterable[str]) -> dict[str, Tensor]:
         found = {}
@@ -699,6 +736,15 @@ def install(recorder: Recorder) -> None:
         return recorder.around_backward(backward, args, kwargs)
 
     torch.autograd.backward = observed_backward
+
+    grad = torch.autograd.grad
+
+    @functools.wraps(grad)
+    def observed_grad(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        recorder.differentiates |= bool(kwargs.get("create_graph") or (len(args) > 4 and args[4]))
+        return grad(*args, **kwargs)
+
+    torch.autograd.grad = observed_grad
 
     for name in LOSSES:
         setattr(F, name, _observed_loss(recorder, name, getattr(F, name)))

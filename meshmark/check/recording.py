@@ -53,6 +53,8 @@ class Call:
     nested: bool = False
     """Whether one of these outputs is computed from another."""
     terms: list[Term] = field(default_factory=list)
+    feeds: bool = False
+    """Whether an output entered another module that the script called."""
     scale: float = 1.0
     """Factor by which a `GradScaler` had multiplied the loss."""
     entering: float = 1.0
@@ -105,7 +107,9 @@ class Step:
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
     """State of the optimizer before the first recorded step, by parameter."""
     before: dict[str, Tensor] = field(default_factory=dict)
-    """Parameters when the step began."""
+    """Parameters when the step began. Empty if they are those after the step before."""
+    changed: bool = False
+    """Whether something other than the optimizer has changed parameters since the step before."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """Gradients that the optimizer received."""
     after: dict[str, Tensor] = field(default_factory=dict)
