@@ -65,6 +65,8 @@ def bare_copy(root: nn.Module) -> nn.Module:
         original = shell.__dict__.pop("_original_forward", None)
         if original is not None:  # Accelerate's autocast is around it
             shell.__dict__.pop("forward", None)
+            if getattr(original, "__func__", None) is not type(shell).forward:  # replaced before, as TRL does
+                shell.__dict__["forward"] = original
         redirect_forward(shell)
         if "_trainer" in vars(shell):  # a LightningModule's, which is in no loop when it is computed again
             shell.__dict__["log"] = shell.__dict__["log_dict"] = _log_nothing
