@@ -75,7 +75,7 @@ def test_right_scripts_of_trainers_and_in_bf16_are_right(script: str, seen: str)
 @pytest.mark.parametrize(
     "script, code, words",
     [
-        ("gan.py twice", 0, "6 steps of 2 ranks (DDP)"),
+        pytest.param("gan.py twice", 0, "6 steps of 2 ranks (DDP)", marks=pytest.mark.slow),
         pytest.param("gan.py twice critic_kept", 1, "zero_grad missing", marks=pytest.mark.slow),
         pytest.param("gan.py twice generator_kept", 1, "zero_grad missing", marks=pytest.mark.slow),
         pytest.param("gan.py penalty", 3, "the script differentiates a gradient", marks=pytest.mark.slow),
@@ -218,6 +218,17 @@ def test_a_wrapper_that_the_script_calls_past_is_named() -> None:
     code, printed = check("--nproc", 2, SCRIPTS / "tried_first.py", "bypass")
     assert code == 1 and "missing reduction" in printed and "2 ranks (DDP)" in printed, printed
     assert "called past the DistributedDataParallel around it" in printed, printed
+
+
+@pytest.mark.slow
+def test_a_forward_pass_that_was_replaced_before_accelerate_wraps_it_is_recomputed(tmp_path: Path) -> None:
+    source = (SCRIPTS / "accelerate_loop.py").read_text()
+    source = source.replace("cpu=True)", "cpu=True, mixed_precision='bf16')").replace("import sys", "import sys, types")
+    replaced = "model.forward = types.MethodType(lambda self, x: nn.Sequential.forward(self, 3 * x), model)"
+    source = source.replace("    optimizer = torch", f"    {replaced}\n    optimizer = torch", 1)
+    (tmp_path / "replaced.py").write_text(source)
+    code, printed = check("--nproc", 2, tmp_path / "replaced.py")
+    assert code == 0 and "RIGHT: replaced.py" in printed, printed
 
 
 @pytest.mark.slow
