@@ -232,6 +232,15 @@ def test_a_forward_pass_that_was_replaced_before_accelerate_wraps_it_is_recomput
 
 
 @pytest.mark.slow
+def test_checkpointed_activations_are_right_also_if_the_script_clips_by_hand(tmp_path: Path) -> None:
+    source = (SCRIPTS / "mixed.py").read_text()
+    clipped = source.replace("optimizer.step()", "model.clip_grad_norm_(0.1); optimizer.step()")
+    (tmp_path / "by_hand.py").write_text(clipped)
+    code, printed = check("--nproc", 2, tmp_path / "by_hand.py", "fsdp1")
+    assert code == 0 and "scaled by the script" in printed, printed
+
+
+@pytest.mark.slow
 def test_rounding_that_would_hide_errors_is_noted(tmp_path: Path) -> None:
     """The gradient of a shift of all logits nearly cancels, so that little of it is left in 16 bits."""
     source = (SCRIPTS / "mixed.py").read_text()

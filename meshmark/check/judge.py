@@ -210,7 +210,8 @@ class Judge:
             before = self.uncleared.get(owner)
             if recomputer.recomputes and again is None:
                 again = self._recomputed(recomputer, moment)
-            if again is not None and _is_multiple(gradients[owner], again, comparison.wrong):
+            scaled_only = _is_multiple(gradients[owner], exact, comparison.wrong)
+            if again is not None and not scaled_only and _is_multiple(gradients[owner], again, comparison.wrong):
                 self.add(
                     Level.WRONG, Fault.BACKWARD,
                     "activations that torch.utils.checkpoint computes again are not those of the forward pass: random "
