@@ -72,6 +72,23 @@ def test_right_scripts_of_trainers_and_in_bf16_are_right(script: str, seen: str)
     assert "not trained" not in printed and "gradients   off by" in printed, printed
 
 
+@pytest.mark.parametrize(
+    "script, code, words",
+    [
+        pytest.param("gan.py twice", 0, "6 steps of 2 ranks (DDP)", marks=pytest.mark.slow),
+        pytest.param("gan.py twice critic_kept", 1, "zero_grad missing", marks=pytest.mark.slow),
+        pytest.param("gan.py twice generator_kept", 1, "zero_grad missing", marks=pytest.mark.slow),
+        pytest.param("gan.py penalty", 3, "the script differentiates a gradient", marks=pytest.mark.slow),
+        ("chain.py", 0, "a mean over targets"),
+        pytest.param("chain.py undivided", 1, "losses of micro-batches or ranks are added up", marks=pytest.mark.slow),
+    ],
+)
+def test_two_models_are_judged(script: str, code: int, words: str) -> None:
+    name, *arguments = script.split()
+    found, printed = check("--nproc", 2, SCRIPTS / name, *arguments)
+    assert found == code and words in printed and "changed between steps" not in printed, printed
+
+
 def test_values_are_clipped_losses_weighed_and_buffers_compared() -> None:
     code, printed = check("--nproc", 2, "--objective", "tokens", SCRIPTS / "two_losses.py", "schedule")
     assert code == 0 and "elements clipped to 0.01" in printed, printed
@@ -82,7 +99,8 @@ def test_values_are_clipped_losses_weighed_and_buffers_compared() -> None:
 @pytest.mark.slow
 def test_a_buffer_that_the_first_rank_broadcasts_is_that_of_all() -> None:
     code, printed = check("--nproc", 2, SCRIPTS / "two_losses.py", "broadcast")
-    assert code == 0 and "center" not in printed, printed
+    assert code == 0 and "ranks 0 and 1 hold other values" not in printed, printed
+    assert "the first rank's center replaces rank 1's at every forward pass" in printed, printed
 
 
 @pytest.mark.parametrize(
@@ -111,6 +129,126 @@ def test_defects_in_bf16_are_found_and_named(script: str, words: str) -> None:
 def test_the_cause_that_a_thread_found_is_said(thread: str, code: int, words: str) -> None:
     found, printed = check("--nproc", 2, SCRIPTS / "threads.py", thread)
     assert found == code and words in printed, printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script",
+    [
+        "deepspeed_loop.py 0",
+        "deepspeed_loop.py 1 bf16",
+        "deepspeed_loop.py 2 round_robin",
+        "deepspeed_loop.py 3",
+        "deepspeed_loop.py 3 bf16",
+        "deepspeed_loop.py 2 torch_style",
+        "accelerate_loop.py zero 2",
+        "hf_trainer.py zero 3",
+    ],
+)
+def test_right_scripts_with_deepspeed_are_right(script: str) -> None:
+    name, *arguments = script.split()
+    code, printed = check("--nproc", 2, SCRIPTS / name, *arguments)
+    assert code == 0 and f"RIGHT: {name}" in printed and "(DeepSpeed), 2 micro-batches" in printed, printed
+    assert "clipping    norm" in printed and "updates     AdamW: off by" in printed, printed
+    assert "a mean over" in printed, printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script, words",
+    [
+        ("2 same_rows", "ranks read the same rows"),
+        ("1 divided_twice", "the loss or its gradient is divided twice"),
+        ("2 torch_style divided_twice", "the loss or its gradient is divided twice"),
+        ("2 counted_twice", "only the last of 4 micro-batches"),
+        ("0 never_reduced", "missing reduction"),
+        ("3 predivided", "times the right gradient"),
+        ("2 clipped_by_torch", "clipping has no effect"),
+        ("3 bypass", "a module is called past the DeepSpeedEngine around it"),
+    ],
+)
+def test_defects_with_deepspeed_are_found_and_named(script: str, words: str) -> None:
+    code, printed = check("--nproc", 2, SCRIPTS / "deepspeed_loop.py", *script.split())
+    assert code == 1 and "WRONG: deepspeed_loop.py" in printed and words in printed, printed
+
+
+@pytest.mark.parametrize(
+    "num_ranks, script",
+    [
+        (2, "sequence"),
+        pytest.param(2, "", marks=pytest.mark.slow),
+        pytest.param(4, "fsdp", marks=pytest.mark.slow),
+        pytest.param(4, "fsdp sequence", marks=pytest.mark.slow),
+    ],
+)
+def test_tensor_parallelism_is_right(num_ranks: int, script: str) -> None:
+    code, printed = check("--nproc", num_ranks, SCRIPTS / "tensor_parallel.py", *script.split())
+    assert code == 0 and "tensor parallelism over 2)" in printed, printed
+    assert "updates     AdamW: off by" in printed and "a mean over targets" in printed, printed
+    assert "clipping    norm" in printed or "sequence" not in script, printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "num_ranks, script, code, words",
+    [
+        (2, "sequence norms_left_out", 1, "each rank keeps its own summand"),
+        (2, "sequence undivided", 1, "losses of micro-batches or ranks are added up"),
+        (4, "fsdp sequence same_rows", 1, "ranks read the same rows"),
+        (2, "sequence rows_by_rank", 3, "was data split by rank, not by data-parallel group?"),
+    ],
+)
+def test_defects_with_tensor_parallelism_are_named(num_ranks: int, script: str, code: int, words: str) -> None:
+    found, printed = check("--nproc", num_ranks, SCRIPTS / "tensor_parallel.py", *script.split())
+    assert found == code and words in printed, printed
+
+
+@pytest.mark.slow
+def test_a_deepspeed_engine_with_masters_that_are_not_seen_is_refused() -> None:
+    code, printed = check("--nproc", 2, SCRIPTS / "deepspeed_loop.py", 0, "bf16")
+    assert code == 3 and "a DeepSpeed engine with bf16 without ZeRO" in printed, printed
+
+
+def test_a_model_that_is_tried_out_before_it_is_wrapped_is_judged_as_wrapped() -> None:
+    code, printed = check("--nproc", 2, SCRIPTS / "tried_first.py")
+    assert code == 0 and "(FSDP2)" in printed, printed
+
+
+def test_a_wrapper_that_the_script_calls_past_is_named() -> None:
+    code, printed = check("--nproc", 2, SCRIPTS / "tried_first.py", "bypass")
+    assert code == 1 and "missing reduction" in printed and "2 ranks (DDP)" in printed, printed
+    assert "called past the DistributedDataParallel around it" in printed, printed
+
+
+@pytest.mark.slow
+def test_a_forward_pass_that_was_replaced_before_accelerate_wraps_it_is_recomputed(tmp_path: Path) -> None:
+    source = (SCRIPTS / "accelerate_loop.py").read_text()
+    source = source.replace("cpu=True)", "cpu=True, mixed_precision='bf16')").replace("import sys", "import sys, types")
+    replaced = "model.forward = types.MethodType(lambda self, x: nn.Sequential.forward(self, 3 * x), model)"
+    source = source.replace("    optimizer = torch", f"    {replaced}\n    optimizer = torch", 1)
+    (tmp_path / "replaced.py").write_text(source)
+    code, printed = check("--nproc", 2, tmp_path / "replaced.py")
+    assert code == 0 and "RIGHT: replaced.py" in printed, printed
+
+
+@pytest.mark.slow
+def test_checkpointed_activations_are_right_also_if_the_script_clips_by_hand(tmp_path: Path) -> None:
+    source = (SCRIPTS / "mixed.py").read_text()
+    clipped = source.replace("optimizer.step()", "model.clip_grad_norm_(0.1); optimizer.step()")
+    (tmp_path / "by_hand.py").write_text(clipped)
+    code, printed = check("--nproc", 2, tmp_path / "by_hand.py", "fsdp1")
+    assert code == 0 and "scaled by the script" in printed, printed
+
+
+@pytest.mark.slow
+def test_rounding_that_would_hide_errors_is_noted(tmp_path: Path) -> None:
+    """The gradient of a shift of all logits nearly cancels, so that little of it is left in 16 bits."""
+    source = (SCRIPTS / "mixed.py").read_text()
+    source = source.replace("self.keeps_masks =", "self.shift = nn.Parameter(torch.zeros(1)); self.keeps_masks =")
+    slope = "(1 + 0.02 * torch.arange(61, dtype=x.dtype) / 61)"
+    (tmp_path / "shift.py").write_text(source.replace("self.head(x)", f"self.head(x) + self.shift * {slope}"))
+    code, printed = check("--nproc", 2, tmp_path / "shift.py", "weights")
+    assert code == 0 and "in the gradient of shift, rounding would hide errors" in printed, printed
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshmark.check.mixed_precision import note_casts
-from meshmark.check.pieces import bare_modules, local, unwrapped
+from meshmark.check.pieces import bare_modules, local, unwrapped, whole_shape
 
 _HOOKS = (
     "_forward_hooks",
@@ -65,6 +65,8 @@ def bare_copy(root: nn.Module) -> nn.Module:
         original = shell.__dict__.pop("_original_forward", None)
         if original is not None:  # Accelerate's autocast is around it
             shell.__dict__.pop("forward", None)
+            if getattr(original, "__func__", None) is not type(shell).forward:  # replaced before, as TRL does
+                shell.__dict__["forward"] = original
         redirect_forward(shell)
         if "_trainer" in vars(shell):  # a LightningModule's, which is in no loop when it is computed again
             shell.__dict__["log"] = shell.__dict__["log_dict"] = _log_nothing
@@ -135,7 +137,9 @@ def _all(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _empty(parameter: Tensor) -> nn.Parameter:
-    return nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad)
+    return nn.Parameter(
+        torch.zeros(whole_shape(parameter), dtype=parameter.dtype), requires_grad=parameter.requires_grad
+    )
 
 
 def _copied(key: str, value: Any, memo: dict[int, Any]) -> Any:  # noqa: ANN401

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshmark.check.bare import bare_copy
+from meshmark.check.deepspeed_engine import keeping_activations
 from meshmark.check.mixed_precision import cast_as_noted
 from meshmark.check.pieces import CannotTellError, bare_modules
 from meshmark.check.recorder import SKETCHED
@@ -141,7 +142,7 @@ class Recomputer:
         args, kwargs = with_tensors(call.inputs, nudged)
         torch.set_rng_state(call.random_state)
         keeping = contextlib.nullcontext() if recompute else _without_recomputation(self._note_recomputation)
-        with _surroundings(exact, call.autocast), keeping:
+        with _surroundings(exact, call.autocast), keeping, keeping_activations():
             outputs = model(*args, **kwargs)
         found = [t for t in tensors_in(outputs) if t.requires_grad and t.grad_fn is not None]
         if len(found) != len(call.gradients):

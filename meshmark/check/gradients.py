@@ -30,6 +30,8 @@ class Comparison:
     """The largest distance, relative to the gradient."""
     detects: float
     """The smallest relative error that would have been detected in every gradient."""
+    widest: str
+    """The parameter for which that error is needed."""
     unseen: float
     """The smallest relative error of the whole gradient that would have been detected."""
 
@@ -42,7 +44,7 @@ def compare(own: Tensors, exact: Tensors, noise: Mapping[str, float], eps: float
     scales = {name: float(x.norm()) for name, x in exact.items()}
     whole = float(np.sqrt(sum(s * s for s in scales.values()))) or 1.0
     usual = float(np.median([n for n in noise.values()] or [0.0]))
-    wrong, worst, detects, tolerances = [], 0.0, 0.0, 0.0
+    wrong, worst, detects, widest, tolerances = [], 0.0, 0.0, "", 0.0
     for name, x in exact.items():
         y = own.get(name)
         distance = float((y.double() - x).norm()) if y is not None else scales[name]
@@ -52,13 +54,14 @@ def compare(own: Tensors, exact: Tensors, noise: Mapping[str, float], eps: float
         tolerances += tolerance**2
         if scales[name] > 1e-5 * whole:
             worst = max(worst, distance / scales[name])
-            detects = max(detects, tolerance / scales[name])
+            detects, widest = max((detects, widest), (tolerance / scales[name], name))
         if distance > tolerance:
             wrong.append((distance / tolerance, name))
     return Comparison(
         wrong=[name for _, name in sorted(wrong, reverse=True)],
         worst=worst,
         detects=detects,
+        widest=widest,
         unseen=float(np.sqrt(tolerances)) / whole,
     )
 

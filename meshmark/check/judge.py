@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -14,7 +15,7 @@ from meshmark.check.exact import Product, Recomputer
 from meshmark.check.gradients import FACTOR, LEFT_OVER, UNSEEN, Comparison, Expected, compare, explain
 from meshmark.check.objective import MEANS, Objective, UnseenError, objective_of, scaled_total
 from meshmark.check.pieces import CannotTellError
-from meshmark.check.recording import Clip
+from meshmark.check.recording import Call, Clip
 from meshmark.check.rows import repeated_rows, shared_rows
 from meshmark.check.run import Moment, Run
 from meshmark.check.updates import UnknownOptimizerError, Updates, explain_update
@@ -43,6 +44,11 @@ class Judge:
     unseen: str = ""
     worst: float = 0.0
     detects: float = 0.0
+    """The smallest relative error that would have been detected in every gradient."""
+    uncleared: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    """Gradients of every replica as they were before this step, if nothing has cleared them."""
+    widest: str = ""
+    """The parameter for which that error is needed."""
     clips: list[str] = field(default_factory=list)
     factor: float = 1.0
     """Factor by which the reduction multiplies each rank's gradient."""
@@ -61,10 +67,12 @@ class Judge:
             self._go()
         except CannotTellError as reason:
             self.add(Level.UNKNOWN, "not judged", str(reason))
-        micro = len(run.folder.step(0, 0).calls) if run.num_steps else 0
+        micro = _micro_batches(run.folder.step(0, 0).calls) if run.num_steps else 0
         if 0 < run.num_steps < self.asked:
             self.add(Level.NOTE, "fewer steps", f"the script took {run.num_steps}, and {self.asked} were asked for")
-        wrapped = ", ".join(run.wrappers) or "no wrapper"
+        together = max(len(f.partners) for f in run.facts)
+        parts = [f"tensor parallelism over {together}"] if together > 1 else []
+        wrapped = ", ".join([*run.wrappers, *parts]) or "no wrapper"
         verdict.setting = f"{_count(run.num_steps, 'step')} of {_count(run.world, 'rank')} ({wrapped})" + (
             f", {micro} micro-batches a step" if micro > 1 else ""
         )
@@ -81,16 +89,17 @@ class Judge:
             moment = run.moment(number)
             if not number:
                 self._report_strange_tensors()
+                self._report_bypass()
                 self._replicas(moment.before, moment, "before the first step")
-            same.append(shared_rows([s.calls for s in moment.ranks]))
+            same.append(shared_rows([s.calls for s in moment.readers]))
             if previous is not None:
                 repeats.append(repeated_rows(previous.ranks[0].calls, moment.ranks[0].calls))
-                if any(s.before for s in moment.ranks):
+                if any(s.changed for s in moment.ranks):
                     self.add(
                         Level.NOTE, "parameters changed between steps",
                         "something other than the optimizer changed them (averaging, reset, loaded?)", number,
                     )  # fmt: skip
-            self._gradients(recomputer, moment, previous)
+            self._gradients(recomputer, moment)
             self._clipping(moment)
             try:
                 for rank, (step, own) in enumerate(zip(moment.ranks, updates, strict=True)):
@@ -108,6 +117,12 @@ class Judge:
         self._data(same, repeats)
         self._renewed(updates, moment)
         self._judge_objective()
+        if self.detects > UNSEEN:
+            self.add(
+                Level.NOTE, "errors would be hidden",
+                f"in the gradient of {self.widest}, rounding would hide errors of less than {self.detects:.2g} (a run "
+                "in float32 shows more)",
+            )  # fmt: skip
         self.verdict.lines["gradients"] = (
             f"off by {self.worst:.2g} of float64's at most; an error of {self.detects:.2g} would be seen"
             if self.detects
@@ -126,7 +141,7 @@ class Judge:
 
     # The parts of a step
 
-    def _gradients(self, recomputer: Recomputer, moment: Moment, previous: Moment | None) -> None:
+    def _gradients(self, recomputer: Recomputer, moment: Moment) -> None:
         run, number = self.run, moment.number
         eps = max(torch.finfo(d).eps for d in run.facts[0].dtypes.values())
         parts: list[list[dict[str, Tensor]]] = []
@@ -134,7 +149,7 @@ class Judge:
         for rank, step in enumerate(moment.ranks):
             parts.append([])
             values = moment.before[run.owners[rank]]
-            for index, call in enumerate(step.calls):
+            for index, call in enumerate(step.calls if rank in run.readers else ()):
                 if not call.used_gradients:
                     continue
                 right = recomputer.product(call, values)
@@ -175,9 +190,9 @@ class Judge:
             owner: {n: g.double() / scaled for n, g in moment.gradients[owner].items() if n in total} for owner in owned
         }
         if not number:
-            self.factor = _factor(gradients, total, run.world)
+            self.factor = _factor(gradients, total, len(run.readers))
         exact = {name: self.factor * x for name, x in total.items()}
-        micro = max(len(of_rank) for of_rank in parts)
+        micro = max(_micro_batches(step.calls) for step in moment.readers)
         known = self._known(micro)
         found: dict[int, Comparison] = {}
         again: dict[str, Tensor] | None = None
@@ -190,19 +205,30 @@ class Judge:
                 )
             if not comparison.wrong:
                 self.worst = max(self.worst, comparison.worst)
-                self.detects = max(self.detects, comparison.detects)
+                self.detects, self.widest = max((self.detects, self.widest), (comparison.detects, comparison.widest))
                 continue
-            before = None
-            if previous is not None:
-                before = {n: g.double() for n, g in previous.clipped[owner].items()}
+            before = self.uncleared.get(owner)
             if recomputer.recomputes and again is None:
                 again = self._recomputed(recomputer, moment)
-            if again is not None and _is_multiple(gradients[owner], again, comparison.wrong):
+            scaled_only = _is_multiple(gradients[owner], exact, comparison.wrong)
+            if again is not None and not scaled_only and _is_multiple(gradients[owner], again, comparison.wrong):
                 self.add(
                     Level.WRONG, Fault.BACKWARD,
                     "activations that torch.utils.checkpoint computes again are not those of the forward pass: random "
                     "numbers are drawn anew (preserve_rng_state=False?), or something has changed in between; "
                     f"{_named(comparison.wrong)} off by {min(comparison.worst, 1e9):.2g}", number,
+                )  # fmt: skip
+                continue
+            if (
+                all(n in moment.added for n in comparison.wrong)
+                and not compare(
+                    {n: moment.added[n] for n in comparison.wrong}, {n: exact[n] for n in comparison.wrong}, noise, eps
+                ).wrong
+            ):
+                self.add(
+                    Level.WRONG, Fault.NOT_REDUCED,
+                    f"{_named(comparison.wrong)} a sum over the tensor-parallel group, and each rank keeps its own "
+                    "summand (SequenceParallel missing?)", number,
                 )  # fmt: skip
                 continue
             expected = Expected(ranks=ranks, factor=self.factor, known=known)
@@ -225,18 +251,28 @@ class Judge:
                 self.unseen = self.unseen or "the script scales gradients itself"
                 continue
             self.add(Level.WRONG, told.fault, detail, number)
+        self._note_uncleared(moment, parts)
         if not any(c.wrong for c in found.values()):
             try:
-                self.objectives.append(objective_of(moment.ranks, self.factor))
+                self.objectives.append(objective_of(moment.readers, self.factor))
             except UnseenError as reason:
                 self.unseen = str(reason)
         else:
             self.unseen = self.unseen or "gradients are not those of the recorded rows"
 
+    def _note_uncleared(self, moment: Moment, parts: list[list[dict[str, Tensor]]]) -> None:
+        """Note what gradients hold if nothing clears them: of parameters that are not stepped, everything so far."""
+        for owner in dict.fromkeys(self.run.owners):
+            held, stepped = self.uncleared.setdefault(owner, {}), moment.clipped[owner]
+            held |= {name: g.double() for name, g in stepped.items()}
+            for part in (part for of_rank in parts for part in of_rank):
+                for name in part.keys() - stepped.keys():
+                    held[name] = held.get(name, torch.zeros(())) + self.factor * part[name]
+
     def _recomputed(self, recomputer: Recomputer, moment: Moment) -> dict[str, Tensor]:
         """Return the gradients of activations that are computed again in the backward pass, as by the script."""
         total: dict[str, Tensor] = {}
-        for rank, step in enumerate(moment.ranks):
+        for rank, step in zip(self.run.readers, moment.readers, strict=True):
             values = moment.before[self.run.owners[rank]]
             for call in step.calls:
                 if call.used_gradients:
@@ -262,7 +298,15 @@ class Judge:
             )  # fmt: skip
 
     def _buffers(self, moment: Moment) -> None:
-        """Note buffers, such as running statistics, that ranks hold other values of when they call the model."""
+        """Note buffers, such as running statistics, that ranks hold other values of, or take from the first rank."""
+        taken = [(rank, call.replaced[0]) for rank, s in enumerate(moment.ranks) for call in s.calls if call.replaced]
+        if taken:
+            rank, name = taken[0]
+            self.add(
+                Level.NOTE, "buffers of one rank",
+                f"the first rank's {name} replaces rank {rank}'s at every forward pass (broadcast_buffers of DDP): it "
+                "is made of the first rank's rows alone", moment.number,
+            )  # fmt: skip
         first, *others = [step.calls[0].buffers for step in moment.ranks if step.calls]
         for rank, held in enumerate(others, start=1):
             odd = [n for n, x in first.items() if n in held and not torch.equal(x, held[n])]
@@ -275,7 +319,7 @@ class Judge:
                 return
 
     def _known(self, micro: int) -> dict[str, float]:
-        world = self.run.world
+        world = len(self.run.readers)
         known: dict[str, float] = {}
         if world > 1:
             known |= {"the number of ranks": float(world), "1 / the number of ranks": 1 / world}
@@ -305,6 +349,14 @@ class Judge:
 
     def _clipping(self, moment: Moment) -> None:
         steps = moment.ranks
+        for step in steps:
+            if held := [name for name in step.clipped_nothing if name in step.gradients]:
+                self.add(
+                    Level.WRONG, Fault.CLIPPING,
+                    f"clipping has no effect: when it is called, none of its parameters has a gradient ({held[0]}). "
+                    "DeepSpeed's ZeRO keeps gradients elsewhere, and clips if its configuration has gradient_clipping",
+                    moment.number,
+                )  # fmt: skip
         if not any(s.clips for s in steps):
             return
         number = moment.number
@@ -367,6 +419,20 @@ class Judge:
             shown = f"norm {norms[0]:.4g}, below {clip.max_norm:g}"
         self.clips.append(f"{shown} (first step)")
 
+    def _report_bypass(self) -> None:
+        """Note that the script calls a module past its wrapper."""
+        names = [f.bypassed for f in self.run.facts if f.bypassed]
+        if names:
+            why = (
+                ", which then reduces no gradients"
+                if names[0] == "DistributedDataParallel"
+                else ", which then does not see the call"
+            )
+            self.add(
+                Level.NOTE, "wrapper bypassed",
+                f"a module is called past the {names[0]} around it{why} (call the wrapper, not its `.module`)",
+            )  # fmt: skip
+
     def _report_strange_tensors(self) -> None:
         """Report tensors of the optimizers that no model has, and parameters of a model that are in no optimizer."""
         strangers, held = self.run.facts[0].strangers, set(self.run.facts[0].held)
@@ -384,8 +450,10 @@ class Judge:
 
     def _replicas(self, tensors: Mapping[int, Mapping[str, Tensor]], moment: Moment, when: str) -> None:
         first, *others = tensors
-        for other in others:
-            odd = [n for n, x in tensors[first].items() if not torch.equal(x, tensors[other][n])]
+        for other in others:  # which may hold only what is not sharded
+            odd = [
+                n for n, x in tensors[first].items() if n in tensors[other] and not torch.equal(x, tensors[other][n])
+            ]
             if odd:
                 far = max(float((tensors[first][n].double() - tensors[other][n].double()).abs().max()) for n in odd)
                 told = f"ranks {first} and {other} hold other parameters {when}: {odd[0]}"
@@ -393,17 +461,18 @@ class Judge:
                 self.add(Level.WRONG, Fault.DRIFT, f"{told}, by up to {far:.2g}", moment.number)
                 self.verdict.lines.pop("replicas", None)
                 return
-        if others and Fault.DRIFT not in self.seen:
-            self.verdict.lines["replicas"] = f"{len(tensors)}, equal bit for bit before and after every step"
+        replicas = len(set(self.run.owners))
+        if replicas > 1 and Fault.DRIFT not in self.seen:
+            self.verdict.lines["replicas"] = f"{replicas}, equal bit for bit before and after every step"
 
     def _data(self, same: list[bool], repeats: list[bool]) -> None:
-        if self.run.world > 1 and same and all(same):
+        if len(self.run.readers) > 1 and same and all(same):
             self.add(
                 Level.WRONG, "ranks read the same rows",
                 "every row of rank 0 is a row of every other rank too (DistributedSampler missing, or one seed for "
                 "all?)",
             )  # fmt: skip
-        elif self.run.world > 1:
+        elif len(self.run.readers) > 1:
             self.verdict.lines["data"] = "ranks read different rows"
         if repeats and all(repeats):
             self.add(Level.NOTE, "the same rows at every step", "each step reads the batch of the one before")
@@ -422,12 +491,12 @@ class Judge:
             lines["objective"] = f"not judged: {self.unseen}"
             if self.objective:
                 self.add(Level.UNKNOWN, "objective not judged", self.unseen)
-            elif self.run.world > 1 and self.factor == 1.0 and self.detects:
+            elif len(self.run.readers) > 1 and self.factor == 1.0 and self.detects:
                 self.add(Level.NOTE, "summed over ranks", "right only if the script divides by the number of all rows")
             return
         found = max(self.objectives, key=lambda o: o.high - o.low)
         candidates = [c for c in MEANS if all(c in o.candidates for o in self.objectives)]
-        known = self._known(max(1, len(found.counts) // self.run.world))
+        known = self._known(max(1, len(found.counts) // len(self.run.readers)))
         off = scaled_total(found.total, known) if not found.several_terms else None
         if off:
             cause = (
@@ -456,6 +525,11 @@ class Judge:
         elif not self.objective and "tokens" not in candidates and not is_sum:
             kind = "a mean of means" if "ranks" in candidates else "another objective than the mean over targets"
             self.add(Level.NOTE, kind, f"{uneven}; `--objective tokens` makes it a failure")
+
+
+def _micro_batches(calls: list[Call]) -> int:
+    """Return how often a step called the model that it called most."""
+    return max(Counter(call.root for call in calls).values(), default=0)
 
 
 def _factor(gradients: Mapping[int, Mapping[str, Tensor]], total: Mapping[str, Tensor], world: int) -> float:

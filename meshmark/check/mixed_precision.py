@@ -1,4 +1,4 @@
-"""The dtypes in which FSDP's units compute, and how to compute in them without FSDP."""
+"""The dtypes in which FSDP's units and DeepSpeed's engines compute, and how to compute in them without a wrapper."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshmark.check.deepspeed_engine import engine_in, weights_dtype
 from meshmark.check.pieces import bare_modules, unwrapped
 from meshmark.check.tree import with_tensors
 
@@ -26,7 +27,16 @@ class Casts:
 
 
 def note_casts(root: nn.Module, shell_of: Callable[[nn.Module], nn.Module]) -> None:
-    """Note the casts of every FSDP unit of `root` on its copy, which `shell_of` returns."""
+    """Note the casts of every FSDP unit of `root` on its copy, which `shell_of` returns.
+
+    A DeepSpeed engine has cast the module itself. Its copy gets fp32 parameters, for the master weights.
+    """
+    engine = engine_in(root)
+    if engine is not None and (dtype := weights_dtype(engine)) is not None:
+        shell = shell_of(engine)
+        shell.__dict__[_ATTRIBUTE] = Casts(weights=dtype)
+        for parameter in shell.parameters():
+            parameter.data = parameter.data.float()
     for module, outermost in _units(root, True):
         shell_of(module).__dict__[_ATTRIBUTE] = _casts(module, outermost)
 

@@ -52,7 +52,7 @@ def objective_of(ranks: Sequence[Step], factor: float) -> Objective:
     `factor` is the factor by which the reduction multiplied each rank's gradients. If a loss has several terms, each
     is a mean of its own, whatever its weight. Raises `UnseenError` if no weights of targets were observed.
     """
-    called = [[term.name for term in _differentiated(call)] for step in ranks for call in step.calls]
+    called = [[term.name for term in _differentiated(call)] for step in ranks for call in _last_calls(step)]
     if not all(called):
         raise UnseenError("the loss is made by no loss function of torch.nn.functional")
     if any(names != called[0] for names in called):
@@ -69,6 +69,11 @@ def objective_of(ranks: Sequence[Step], factor: float) -> Objective:
     )
 
 
+def _last_calls(step: Step) -> list[Call]:
+    """Return the calls whose outputs entered a loss, not only another model, as an encoder's enter a decoder."""
+    return [call for call in step.calls if not call.feeds or _differentiated(call)]
+
+
 def _differentiated(call: Call) -> list[Term]:
     return [term for term in call.terms if term.gradient is not None]
 
@@ -78,13 +83,14 @@ def _objective_of_term(ranks: Sequence[Step], factor: float, number: int) -> Obj
     weights: list[np.ndarray] = []
     rows: list[np.ndarray] = []
     for step in ranks:
-        for call in step.calls:
+        for call in _last_calls(step):
             term = _differentiated(call)[number]
             if term.weighted:
                 raise UnseenError("classes or targets have weights of their own")
             each, by_row = _weights_of(term, call)
-            weights.append(each * factor / call.scale)
-            rows.append(by_row * factor / call.scale)
+            weight = factor / call.scale * (1.0 if term.inside else call.entering)
+            weights.append(each * weight)
+            rows.append(by_row * weight)
     pooled = np.concatenate(weights)
     total = float(pooled.sum())
     if not pooled.size or not total:
@@ -114,7 +120,7 @@ def _objective_of_term(ranks: Sequence[Step], factor: float, number: int) -> Obj
 def _by_rank(weights: list[np.ndarray], ranks: Sequence[Step]) -> list[list[np.ndarray]]:
     found, left = [], iter(weights)
     for step in ranks:
-        found.append([next(left) for _ in step.calls])
+        found.append([next(left) for _ in _last_calls(step)])
     return found
 
 

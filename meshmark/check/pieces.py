@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_forward_module")
 """Attributes under which wrappers of PyTorch's, and Fabric's, store the single module they wrap."""
-_DDP = ("DistributedDataParallel", "DataParallel")
+_WITH_MODULE = ("DistributedDataParallel", "DataParallel", "DeepSpeedEngine")
+"""Wrappers that store it as `module`, a name that other modules may have too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,24 +29,35 @@ class Piece:
     ranks: tuple[int, ...] = ()
     """Ranks that together hold one whole copy. Empty: this rank holds all of it."""
 
-    def put(self, whole: Tensor, part: Tensor) -> None:
-        """Copy `part` to its place in `whole`."""
+    def put(self, whole: Tensor, part: Tensor, *, add: bool = False) -> None:
+        """Copy `part` to its place in `whole`, or add it to what is there."""
+        place = self._place(whole, part)
+        place.copy_(place + part.reshape(place.shape) if add else part.reshape(place.shape))
+
+    def take(self, whole: Tensor, part: Tensor) -> Tensor:
+        """Return a copy of what lies in `whole` where `part` would."""
+        return self._place(whole, part).reshape(part.shape).clone()
+
+    def _place(self, whole: Tensor, part: Tensor) -> Tensor:
         if self.offset is None:
-            whole.view(-1)[self.start : self.start + part.numel()] = part.reshape(-1).to(whole.dtype)
-        else:
-            place = tuple(slice(o, o + n) for o, n in zip(self.offset, part.shape, strict=True))
-            whole[place] = part.to(whole.dtype)
+            return whole.view(-1)[self.start : self.start + part.numel()]
+        return whole[tuple(slice(o, o + n) for o, n in zip(self.offset, part.shape, strict=True))]
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the user's module inside wrappers such as DDP, FSDP1 or `torch.compile`."""
-    while True:
-        # Not by `or`: a container without modules is false, and a compiled module has no length.
-        names = ("module", *WRAPPED) if type(module).__name__ in _DDP else WRAPPED
-        inner = next((module._modules[name] for name in names if module._modules.get(name) is not None), None)
-        if inner is None:
-            return module
-        module = inner
+    *_, inner = layers(module)
+    return inner
+
+
+def layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the wrappers around the user's module, the outermost first, and then that module."""
+    yield module
+    # Not by `or`: a container without modules is false, and a compiled module has no length.
+    names = ("module", *WRAPPED) if type(module).__name__ in _WITH_MODULE else WRAPPED
+    inner = next((module._modules[name] for name in names if module._modules.get(name) is not None), None)
+    if inner is not None:
+        yield from layers(inner)
 
 
 def bare_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -69,6 +81,11 @@ def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
+def whole_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Return the shape of the whole parameter. ZeRO 3 leaves an empty tensor in its place."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
 def is_dtensor(tensor: object) -> bool:
     return type(tensor).__name__ == "DTensor"
 
@@ -85,9 +102,9 @@ class CannotTellError(Exception):
 
 
 def piece_of(name: str, parameter: Tensor) -> Piece:
-    """Return the place of this rank's part of `parameter` in the whole.
+    """Return the place of this rank's part of a parameter or gradient in the whole.
 
-    Raises `CannotTellError` for partial sums and for shards over several axes of a mesh.
+    A part may also be a summand of what lies there.
     """
     if not is_dtensor(parameter):
         shape = tuple(parameter.shape)
@@ -96,11 +113,7 @@ def piece_of(name: str, parameter: Tensor) -> Piece:
 
     placed: Any = parameter
     mesh, placements = placed.device_mesh, placed.placements
-    sharded = [i for i, p in enumerate(placements) if p.is_shard()]
-    if any(p.is_partial() for p in placements):
-        raise CannotTellError(f"parameter {name} is kept as partial sums ({placements})")
-    if len([i for i in sharded if mesh.size(i) > 1]) > 1:
-        raise CannotTellError(f"parameter {name} is sharded over several axes of a mesh (tensor parallelism?)")
+    sharded = [i for i, p in enumerate(placements) if not (p.is_replicate() or p.is_partial())]
     _, offset = compute_local_shape_and_global_offset(placed.shape, mesh, placements)
     coordinates = mesh.get_coordinate()
     where = tuple(slice(None) if i in sharded else c for i, c in enumerate(coordinates))
@@ -156,7 +169,7 @@ def _wrapped_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str,
     single = [a for a in WRAPPED if a in module._modules]
     for name, child in module._modules.items():
         if child is not None:
-            plain = name in single or type(module).__name__ in _DDP
+            plain = name in single or type(module).__name__ in _WITH_MODULE
             yield from _wrapped_modules(child, prefix if plain else f"{prefix}.{name}" if prefix else name)
 
 
@@ -165,19 +178,22 @@ def _bare_name(name: str) -> str:
 
 
 def assembled(
-    parts: Mapping[int, Mapping[str, Tensor]], pieces: Mapping[int, Mapping[str, Piece]]
+    parts: Mapping[int, Mapping[str, Tensor]],
+    pieces: Mapping[int, Mapping[str, Piece]],
+    sums: Mapping[str, Mapping[int, int]] | None = None,
 ) -> dict[int, dict[str, Tensor]]:
     """Assemble whole tensors from the parts of all ranks.
 
-    The result is keyed by replica: the lowest of the ranks that together hold one copy.
+    The result is keyed by replica: the lowest of the ranks that together hold one copy. `sums` names tensors whose
+    parts are added up, and gives the replica of each rank.
     """
     found: dict[int, dict[str, Tensor]] = {}
     for rank, tensors in parts.items():
         for name, part in tensors.items():
-            piece = pieces[rank][name]
-            first = min(piece.ranks) if piece.ranks else rank
+            piece, added = pieces[rank][name], sums is not None and name in sums
+            first = sums[name][rank] if sums is not None and added else min(piece.ranks, default=rank)
             copy = found.setdefault(first, {})
             if name not in copy:
-                copy[name] = torch.full(piece.shape, float("nan"), dtype=part.dtype)
-            piece.put(copy[name], part)
+                copy[name] = torch.full(piece.shape, 0.0 if added else float("nan"), dtype=part.dtype)
+            piece.put(copy[name], part, add=added)
     return found

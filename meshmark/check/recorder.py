@@ -11,12 +11,14 @@ import functools
 import inspect
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -24,18 +26,28 @@ from torch.optim.optimizer import (
 )
 
 from meshmark.check.bare import bare_copy
+from meshmark.check.deepspeed_engine import (
+    engine_in,
+    observe_clipping,
+    observe_scaling,
+    refuse_unseen,
+    zero_pieces,
+)
 from meshmark.check.pieces import (
     CannotTellError,
     Piece,
     bare_modules,
     flat_pieces,
+    is_dtensor,
     local,
     named_parameters,
     piece_of,
     unwrapped,
 )
 from meshmark.check.recording import Call, Clip, Facts, Folder, Group, Step, Term
+from meshmark.check.tensor_parallel import partners
 from meshmark.check.tree import tensors_in, with_tensors
+from meshmark.check.wrappers import wrapper_around, wrappers_in
 
 LOSSES = (
     "cross_entropy",
@@ -46,6 +58,10 @@ LOSSES = (
     "huber_loss",
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
+)
+DIFFERENTIATES = (
+    "the script differentiates a gradient (create_graph=True), as a gradient penalty does: what that adds to the "
+    "gradients of parameters passes no output of the model, where gradients are recorded"
 )
 SKETCHED = 512
 """Number of elements kept of each output."""
@@ -72,7 +88,20 @@ class Recorder:
         self.in_backward = False
         self.thread = threading.get_ident()
         self.roots: list[nn.Module] = []
+        """Outermost modules that the script calls, without their wrappers."""
+        self.outers: list[nn.Module] = []
+        """The same with their wrappers, also if the script calls past these."""
+        self.held_by: list[list[int]] = []
+        """Ids of the parameters of each of them."""
         self.wrappers: list[str] = []
+        self.partners: tuple[int, ...] = ()
+        """Ranks that compute the forward pass together with this one."""
+        self.gradient_pieces: dict[str, Piece] = {}
+        """Places of gradients that are stored otherwise than their parameters."""
+        self.partial: set[str] = set()
+        """Parameters whose gradients are partial sums on this rank."""
+        self.bypassed = ""
+        """Class of a wrapper past which the script calls a module."""
         self.copies: dict[int, nn.Module] = {}
         self.parameters: dict[str, Tensor] = {}
         self.names: dict[int, str] = {}
@@ -80,6 +109,8 @@ class Recorder:
         self.pieces: dict[str, Piece] = {}
         self.last: dict[str, Tensor] = {}
         self.optimizers: list[Optimizer] = []
+        self.taken: Counter[int] = Counter()
+        """Number of steps of each optimizer."""
         self.held: set[str] = set()
         """Parameters that an optimizer holds."""
         self.strangers = 0
@@ -92,6 +123,10 @@ class Recorder:
         self.unscaled = True
         self.opened: tuple[Call, nn.Module] | None = None
         """The call of the outermost module that has just begun, and that module without wrappers."""
+        self.differentiates = False
+        """Whether the script has built a graph of a gradient."""
+        self.entering = 1.0
+        """Factor by which a wrapper has multiplied the gradient that `_saw_gradient` sees next."""
         self.entered = False
         """Whether that call has come to the module without wrappers."""
         self.given: list[int] = []
@@ -99,6 +134,8 @@ class Recorder:
         self.updating: Optimizer | None = None
         """The optimizer whose step runs. Those that it calls are parts of it."""
         self.ends: dict[tuple[int, int], tuple[Any, Call, int]] = {}
+        self.inner_terms: list[tuple[Term, tuple[int, int]]] = []
+        """Results of loss functions inside the outermost module, in the call that has just begun."""
         self.old_ends: dict[tuple[int, int], tuple[Any, Call, int]] = {}
         """The same of the step before."""
         self.device = "cpu"
@@ -115,6 +152,7 @@ class Recorder:
             or self.in_backward
             or threading.get_ident() != self.thread
             or not any(p.requires_grad for p in module.parameters())
+            or any(is_lazy(p) for p in module.parameters())  # their shapes come from this call
         ):
             self._look_inside(module, args, kwargs)
             self.depth += 1
@@ -148,7 +186,10 @@ class Recorder:
         if module is bare and not self.entered:
             self.entered = True
             call.autocast = self._autocast() or call.autocast
-            call.buffers = _buffers(bare)  # DDP has broadcast the first rank's
+            now = _buffers(bare)  # DDP has broadcast the first rank's
+            held = {n: x for n, x in call.buffers.items() if n in now and x.dtype is now[n].dtype}
+            call.replaced = [n for n, x in held.items() if not _same(x, now[n])]
+            call.buffers = now
             if [id(t) for t in tensors_in((args, kwargs))] != self.given:
                 call.inputs = with_tensors((args, dict(kwargs)), _kept)
         elif self.entered or unwrapped(module) is not bare:
@@ -166,7 +207,7 @@ class Recorder:
             tensors = args[0] if args else kwargs.get("tensors")
             tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors or ())
             if kwargs.get("create_graph") or (len(args) > 3 and args[3]):
-                self.refuse("the script differentiates a gradient (create_graph=True)")
+                self.refuse(DIFFERENTIATES)
             self._look_past_outputs(tensors)
             if self.step is not None:
                 self.step.losses += [float(t.detach()) for t in tensors if t.numel() == 1]
@@ -200,6 +241,9 @@ class Recorder:
             names = [self.names[id(p)] for p in given if id(p) in self.names]
             if not names:
                 return
+            if all(p.grad is None for p in given):
+                self.step.clipped_nothing += names
+                return
             self.step.clips.append(
                 Clip(
                     names=names,
@@ -210,6 +254,28 @@ class Recorder:
                     scaled=1.0 if self.unscaled else self.scale,
                 )
             )
+
+    def saw_scaling(self, factor: float) -> None:
+        """Note the factor of the gradient that enters an output of a wrapper next."""
+        self.entering = factor
+
+    def saw_clip(self, pairs: Iterable[tuple[Tensor, Tensor]], max_norm: float) -> None:
+        """Note that a wrapper clips tensors that an optimizer holds, given with their gradients.
+
+        A wrapper may clip one after another, all by one norm; that is one clipping.
+        """
+        if not self.active or self.step is None:
+            return
+        with self._timed():
+            found = {
+                name: _kept(self._part(name, local(gradient)))
+                for tensor, gradient in pairs
+                for name in self._held([tensor])
+            }
+            if not self.step.clips:
+                self.step.clips.append(Clip(names=[], gradients={}, max_norm=max_norm, norm_type=2.0))
+            self.step.clips[-1].names += list(found)
+            self.step.clips[-1].gradients |= found
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:  # noqa: ANN401
         """Record the gradients that an optimizer steps on. Return other arguments for its step, or None.
@@ -245,15 +311,19 @@ class Recorder:
             return
         with self._timed():
             step = self.step
+            if not self.optimizers:
+                self._look_for_wrappers()
             if optimizer not in self.optimizers:
                 self.optimizers.append(optimizer)
             which = self.optimizers.index(optimizer)
-            if any(g.optimizer == which for g in step.groups):
+            self.taken[which] += 1
+            earlier = {name for g in step.groups if g.optimizer == which for name in g.names}
+            groups = [(group, self._held(group["params"])) for group in optimizer.param_groups]
+            if earlier & {name for _, names in groups for name in names}:
                 self.refuse("an optimizer steps twice without a call of the model between")
                 return
-            for group in optimizer.param_groups:
-                held = [p for p in group["params"]]
-                names = self._held(held)
+            for group, names in groups:
+                held = group["params"]
                 options = {k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")}
                 self.held.update(names)
                 self.strangers = max(self.strangers, sum(id(p) not in self.names for p in held))
@@ -262,9 +332,8 @@ class Recorder:
                 step.groups.append(Group(optimizer=which, cls=cls, names=names, options=options))
                 if not self.number:
                     for p in held:
-                        name = self.names.get(id(p))
-                        if name and optimizer.state.get(p):
-                            step.state[name] = {k: _kept(v) for k, v in optimizer.state[p].items()}
+                        for name in self._held([p]) if optimizer.state.get(p) else ():
+                            step.state[name] = {k: self._state(name, p, v) for k, v in optimizer.state[p].items()}
                 step.gradients |= self._gradients(names)
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -298,23 +367,62 @@ class Recorder:
     def _root(self, module: nn.Module) -> int:
         """Return the number of the outermost module. Its parameters are noted at its first call."""
         bare = unwrapped(module)
+        if self._wrapped_since(module):
+            self._forget()
         for number, root in enumerate(self.roots):
             if root is bare:
                 return number
+        outer = wrapper_around(module) or module
         self.roots.append(bare)
+        self.outers.append(outer)
+        self.held_by.append([id(p) for p in module.parameters()])
         number = len(self.roots) - 1
-        for wrapper in _wrappers(module):
+        for wrapper in wrappers_in(outer):
             if wrapper not in self.wrappers:
                 self.wrappers.append(wrapper)
         prefix = "" if number == 0 else f"root{number}."
         try:
-            self._note_parameters(module, prefix)
+            self._note_parameters(outer if unwrapped(outer) is bare else module, prefix)
+            self.partners = self.partners or partners(module)
+            if engine_in(outer) is not None and unwrapped(outer) is not bare:
+                raise CannotTellError("the script calls a part of a DeepSpeed engine's model, not the engine")
         except CannotTellError as reason:
             self.refuse(str(reason))
         return number
 
+    def _wrapped_since(self, module: nn.Module) -> bool:
+        """Return whether the script, before its first step, has wrapped a module after it had called it."""
+        if self.number or self.stepped or self.optimizers:
+            return False
+        for root, outer, held in zip(self.roots, self.outers, self.held_by, strict=True):
+            if root is unwrapped(module):
+                return (module is not outer and module is not root) or held != [id(p) for p in module.parameters()]
+        return False
+
+    def _look_for_wrappers(self) -> None:
+        """Note wrappers that the script has put around modules since, and calls past."""
+        for number, root in enumerate(self.roots):
+            around = wrapper_around(root) if self.outers[number] is root else None
+            if around is not None:
+                self.outers[number], self.bypassed = around, type(around).__name__
+                self.wrappers += [name for name in wrappers_in(around) if name not in self.wrappers]
+                if engine_in(around) is not None:
+                    self.refuse("the script calls a model, makes a DeepSpeed engine of it, and then calls past that")
+
+    def _forget(self) -> None:
+        """Forget the modules that were called so far. The script has only tried them out."""
+        self.roots, self.outers, self.held_by, self.wrappers, self.copies = [], [], [], [], {}
+        self.parameters, self.names, self.flats, self.pieces, self.ends = {}, {}, {}, {}, {}
+        self.step = None
+
     def _note_parameters(self, module: nn.Module, prefix: str) -> None:
         flats = flat_pieces(module)
+        engine = engine_in(module)
+        if engine is not None:
+            refuse_unseen(engine)
+            observe_clipping(engine, self.saw_clip)
+            observe_scaling(engine, self.saw_scaling)
+            flats |= zero_pieces(engine)
         for name, (flat, place, piece) in flats.items():
             self.flats[prefix + name] = flat, place
             self.pieces[prefix + name] = piece
@@ -339,11 +447,17 @@ class Recorder:
             if not self.number:
                 self.began = time.perf_counter()
             now = self._values()
-            if self.last.keys() != now.keys() or not all(_same(self.last[n], now[n]) for n in now):
+            self.step.changed = not all(_same(self.last[n], now[n]) for n in now if n in self.last)
+            if self.last.keys() != now.keys() or self.step.changed:
                 self.step.before = now
+        elif new := self.parameters.keys() - (self.step.before or self.last).keys():  # of a model not called before
+            self.step.before = (self.step.before or self.last) | self._values(new)
         if root not in self.copies and self.rank == 0:
-            self.copies[root] = bare_copy(module)
-        bare = unwrapped(module)
+            outer = self.outers[root]
+            self.copies[root] = bare_copy(outer if unwrapped(outer) is self.roots[root] else module)
+        bare, outer = unwrapped(module), self.outers[root]
+        if module is bare and outer is not bare:
+            self.bypassed = type(outer).__name__
         call = Call(
             root=root,
             inputs=with_tensors((args, dict(kwargs)), _kept),
@@ -353,12 +467,14 @@ class Recorder:
             buffers=_buffers(bare),
         )
         self.step.calls.append(call)
+        self.inner_terms = []
         self.opened, self.entered = (call, bare), module is bare
         self.given = [id(t) for t in tensors_in((args, kwargs))]
         for tensor in tensors_in((args, kwargs)):
             if tensor.grad_fn is not None:  # made by another module that was called before
                 for _, earlier, number in self._ends_before([(tensor.grad_fn, tensor.output_nr)]):
                     earlier.used.add(number)
+                    earlier.feeds = True
         return call
 
     def _observe_outputs(self, call: Call, outputs: Any) -> None:  # noqa: ANN401
@@ -368,6 +484,9 @@ class Recorder:
             call.outputs.append(torch.cat([flat[:SKETCHED].double().cpu(), norm]))
             call.gradients.append(None)
             self.ends[id(output.grad_fn), output.output_nr] = output.grad_fn, call, number
+            for term, end in self.inner_terms:
+                if end == (id(output.grad_fn), output.output_nr):
+                    term.inside = False
             output.register_hook(functools.partial(self._saw_gradient, call, number))  # type: ignore[no-untyped-call]
 
     def _saw_gradient(self, call: Call, number: int, gradient: Tensor) -> None:
@@ -375,6 +494,7 @@ class Recorder:
             with self._timed():
                 new, old = _kept(gradient), call.gradients[number]
                 call.gradients[number] = new if old is None else old + new
+                call.entering, self.entering = self.entering, 1.0
 
     def _look_past_outputs(self, tensors: Iterable[Tensor]) -> None:
         """Note which outputs enter the loss, and refuse a loss that reaches parameters in another way.
@@ -404,9 +524,12 @@ class Recorder:
                 found.append(self.ends[id(node), number])
                 continue
             if (id(node), number) in self.old_ends:
+                if self._carried_over(self.old_ends[id(node), number][1]):
+                    found.append(self.ends[id(node), number])
+                    continue
                 self.refuse(
-                    "an output of a model enters a loss after an optimizer has stepped, as where a generator's images "
-                    "serve two steps; a step is judged by the calls since the step before"
+                    "an output of a model enters losses of two optimizer steps; a step is judged by the calls since "
+                    "the step before"
                 )
                 break
             if len(seen) > MOST_NODES:
@@ -416,12 +539,26 @@ class Recorder:
             if isinstance(variable, nn.Parameter) and not leaves:
                 name = self.names.get(id(variable), f"a parameter of shape {tuple(variable.shape)}")
                 self.refuse(
-                    f"the loss reaches {name} by another way than the outputs of a module that the script calls, "
+                    DIFFERENTIATES
+                    if self.differentiates
+                    else f"the loss reaches {name} by another way than the outputs of a module that the script calls, "
                     "such as a penalty on weights or a value kept as an attribute"
                 )
                 break
             queue += [(inner, nr) for inner, nr in node.next_functions if inner is not None]
         return found
+
+    def _carried_over(self, call: Call) -> bool:
+        """Count a call of the step before as one of this step, and return whether that is possible.
+
+        A generator's images may serve two steps: detached for the discriminator's, and then for its own.
+        """
+        if self.step is None or any(g is not None for g in call.gradients):
+            return False
+        self.step.calls.insert(0, call)
+        own = [key for key, (_, of, _) in self.old_ends.items() if of is call]
+        self.ends |= {key: self.old_ends.pop(key) for key in own}
+        return True
 
     def _note_term(self, name: str, args: Any, kwargs: Any, result: Tensor) -> None:  # noqa: ANN401
         target = kwargs.get("target", args[1] if len(args) > 1 else None)
@@ -438,7 +575,11 @@ class Recorder:
         legacy = kwargs.get("reduce"), kwargs.get("size_average")
         if reduction not in ("mean", "sum", "none") or legacy != (None, None):
             return
-        term = Term(name=name, reduction=reduction, scored=counted.cpu(), weighted=weight is not None)
+        term = Term(
+            name=name, reduction=reduction, scored=counted.cpu(), weighted=weight is not None, inside=self.depth > 0
+        )
+        if term.inside:
+            self.inner_terms.append((term, (id(result.grad_fn), result.output_nr)))
         result.register_hook(functools.partial(self._saw_term_gradient, term))  # type: ignore[no-untyped-call]
         if self.step is not None and self.step.calls:
             self.step.calls[-1].terms.append(term)
@@ -464,10 +605,15 @@ class Recorder:
             except (OSError, TypeError, AttributeError, ValueError) as error:
                 self.refuse(f"a step cannot be recorded: {type(error).__name__}: {error}")
         self.old_ends, self.ends = self.ends, {}
-        if self.reason or self.number >= self.steps:
+        if self.reason or self._is_enough():
             self.active = False
             self.folder.meet(self.rank, self.world, MEET_SECONDS)
             raise EnoughError
+
+    def _is_enough(self) -> bool:
+        """Return whether every optimizer has taken its steps. Those that take turns get twice as many in all."""
+        few = min(self.taken.values(), default=0) < self.steps
+        return self.number >= (2 * self.steps if few else self.steps)
 
     def refuse(self, reason: str) -> None:
         """Record why no verdict can be given. The script ends at its next step."""
@@ -484,6 +630,10 @@ class Recorder:
                 rank=self.rank,
                 world=self.world,
                 wrappers=self.wrappers,
+                bypassed=self.bypassed,
+                partners=self.partners,
+                gradient_pieces=self.gradient_pieces,
+                partial=self.partial,
                 pieces=self.pieces,
                 trained=[n for n, p in self.parameters.items() if p.requires_grad],
                 held=sorted(self.held),
@@ -508,16 +658,29 @@ class Recorder:
             found += flat or ([self.names[id(p)]] if id(p) in self.names else [])
         return found
 
-    def _values(self) -> dict[str, Tensor]:
-        return {name: _kept(self._part(name, local(p))) for name, p in self.parameters.items()}
+    def _values(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        wanted = self.parameters if names is None else names
+        return {name: _kept(self._part(name, local(self.parameters[name]))) for name in wanted}
 
     def _gradients(self, names: Iterable[str]) -> dict[str, Tensor]:
         found = {}
         for name in names:
             gradient = self.parameters[name].grad
-            if gradient is not None:
-                found[name] = _kept(self._part(name, local(gradient)))
+            if gradient is None:
+                continue
+            if is_dtensor(gradient):
+                placed: Any = gradient
+                if placed.placements != getattr(self.parameters[name], "placements", None):
+                    self.gradient_pieces[name] = piece_of(name, gradient)
+                if any(p.is_partial() for p in placed.placements):
+                    self.partial.add(name)
+            found[name] = _kept(self._part(name, local(gradient)))
         return found
+
+    def _state(self, name: str, parameter: Tensor, value: Any) -> Any:  # noqa: ANN401
+        """Return a copy of what an optimizer stores for a parameter, or for a part of a flat one."""
+        whole = isinstance(value, Tensor) and value.numel() == parameter.numel() and value.dim()
+        return _kept(self._part(name, local(value)) if whole else value)
 
     def _part(self, name: str, tensor: Tensor) -> Tensor:
         if name not in self.flats:
@@ -555,20 +718,6 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def _wrappers(module: nn.Module) -> list[str]:
-    """Return the names of the wrapper classes around the user's module or mixed into it."""
-    found = []
-    for inner in module.modules():
-        for cls in type(inner).__mro__:
-            name, home = cls.__name__, cls.__module__
-            if home.startswith(("torch.distributed", "torch.nn.parallel", "deepspeed")) and name not in found:
-                if name in ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule") or (
-                    name in ("PipelineStage", "DeepSpeedEngine", "PipelineEngine")
-                ):
-                    found.append(name)
-    return found
-
-
 def install(recorder: Recorder) -> None:
     """Install the hooks. Call this before the script's first line."""
     call = nn.Module.__call__
@@ -587,6 +736,15 @@ def install(recorder: Recorder) -> None:
         return recorder.around_backward(backward, args, kwargs)
 
     torch.autograd.backward = observed_backward
+
+    grad = torch.autograd.grad
+
+    @functools.wraps(grad)
+    def observed_grad(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        recorder.differentiates |= bool(kwargs.get("create_graph") or (len(args) > 4 and args[4]))
+        return grad(*args, **kwargs)
+
+    torch.autograd.grad = observed_grad
 
     for name in LOSSES:
         setattr(F, name, _observed_loss(recorder, name, getattr(F, name)))

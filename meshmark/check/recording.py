@@ -27,6 +27,8 @@ class Term:
     """Whether classes or targets have weights of their own."""
     gradient: Tensor | None = None
     """Gradient of the loss that was differentiated, with respect to this function's result."""
+    inside: bool = False
+    """Whether the outermost module made the result, and made its outputs from that."""
 
 
 @dataclass(kw_only=True)
@@ -40,6 +42,8 @@ class Call:
     """Training mode of every module."""
     autocast: torch.dtype | None
     buffers: dict[str, Tensor]
+    replaced: list[str] = field(default_factory=list)
+    """Buffers that a wrapper has replaced before it called the module, as DDP does by the first rank's."""
     outputs: list[Tensor] = field(default_factory=list)
     """The first elements of every output that has a gradient, with the output's norm appended."""
     gradients: list[Tensor | None] = field(default_factory=list)
@@ -49,8 +53,12 @@ class Call:
     nested: bool = False
     """Whether one of these outputs is computed from another."""
     terms: list[Term] = field(default_factory=list)
+    feeds: bool = False
+    """Whether an output entered another module that the script called."""
     scale: float = 1.0
     """Factor by which a `GradScaler` had multiplied the loss."""
+    entering: float = 1.0
+    """Factor by which a wrapper multiplied the gradients that entered its outputs."""
 
     @property
     def used_gradients(self) -> list[tuple[int, Tensor]]:
@@ -93,11 +101,15 @@ class Step:
 
     calls: list[Call] = field(default_factory=list)
     clips: list[Clip] = field(default_factory=list)
+    clipped_nothing: list[str] = field(default_factory=list)
+    """Parameters that were clipped while none of them had a gradient."""
     groups: list[Group] = field(default_factory=list)
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
     """State of the optimizer before the first recorded step, by parameter."""
     before: dict[str, Tensor] = field(default_factory=dict)
-    """Parameters when the step began."""
+    """Parameters when the step began. Empty if they are those after the step before."""
+    changed: bool = False
+    """Whether something other than the optimizer has changed parameters since the step before."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """Gradients that the optimizer received."""
     after: dict[str, Tensor] = field(default_factory=dict)
@@ -132,7 +144,15 @@ class Facts:
     rank: int
     world: int
     wrappers: list[str]
+    bypassed: str
+    """Class of a wrapper past which the script calls a module. Empty if there is none."""
     pieces: dict[str, Piece]
+    partners: tuple[int, ...]
+    """Ranks that compute each forward pass together, as in tensor parallelism. Empty if this rank computes alone."""
+    gradient_pieces: dict[str, Piece]
+    """Places of gradients that are stored otherwise than their parameters."""
+    partial: set[str]
+    """Parameters of whose gradients each of these ranks holds a summand."""
     trained: list[str]
     """Parameters that require a gradient."""
     held: list[str]

@@ -5,17 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from meshmark.check.pieces import CannotTellError, Piece, assembled
 from meshmark.check.recording import Facts, Folder, Step
-
-REFUSED_WRAPPERS = {
-    "PipelineStage": "a pipeline: ranks hold different parts of the model",
-    "PipelineEngine": "a pipeline: ranks hold different parts of the model",
-    "DeepSpeedEngine": "a DeepSpeed engine, whose gradients and masters lie in buffers of its own",
-    "DataParallel": "torch.nn.DataParallel, whose replicas live inside one process",
-}
+from meshmark.check.tensor_parallel import check_inputs
+from meshmark.check.wrappers import NAMES, REFUSED
 
 
 @dataclass(kw_only=True)
@@ -27,12 +23,16 @@ class Moment:
 
     number: int
     ranks: list[Step]
+    readers: list[Step]
+    """Those of ranks that read rows of their own."""
     before: dict[int, dict[str, Tensor]]
     gradients: dict[int, dict[str, Tensor]]
     """Complete gradients, before clipping if clipping was observed."""
     clipped: dict[int, dict[str, Tensor]]
     """Gradients that the optimizer received."""
     after: dict[int, dict[str, Tensor]]
+    added: dict[str, Tensor]
+    """Gradients of parameters that every rank holds whole, added up over the first ranks that compute together."""
     before_parts: list[dict[str, Tensor]] = field(default_factory=list)
     """Parts that each rank holds before the step."""
 
@@ -69,10 +69,14 @@ class Run:
             found.append(min(largest))
         return found
 
+    @cached_property
+    def readers(self) -> list[int]:
+        """Ranks that read rows of their own: of those that compute together, the first."""
+        return [f.rank for f in self.facts if f.rank == min(f.partners, default=f.rank)]
+
     @property
     def wrappers(self) -> list[str]:
-        names = {"DistributedDataParallel": "DDP", "FullyShardedDataParallel": "FSDP1", "FSDPModule": "FSDP2"}
-        return [names.get(w, w) for w in dict.fromkeys(w for f in self.facts for w in f.wrappers)]
+        return [NAMES.get(w, w) for w in dict.fromkeys(w for f in self.facts for w in f.wrappers)]
 
     @property
     def trained(self) -> list[str]:
@@ -85,8 +89,8 @@ class Run:
                 raise CannotTellError(f.detail)
         for f in self.facts:
             for wrapper in f.wrappers:
-                if wrapper in REFUSED_WRAPPERS:
-                    raise CannotTellError(f"the script uses {REFUSED_WRAPPERS[wrapper]}")
+                if wrapper in REFUSED:
+                    raise CannotTellError(f"the script uses {REFUSED[wrapper]}")
         if not any(f.pieces for f in self.facts):
             raise CannotTellError("no model with trainable parameters was called")
         if not self.num_steps:
@@ -102,6 +106,13 @@ class Run:
                     "parallelism?)"
                 )
 
+    def _added(self, ranks: list[Step]) -> dict[str, Tensor]:
+        first = self.facts[0]
+        whole = [name for name, piece in first.pieces.items() if not piece.ranks and name not in first.partial]
+        parts = [ranks[r].complete_gradients for r in first.partners]
+        shared = [name for name in whole if parts and all(name in part for part in parts)]
+        return {name: sum((part[name].double() for part in parts), torch.zeros(())) for name in shared}
+
     def moment(self, number: int) -> Moment:
         """Return a step. Steps must be asked for in order."""
         ranks = [self.folder.step(f.rank, number) for f in self.facts]
@@ -111,12 +122,39 @@ class Run:
         def whole(tensors: list[dict[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
             return assembled(dict(enumerate(tensors)), self.pieces)
 
+        placed = {f.rank: f.pieces | f.gradient_pieces for f in self.facts}
+        sums = {name: dict(enumerate(self.owners)) for f in self.facts for name in f.partial}
+
+        def gradients(tensors: list[dict[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
+            found = assembled(dict(enumerate(tensors)), placed, sums)
+            return {owner: found[owner] for owner in dict.fromkeys(self.owners) if owner in found}
+
+        before = whole(parts)
+        if not number:
+            _check_whole(before, parts)
+        clipped = gradients([s.gradients for s in ranks])
+        complete = gradients([s.complete_gradients for s in ranks])
+        for f, step, owner in zip(self.facts, ranks, self.owners, strict=True):
+            for name in f.gradient_pieces.keys() & step.gradients.keys():  # which the optimizer brings into place
+                step.gradients[name] = f.pieces[name].take(clipped[owner][name], step.after[name])
+            if len(f.partners) > 1:
+                check_inputs([ranks[r] for r in f.partners], f.partners)
         return Moment(
             number=number,
             ranks=ranks,
-            before=whole(parts),
-            gradients=whole([s.complete_gradients for s in ranks]),
-            clipped=whole([s.gradients for s in ranks]),
+            readers=[ranks[r] for r in self.readers],
+            before=before,
+            gradients=complete,
+            clipped=clipped,
+            added=self._added(ranks),
             after=whole([s.after for s in ranks]),
             before_parts=parts,
         )
+
+
+def _check_whole(found: dict[int, dict[str, Tensor]], parts: list[dict[str, Tensor]]) -> None:
+    """Raise `CannotTellError` if the ranks' parts of a parameter leave gaps, which were filled with NaN."""
+    for tensors in found.values():
+        for name, tensor in tensors.items():
+            if tensor.isnan().any() and not any(name in of and of[name].isnan().any() for of in parts):
+                raise CannotTellError(f"the parts of {name} that ranks hold do not make up the whole")

@@ -1,13 +1,30 @@
-"""The loop of Accelerate's examples: prepare, accumulate, clip, schedule."""
+"""The loop of Accelerate's examples: prepare, accumulate, clip, schedule.
+
+`accelerate_loop.py zero 2` trains with DeepSpeed, as under `accelerate launch --use_deepspeed`.
+"""
+
+import os
+import sys
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 
-def main() -> None:
-    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
+def accelerator_of(stage: int | None) -> Accelerator:
+    if stage is None:
+        return Accelerator(gradient_accumulation_steps=2, cpu=True)
+    os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_TORCH_DEVICE": "cpu"}
+    return Accelerator(
+        gradient_accumulation_steps=2,
+        deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage, gradient_accumulation_steps=2, gradient_clipping=1.0),
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
+    )
+
+
+def main(stage: int | None) -> None:
+    accelerator = accelerator_of(stage)
     torch.manual_seed(7)
     data = TensorDataset(torch.randn(256, 12), torch.randint(5, (256,)))
     loader = DataLoader(data, batch_size=8, shuffle=True)
@@ -29,4 +46,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[-1]) if "zero" in sys.argv else None)
