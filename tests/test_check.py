@@ -298,3 +298,22 @@ def test_a_script_that_cannot_be_judged_says_why(tmp_path: Path, source: str, co
 def test_a_mistake_in_the_command_is_an_error(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
     code, printed = check(*arguments, folder=tmp_path)
     assert code == 2 and words in printed, printed
+
+
+@pytest.mark.parametrize(
+    "arguments, code, text",
+    [((), 0, "clipped to 0.05"), (("torch",), 1, "clipping by a wrong norm")],
+)
+def test_clipping_of_fsdp1_is_observed(arguments: tuple[str, ...], code: int, text: str) -> None:
+    found, printed = check("--nproc", 2, SCRIPTS / "fsdp1_clip.py", *arguments)
+    assert found == code and text in printed, printed
+
+
+def test_a_loss_that_is_no_number_is_named(tmp_path: Path) -> None:
+    """And nothing else: neither the optimizer nor the objective is to blame."""
+    source = (SCRIPTS / "single_process.py").read_text()
+    assert "loss.backward()" in source
+    (tmp_path / "nan.py").write_text(source.replace("loss.backward()", "(loss * float('nan')).backward()"))
+    code, printed = check(tmp_path / "nan.py")
+    assert code == 1 and "wrong: not finite (from step 0 on)" in printed and "no numbers" in printed, printed
+    assert printed.count("wrong:") == 1, printed

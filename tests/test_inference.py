@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -491,3 +494,61 @@ def test_each_engine_has_its_variants_in_the_first_chosen_precision_that_it_has(
     assert not status and "[paged-chunked-llama-tiny-int8-weights]" in output
     assert "[paged-all-at-once-llama-tiny-bf16]" in output  # in every precision
     assert "[vllm-chunked-llama-tiny-bf16]" in output and "[paged-chunked-llama-tiny-bf16]" not in output
+
+
+@pytest.mark.parametrize(
+    "options, complaint",
+    [
+        (["--adapters", "vllmm"], "unknown engine 'vllmm': did you mean 'vllm'"),
+        (["--precision", "fp7"], "unknown precision 'fp7'"),
+        (["--adapters", "paged-tp2", "--world", "3"], "an engine has the ranks of its name"),
+        (["--adapter", "meshmark.adapters.ddp:DDP"], "expected a subclass of meshmark.inference.contract"),
+    ],
+)
+def test_what_the_suite_cannot_heed_is_refused(options: list[str], complaint: str) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:benchmark",
+        "suites/test_inference.py",
+        "--collect-only",
+        *options,
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR and complaint in done.stderr, done.stderr
+
+
+def test_an_engine_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    """Also while it hangs in a step, where it reads nothing."""
+    (tmp_path / "hangs.py").write_text(
+        "import os, time\n"
+        "from meshmark.inference.contract import InferenceAdapter\n"
+        "class Hangs(InferenceAdapter):\n"
+        "    precisions = ('fp32',)\n"
+        "    def build(self, model, options):\n"
+        "        (model / 'engine.part').write_text(str(os.getpid()))\n"
+        "        (model / 'engine.part').rename(model / 'engine')\n"
+        "        time.sleep(600)\n"
+    )
+    (tmp_path / "parent.py").write_text(
+        "from pathlib import Path\n"
+        "from meshmark.inference.contract import EngineOptions\n"
+        "from meshmark.inference.process import EngineProcess\n"
+        "EngineProcess('hangs.py:Hangs', Path('.').resolve(), EngineOptions(), Path('log'))\n"
+    )
+    parent = subprocess.Popen([sys.executable, "parent.py"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    _until((tmp_path / "engine").exists)
+    engine = Path("/proc") / (tmp_path / "engine").read_text()
+    assert engine.exists()
+    parent.kill()
+    parent.wait()
+    _until(lambda: not engine.exists())
+
+
+def _until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

@@ -28,6 +28,9 @@ DRAWS = 3
 """Number of recomputations with rounding, for each micro-batch, from which the noise is measured."""
 
 
+_NOT_FINITE = "not finite"
+
+
 @dataclass(kw_only=True)
 class Judge:
     """Judge of one run. It goes through the steps and collects findings."""
@@ -99,6 +102,8 @@ class Judge:
                         Level.NOTE, "parameters changed between steps",
                         "something other than the optimizer changed them (averaging, reset, loaded?)", number,
                     )  # fmt: skip
+            if self._is_not_finite(moment):
+                break
             self._gradients(recomputer, moment)
             self._clipping(moment)
             try:
@@ -116,7 +121,10 @@ class Judge:
             self._buffers(moment)
         self._data(same, repeats)
         self._renewed(updates, moment)
-        self._judge_objective()
+        if not_finite := _NOT_FINITE in self.seen:
+            self.verdict.lines["objective"] = "not judged: nothing is, from the step on that is not finite"
+        else:
+            self._judge_objective()
         if self.detects > UNSEEN:
             self.add(
                 Level.NOTE, "errors would be hidden",
@@ -134,12 +142,24 @@ class Judge:
             self.verdict.lines["clipping"] = self.clips[0]
         optimizers = list(dict.fromkeys(g.cls.rpartition(".")[2] for g in moment.ranks[0].groups))
         self.verdict.lines["updates"] = (
-            f"not judged: {unknown_optimizer} is not among the optimizers that are known here"
+            "not judged from the step on that is not finite"
+            if not_finite
+            else f"not judged: {unknown_optimizer} is not among the optimizers that are known here"
             if unknown_optimizer
             else f"{', '.join(optimizers)}: off by {max(u.worst for u in updates):.2g} of float64's step at most"
         )
 
     # The parts of a step
+
+    def _is_not_finite(self, moment: Moment) -> bool:
+        """Add a finding, and return True, if the optimizer steps on gradients that are not finite."""
+        for owner, gradients in moment.gradients.items():
+            if bad := [name for name, g in gradients.items() if not bool(torch.isfinite(g).all())]:
+                told = f"the optimizer steps on gradients that are infinite or no numbers: {_named(bad)}"
+                where = f", on rank {owner}" if len(moment.ranks) > 1 else ""
+                self.add(Level.WRONG, _NOT_FINITE, told + where, moment.number)
+                return True
+        return False
 
     def _gradients(self, recomputer: Recomputer, moment: Moment) -> None:
         run, number = self.run, moment.number

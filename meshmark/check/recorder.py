@@ -105,6 +105,7 @@ class Recorder:
         self.copies: dict[int, nn.Module] = {}
         self.parameters: dict[str, Tensor] = {}
         self.names: dict[int, str] = {}
+        self.clips_inside = False
         self.flats: dict[str, tuple[Any, slice]] = {}
         self.pieces: dict[str, Piece] = {}
         self.last: dict[str, Tensor] = {}
@@ -234,11 +235,11 @@ class Recorder:
         *,
         by_value: bool = False,
     ) -> None:
-        if not self.active or self.step is None:
+        if not self.active or self.step is None or self.clips_inside:
             return
         with self._timed():
             given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            names = [self.names[id(p)] for p in given if id(p) in self.names]
+            names = self._held(given)
             if not names:
                 return
             if all(p.grad is None for p in given):
@@ -254,6 +255,15 @@ class Recorder:
                     scaled=1.0 if self.unscaled else self.scale,
                 )
             )
+
+    @contextlib.contextmanager
+    def unseen_clipping(self) -> Iterator[None]:
+        """Do not record clipping inside, which is part of one that was recorded."""
+        self.clips_inside = True
+        try:
+            yield
+        finally:
+            self.clips_inside = False
 
     def saw_scaling(self, factor: float) -> None:
         """Note the factor of the gradient that enters an output of a wrapper next."""
@@ -759,6 +769,8 @@ def install(recorder: Recorder) -> None:
 
     nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_ = observed_clip
 
+    _observe_clipping_of_fsdp1(recorder)
+
     clip_values = nn.utils.clip_grad_value_
 
     @functools.wraps(clip_values)
@@ -775,6 +787,25 @@ def install(recorder: Recorder) -> None:
     _refuse_spawning()
     register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: recorder.before_step(optimizer, args, kwargs))
     register_optimizer_step_post_hook(lambda optimizer, args, kwargs: recorder.after_step(optimizer))
+
+
+def _observe_clipping_of_fsdp1(recorder: Recorder) -> None:
+    """Observe FSDP1's own `clip_grad_norm_`, which its documentation asks for. It may call PyTorch's."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    clip = FullyShardedDataParallel.clip_grad_norm_
+
+    @functools.wraps(clip)
+    def observed(self: Any, max_norm: float, norm_type: float = 2.0) -> Any:  # noqa: ANN401
+        recorder.before_clip(list(self.parameters()), max_norm, norm_type)
+        with recorder.unseen_clipping():
+            return clip(self, max_norm, norm_type)
+
+    FullyShardedDataParallel.clip_grad_norm_ = observed  # type: ignore[method-assign]
 
 
 def _observed_loss(recorder: Recorder, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

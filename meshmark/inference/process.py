@@ -15,6 +15,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Client, Connection, Listener
@@ -170,8 +172,16 @@ def _versions() -> dict[str, str]:
     return found
 
 
+def _end_with(parent: int) -> None:
+    """Kill this process, and all that it started, when `parent` has ended: an engine that hangs would outlive it."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(os.getpid(), signal.SIGKILL)
+
+
 def _child(address: str) -> None:
     """Build the engine that the parent names, and serve until it says no more."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     from meshmark.inference.serving import serve
 
     with Client(address, "AF_UNIX", authkey=bytes.fromhex(os.environ.pop(_KEY))) as connection:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from meshmark.adapter.registry import ENGINE_PRECISIONS, inference_adapters, outside_name
-from meshmark.errors import AdapterError
-from meshmark.inference.process import is_engine
+from meshmark.errors import AdapterError, UnknownNameError
+from meshmark.inference.process import is_engine, load_engine
+from meshmark.spec.precision import Precision
 
 _CHOSEN = pytest.StashKey[dict[str, str]]()
 _PRECISIONS = pytest.StashKey[list[str]]()
@@ -28,6 +29,8 @@ def take_engines(config: pytest.Config) -> None:
         except AdapterError as error:
             raise pytest.UsageError(str(error)) from error
     given = _parts(named) if named else [] if outside else list(known)
+    if config.args and all("test_inference" in argument for argument in config.args):
+        _refuse_what_is_for_training(config, given, known, outside)
     own = {outside_name(target): target for target in outside}
     if clash := sorted(own.keys() & known.keys()) or ([] if len(own) == len(outside) else sorted(own)):
         raise pytest.UsageError(f"--adapter: {', '.join(clash)} would stand for two engines; rename the class")
@@ -39,6 +42,26 @@ def take_engines(config: pytest.Config) -> None:
     if asked and any(name in ENGINE_PRECISIONS for name in config.stash[_PRECISIONS]):
         left = [name for name in config.stash[_PRECISIONS] if name not in ENGINE_PRECISIONS]
         config.option.precision = ",".join(left) or "fp32"
+
+
+def _refuse_what_is_for_training(
+    config: pytest.Config, given: list[str], known: dict[str, str], outside: list[str]
+) -> None:
+    """Raise `pytest.UsageError` for options that the inference suite alone cannot heed."""
+    try:
+        for name in given:
+            if name not in known:
+                raise UnknownNameError("engine", name, known)
+        for name in _parts(config.getoption("--precision")):
+            if name not in (engines := (*Precision.PRESETS, *ENGINE_PRECISIONS)):
+                raise UnknownNameError("precision", name, engines)
+        for target in config.getoption("--adapter"):
+            if target not in outside:
+                load_engine(target)  # says what is expected of an engine
+    except (AdapterError, UnknownNameError) as error:
+        raise pytest.UsageError(str(error)) from error
+    if worlds := config.getoption("--world"):
+        raise pytest.UsageError(f"--world {worlds}: an engine has the ranks of its name, such as paged-tp2")
 
 
 def _parts(text: str) -> list[str]:

@@ -31,9 +31,11 @@ def inference_page(records: Sequence[InferenceRecord], links: str, left_out: str
     judged = [(record, verdict) for record in records for verdict in record.verdicts]
     holding, right = sum(verdict.passed for _, verdict in judged), sum(record.passed for record in records)
     cases = f"{pluralize(len(records), 'case')} {'is' if right == len(records) == 1 else 'are'}"
+    gaps = sum(record.passed and not all(verdict.passed for verdict in record.verdicts) for record in records)
+    but_for = f", {gaps} of them but for known gaps of their engines" if gaps else ""
     return f"""# Engines that generate text
 
-**{right} of {cases} right** ({holding} of {len(judged)} verdicts), at
+**{right} of {cases} right**{but_for} ({holding} of {len(judged)} verdicts hold), at
 {pluralize(len(commits), "commit")} ({", ".join(commits)}) on {newest.machine}, with {said}.
 {links}
 {left_out}
