@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from meshmark.errors import AdapterError
+from meshmark.judge import truth
 from meshmark.judge.deviation import Deviation, Tensors, deviation, global_norm
 from meshmark.judge.trace import Trace, host_copies
-from meshmark.judge.truth import ExactOptimizer, assess, exact_gradients, initial_values
+from meshmark.judge.truth import ExactOptimizer, assess, exact_gradients, initial_values, norm_deviation
 from meshmark.reference.data import make_batch
 from meshmark.reference.initial import initial_value
 from meshmark.reference.objective import loss_share
@@ -182,6 +183,20 @@ def test_a_wrong_norm_shows_in_the_norm(honest: Trace) -> None:
     trace = copy.deepcopy(honest)
     trace.norms[2] *= 1.0001
     assert wrong(trace) == {("norm", 2)}
+
+
+def test_the_norm_of_one_flat_vector_is_as_right_as_that_of_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch adds squares of one long float32 vector in few sums, and comes out short, by more the longer it is."""
+    tensors = {"a": np.random.default_rng(0).normal(size=(300, 400)).astype(np.float32), "b": np.ones(9, np.float32)}
+    exact = global_norm(tensors)
+    flat = float(torch.linalg.vector_norm(torch.cat([torch.from_numpy(t).flatten() for t in tensors.values()])))
+    assert 1e-7 < abs(flat / exact - 1) < 1e-5
+    assert norm_deviation(exact, tensors).distance == norm_deviation(flat, tensors).distance == 0
+    assert norm_deviation(exact * (1 + 1e-4), tensors).distance > 0.9e-4 * exact
+    wide = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
+    assert norm_deviation(flat, wide).distance > 0
+    monkeypatch.setattr(truth, "_FLAT_SHORT", 1e-8)
+    assert norm_deviation(flat, tensors).distance > 0
 
 
 def test_a_norm_that_the_framework_does_not_tell_is_not_judged(honest: Trace) -> None:

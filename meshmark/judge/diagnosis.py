@@ -65,6 +65,10 @@ def diagnose(
     drifted = drift is not None and drift.step == first and drift.detail.startswith("gradients")
     at = _WrongStep(step=first, excesses=here, drifted=drifted, twin=twin)
     found = _at(case, trace, deviations, tolerance_model, at)
+    loss = min((step for q, step in wrong if q in (QuantityKind.LOSS.of(), QuantityKind.TWIN_LOSS.of())), default=first)
+    if found.fault is Fault.SCALED and loss > first:  # a bias that is added twice is zero at first
+        told = f"; from step {loss} on the loss is wrong too, so the forward pass or its batch is"
+        found = dataclasses.replace(found, detail=found.detail + told)
     if not drift or drift.step != first:
         return found
     if found.fault in _UNKNOWN:

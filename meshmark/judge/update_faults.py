@@ -251,7 +251,7 @@ def explain_norm(reported: float, gradients: Tensors, failed: FailedStep) -> Exp
     if counted := _counted_otherwise(reported, gradients, failed.case.layout.tp):
         return Fault.CLIPPING, counted
     known = {f"1/sqrt({k})": v**-0.5 for k, v in failed.known_factors().items() if v > 1 and "/" not in k}
-    if failed.trace.loss_scales:
+    if failed.trace.loss_scales and failed.trace.loss_scales[failed.step] != 1:
         known["the loss scale, as if told before unscaling"] = failed.trace.loss_scales[failed.step]
     return (
         Fault.CLIPPING,
