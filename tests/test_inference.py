@@ -475,7 +475,7 @@ def _collected(suite: str, *options: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     "suite, options, said",
     [
-        ("inference", ["--adapters", "ddp"], "no engine with a precision of fp32: transformers-generate has fp32"),
+        ("inference", ["--adapters", "ddp"], "unknown engine 'ddp': known: paged, paged-tp2, transformers-generate"),
         ("inference", ["--adapters", "transformers-generate", "--precision", "int4-weights"], "no engine with a"),
         ("equivalence", ["--adapters", "vllm"], "unknown adapter 'vllm'"),
         ("equivalence", ["--adapter", "examples/generate.py:Generate"], "is judged by pytest --pyargs"),

@@ -33,6 +33,8 @@ PRIVATE = {
     "_shapes": "torch.distributed.fsdp._flat_param:FlatParameter",
     "_shared_param_infos": "torch.distributed.fsdp._flat_param:FlatParameter",
     "_use_orig_params": "torch.distributed.fsdp._flat_param:FlatParamHandle",
+    "_record_memory_history": "torch.cuda.memory",
+    "_snapshot": "torch.cuda.memory",
     "_shard_param_infos": "torch.distributed.fsdp._flat_param:FlatParameter",
     "_sleep": "torch.cuda",
     "_cuda_clearCublasWorkspaces": "torch._C",

@@ -288,6 +288,8 @@ def scalar_deviation(y: float, x: float) -> Deviation:
     return deviation(np.array([y]), np.array([x]))
 
 
+_ROUNDING = 3e-7
+"""Relative error of a float32 norm of the tensors' norms."""
 _FLAT_SHORT = 1e-5
 """Largest relative error of a norm over one flat float32 vector that is taken for the rounding of a correct engine.
 
@@ -299,16 +301,16 @@ def norm_deviation(told: float, tensors: Tensors) -> Deviation:
     """Return the deviation of a global norm from that of `tensors`.
 
     The norm of all of them as one flat float32 vector is as right as that of the tensors' norms, which the noise is
-    measured with. `told` is held against the nearer one.
+    measured with. A norm that is this one, and is off by more than rounding, is held against it.
     """
     exact = global_norm(tensors)
     found = scalar_deviation(told, exact)
-    if not all(t.dtype == np.float32 for t in tensors.values()) or not exact:
+    in_float32 = all(t.dtype == np.float32 for t in tensors.values())
+    if not exact or not in_float32 or abs(told / exact - 1) <= _ROUNDING:
         return found
     flat = float(torch.linalg.vector_norm(torch.cat([torch.from_numpy(t).flatten() for t in tensors.values()])))
-    if abs(flat / exact - 1) > _FLAT_SHORT or abs(told - exact) <= abs(told - flat):
-        return found
-    return scalar_deviation(told, flat)
+    is_flat = abs(told / flat - 1) <= _ROUNDING and abs(flat / exact - 1) <= _FLAT_SHORT
+    return scalar_deviation(told, flat) if is_flat else found
 
 
 def _check_names(trace: Trace, workload: Workload) -> None:
