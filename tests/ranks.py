@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 TIME_LIMIT_SECONDS = 400
-"""Some scripts compile an operator of DeepSpeed first. One that is killed meanwhile leaves a lock that others wait for."""
+"""Some scripts compile an operator of DeepSpeed first. One that is killed meanwhile leaves a lock, and others wait."""
 _PRELOADED = ["torch", "torch._dynamo", "deepspeed", "accelerate", "transformers", "megatron.core"]
 """Imported once for all tests of a process, in a server that forks their ranks; what is missing is passed over."""
 
