@@ -15,7 +15,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from meshmark.adapter.arithmetic import Arithmetic, Casting
-from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
+from meshmark.adapter.capabilities import PYTORCH_2_13, Capabilities, Feature
 from meshmark.adapter.contract import Adapter, Track
 from meshmark.adapter.data_parallel import DataParallelEngine, initial_model
 from meshmark.adapter.engine import Engine, RankContext
@@ -250,7 +250,7 @@ class DDPBucketList(DDPBuckets):
     (`batched_grad_copy`), ranks come from a `device_mesh`, and no buffers are sent (`forward_sync_buffers=False`).
     """
 
-    requires: ClassVar = (Requirement(module="torch", distribution="torch", at_least="2.13"),)
+    requires: ClassVar = (PYTORCH_2_13,)
     gradients_are_views: ClassVar[bool] = False
 
     @classmethod

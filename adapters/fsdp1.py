@@ -165,9 +165,11 @@ class FSDP1(Adapter):
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
-        if cls.strategy != "NO_SHARD" and case.layout.dp == 1 == cls.sharding.replicas:
+        if invalid := cls.sharding.invalid_reason(case.layout):
+            return invalid
+        if cls.strategy != "NO_SHARD" and case.layout.dp == 1:
             return f"{case.adapter} takes several ranks: on one, FSDP1 turns {cls.strategy} into NO_SHARD"
-        return cls.sharding.invalid_reason(case.layout) or super().supports(case, device, backend)
+        return super().supports(case, device, backend)
 
     def build(self, case: Case, context: RankContext) -> Engine:
         from torch.distributed.device_mesh import init_device_mesh

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshmark.adapter.capabilities import Feature, Requirement
+from meshmark.adapter.capabilities import PYTORCH_2_13, Feature
 from meshmark.adapter.data_parallel import AUTOCAST
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.checkpoint import load_converted, load_whole, save_in_background, save_whole
@@ -53,7 +53,7 @@ class FSDP2Collectives(FSDP2):
     `unshard`, and switches by `set_reshard_after_forward`. Unused parameters are reduced as zeros, over two buffers.
     """
 
-    requires: ClassVar = (Requirement(module="torch", distribution="torch", at_least="2.13"),)
+    requires: ClassVar = (PYTORCH_2_13,)
     engine: ClassVar[type[FSDP2Engine]] = CollectivesEngine
     capabilities: ClassVar = dataclasses.replace(
         FSDP2.capabilities,

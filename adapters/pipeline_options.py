@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from meshmark.adapter.capabilities import Feature, Requirement
+from meshmark.adapter.capabilities import PYTORCH_2_13, Feature
 from meshmark.adapter.data_parallel import initial_model
 from meshmark.adapter.engine import RankContext
 from meshmark.adapters.pipeline import NO_IMAGES, Pipeline, PipelineEngine
@@ -153,7 +153,7 @@ class PipelineSplit(Pipeline):
     the second dimension; a flag is not split; and the loss of evaluation is that of the merged outputs. Stages are told
     all shapes."""
 
-    requires: ClassVar = (Requirement(module="torch", distribution="torch", at_least="2.13"),)
+    requires: ClassVar = (PYTORCH_2_13,)
     engine: ClassVar[type[PipelineEngine]] = SplitEngine
     capabilities: ClassVar = dataclasses.replace(
         Pipeline.capabilities,

@@ -25,6 +25,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.accelerate.prepare import (
+    TakesSeveral,
     backend_arguments,
     choose_device,
     deepspeed_plugin,
@@ -36,7 +37,6 @@ from meshmark.adapters.accelerate.prepare import (
     prove_ddp,
     runs_on_cpus,
     sharding_accelerator,
-    takes_several,
     whole_batches,
 )
 from meshmark.adapters.ddp import DDPBuckets, DDPRecommended, DDPStatic
@@ -175,14 +175,10 @@ class Accelerate(Adapter):
         return {"gradient_accumulation_steps": case.layout.num_micro_batches}
 
 
-class AccelerateSyncEach(Accelerate):
+class AccelerateSyncEach(TakesSeveral, Accelerate):
     """`sync_each_batch`: gradients are reduced after every micro-batch."""
 
     arithmetic: ClassVar = dataclasses.replace(Accelerate.arithmetic, reduces_each=True)
-
-    @classmethod
-    def supports(cls, case: Case, device: str, backend: str) -> str | None:
-        return takes_several(case) or super().supports(case, device, backend)
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
@@ -207,12 +203,8 @@ class AccelerateSyncEach(Accelerate):
         return {"gradient_accumulation_plugin": plugin}
 
 
-class AccelerateBuckets(Accelerate):
+class AccelerateBuckets(TakesSeveral, Accelerate):
     """DDP's buckets of 10 KiB, reduced by the hook of PowerSGD, which compresses nothing in its first steps."""
-
-    @classmethod
-    def supports(cls, case: Case, device: str, backend: str) -> str | None:
-        return takes_several(case) or super().supports(case, device, backend)
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:

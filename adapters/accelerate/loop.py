@@ -24,11 +24,11 @@ from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.loop import GREENLET, LOOP_LACKS, Dealing, GlobalRows, Loop, LoopEngine, collate
 from meshmark.adapters.accelerate import REQUIREMENT, UnderAccelerate
 from meshmark.adapters.accelerate.prepare import (
+    TakesSeveral,
     backend_arguments,
     choose_device,
     name_as_on_gpu,
     runs_on_cpus,
-    takes_several,
     whole_batches,
 )
 from meshmark.reference.data import Batch
@@ -427,15 +427,11 @@ class AccelerateSynchronized(AccelerateScript):
         return (*super().one_time_traffic(case, rank), told)
 
 
-class AccelerateTriggered(AccelerateScript):
+class AccelerateTriggered(TakesSeveral, AccelerateScript):
     """The guide's loop, which asks for a reduction in the last backward pass of a step."""
 
     loop: ClassVar[type[AccelerateLoop]] = TriggeredLoop
     counts_labels: ClassVar[bool] = False
-
-    @classmethod
-    def supports(cls, case: Case, device: str, backend: str) -> str | None:
-        return takes_several(case) or super().supports(case, device, backend)
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
@@ -457,14 +453,10 @@ class AccelerateTriggered(AccelerateScript):
         return (*super().traffic_exceptions(case, rank), TrafficException(sends=sends, reason=reason))
 
 
-class AccelerateJoined(AccelerateScript):
+class AccelerateJoined(TakesSeveral, AccelerateScript):
     """The guide's loop, whose processes may end at different times."""
 
     loop: ClassVar[type[AccelerateLoop]] = JoinedLoop
-
-    @classmethod
-    def supports(cls, case: Case, device: str, backend: str) -> str | None:
-        return takes_several(case) or super().supports(case, device, backend)
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:

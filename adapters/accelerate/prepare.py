@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import initial_model
 from meshmark.adapter.engine import RankContext
 from meshmark.errors import AdapterError
@@ -44,11 +45,14 @@ def runs_on_cpus(context: RankContext) -> bool:
     return context.device.type == "cpu" and context.world_size > 1
 
 
-def takes_several(case: Case) -> str | None:
-    """Return why options of DDP cannot be tried in a process that is alone, or None where there are several."""
-    if case.world_size > 1:
-        return None
-    return f"{case.adapter} takes several processes: Accelerate wraps the model of one that is alone in no DDP"
+class TakesSeveral(Adapter):
+    """Mixin of adapters for options of DDP, which Accelerate does not wrap around the model of a lone process."""
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        if case.world_size == 1:
+            return f"{case.adapter} takes several processes: Accelerate wraps the model of one that is alone in no DDP"
+        return super().supports(case, device, backend)
 
 
 def inner_of(module: nn.Module) -> nn.Module:

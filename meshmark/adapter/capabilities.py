@@ -204,3 +204,7 @@ class Requirement:
         if self.at_least and Version(version(self.distribution)) < Version(self.at_least):
             return f"{self.distribution} {version(self.distribution)} is older than {self.at_least}: {command}"
         return None
+
+
+PYTORCH_2_13 = Requirement(module="torch", distribution="torch", at_least="2.13")
+"""For what PyTorch 2.11, which Meshmark takes, does not have."""

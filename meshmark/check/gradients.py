@@ -101,8 +101,6 @@ def explain(
     absent = [name for name in names if name not in own]
     if absent:
         return Explanation(fault=Fault.MISSING, detail=f"{_named(absent)} got no gradient on rank {ranks[0]}")
-    if bad := [name for name in names if not bool(torch.isfinite(own[name]).all())]:
-        return Explanation(fault="not finite", detail=f"{_named(bad)}")
     target = _flat(own, names, own)
     columns = [_flat(part, names, own) for of_rank in parts for part in of_rank]
     labels = [(rank, call) for rank, of_rank in enumerate(parts) for call in range(len(of_rank))]

@@ -390,6 +390,8 @@ class Recorder:
         for wrapper in wrappers_in(outer):
             if wrapper not in self.wrappers:
                 self.wrappers.append(wrapper)
+                if wrapper == "FullyShardedDataParallel":
+                    _observe_clipping_of_fsdp1(self)
         prefix = "" if number == 0 else f"root{number}."
         try:
             self._note_parameters(outer if unwrapped(outer) is bare else module, prefix)
@@ -769,8 +771,6 @@ def install(recorder: Recorder) -> None:
 
     nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_ = observed_clip
 
-    _observe_clipping_of_fsdp1(recorder)
-
     clip_values = nn.utils.clip_grad_value_
 
     @functools.wraps(clip_values)
@@ -791,10 +791,6 @@ def install(recorder: Recorder) -> None:
 
 def _observe_clipping_of_fsdp1(recorder: Recorder) -> None:
     """Observe FSDP1's own `clip_grad_norm_`, which its documentation asks for. It may call PyTorch's."""
-    import torch.distributed as dist
-
-    if not dist.is_available():
-        return
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     clip = FullyShardedDataParallel.clip_grad_norm_

@@ -17,8 +17,6 @@ _ATTEMPTS = 5
 """Largest number of attempts to take a profile that sees an allocation."""
 _SETTLE_SECONDS = 0.02
 """Time for gloo's threads to release tensors, which takes them microseconds after a collective is reported done."""
-_NCCL_SETTLE_SECONDS = 0.25
-"""Time for NCCL's watchdog to release the tensors of collectives that nobody waited for. It looks every 0.1 s."""
 
 
 @functools.cache
@@ -33,8 +31,7 @@ def count_all_threads() -> None:
 
 
 def settle(device: torch.device) -> int:
-    """Wait until the work of a step is over and its tensors are released, and make the allocator report its count.
-    Returns the time.
+    """Wait until the work of a step is over, and make the allocator report its count. Returns the time.
 
     Clears cuBLAS's workspaces in the same allocator, which are not tensors of the step, and are allocated again on
     demand.
@@ -42,11 +39,8 @@ def settle(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch._C._cuda_clearCublasWorkspaces()
-        if torch.distributed.is_initialized() and torch.distributed.get_backend() == "nccl":
-            time.sleep(_NCCL_SETTLE_SECONDS)
-        else:
-            time.sleep(_SETTLE_SECONDS)
-    else:
+    # NCCL releases tensors in the thread that calls it next: there is nothing to wait for.
+    if not (torch.distributed.is_initialized() and torch.distributed.get_backend() == "nccl"):
         time.sleep(_SETTLE_SECONDS)
     told = torch.empty(1, device=device)
     del told  # the end of it is the last change before this time

@@ -52,9 +52,10 @@ def _refuse_what_is_for_training(
         for name in given:
             if name not in known:
                 raise UnknownNameError("engine", name, known)
+        precisions = (*Precision.PRESETS, *ENGINE_PRECISIONS)
         for name in _parts(config.getoption("--precision")):
-            if name not in (engines := (*Precision.PRESETS, *ENGINE_PRECISIONS)):
-                raise UnknownNameError("precision", name, engines)
+            if name not in precisions:
+                raise UnknownNameError("precision", name, precisions)
         for target in config.getoption("--adapter"):
             if target not in outside:
                 load_engine(target)  # says what is expected of an engine
