@@ -92,11 +92,13 @@ ROSTER: dict[str, str] = {
     "deepspeed-checkpointing": "meshmark.adapters.deepspeed.checkpointing:DeepSpeedCheckpointing",
     "deepspeed-infinity": "meshmark.adapters.deepspeed.infinity:DeepSpeedInfinity",
     "deepspeed-recommended": "meshmark.adapters.deepspeed.recommended:DeepSpeedRecommended",
+    "deepspeed-experts": "meshmark.adapters.deepspeed.experts:DeepSpeedExperts",
     "deepspeed-hpz": "meshmark.adapters.deepspeed.hpz:DeepSpeedHPZ",
     "deepspeed-ulysses": "meshmark.adapters.deepspeed.ulysses:DeepSpeedUlysses",
     "deepspeed-autotp": "meshmark.adapters.deepspeed.autotp:DeepSpeedAutoTP",
     "megatron-gpt": "meshmark.adapters.megatron.gpt_model:MegatronGPT",
     "megatron-gpt-average": "meshmark.adapters.megatron.gpt_model:MegatronGPTAverages",
+    "megatron-gpt-experts": "meshmark.adapters.megatron.experts:MegatronGPTExperts",
     "megatron-gpt-zero1": "meshmark.adapters.megatron.gpt_model:MegatronGPTDistributedOptimizer",
     "megatron-gpt-overlap": "meshmark.adapters.megatron.overlap:MegatronGPTOverlap",
     "megatron-gpt-recommended": "meshmark.adapters.megatron.recommended:MegatronGPTRecommended",
@@ -124,7 +126,7 @@ ROSTER: dict[str, str] = {
     "downpour": "meshmark.adapters.downpour:Downpour",
     "pipedream": "meshmark.adapters.pipedream:PipeDream",
     "decentralised": "meshmark.adapters.decentralised:Decentralised",
-    "simple-fsdp": "meshmark.adapters.torchtitan:SimpleFSDP",
+    "simple-fsdp": "meshmark.adapters.torchtitan.simple_fsdp:SimpleFSDP",
     "fabric-ddp": "meshmark.adapters.fabric:FabricDDP",
     "fabric-ddp-separate": "meshmark.adapters.fabric:FabricDDPSeparate",
     "fabric-fsdp": "meshmark.adapters.fabric:FabricFSDP",
@@ -175,6 +177,10 @@ ROSTER: dict[str, str] = {
     "lightning-trainer-fsdp": "meshmark.adapters.pytorch_lightning:LightningTrainerFSDP",
     "lightning-trainer-fsdp2": "meshmark.adapters.pytorch_lightning:LightningTrainerFSDP2",
     "lightning-trainer-recommended": "meshmark.adapters.pytorch_lightning:LightningTrainerRecommended",
+    "trl-sft": "meshmark.adapters.trl:TRLSFT",
+    "torchtitan": "meshmark.adapters.torchtitan.trainer:TorchTitan",
+    "torchtitan-tp": "meshmark.adapters.torchtitan.trainer:TorchTitanTensorParallel",
+    "torchtitan-pp": "meshmark.adapters.torchtitan.trainer:TorchTitanPipeline",
 }
 """Adapters that run if they are named, or by `make roster`."""
 

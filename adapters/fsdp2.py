@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshmark.adapter.arithmetic import Arithmetic, Casting, Summing
 from meshmark.adapter.capabilities import Capabilities, Feature
@@ -300,6 +300,20 @@ def fsdp2_exceptions(case: Case, rank: int, sharding: Sharding) -> tuple[Traffic
     )
 
 
+def norm_of_tensors(case: Case) -> TrafficException:
+    """Return FSDP2's reduction of the norms of all tensors."""
+    norm = Flow(
+        kind="all_reduce",
+        axes="dp",
+        ranks=tuple(range(case.layout.dp)),
+        purpose=Purpose.NORM,
+        num_bytes=4 * len(parameter_shapes(case.workload.model)),
+        fewest=1,
+        most=1,
+    )
+    return TrafficException(sends=(norm,), reason="the norm is computed, to be logged, where there is nothing to clip")
+
+
 def shard(
     model: Model, case: Case, context: RankContext, sharding: Sharding, arguments: Mapping[str, Any] | None = None
 ) -> None:
@@ -344,13 +358,18 @@ def _sharded_parameters(unit: FSDPModule) -> list[FSDPParam]:
     return group.fsdp_params if group else []
 
 
-@torch.no_grad()
 def fill_shards(model: Model, case: Case) -> None:
-    """Initial values of every sharded parameter, each rank its own part alone."""
+    """Fill every sharded parameter of `model` with its initial values, each rank its own part alone."""
+    fill_named(model.named_parameters(), case)
+
+
+@torch.no_grad()
+def fill_named(parameters: Iterable[tuple[str, nn.Parameter]], case: Case) -> None:
+    """Fill sharded parameters, by canonical name, with their initial values, each rank its own part alone."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters:
         if not isinstance(parameter, DTensor):
             continue
         sharded = cast("DTensor", parameter)

@@ -146,7 +146,7 @@ class FSDP2Recovered(FSDP2):
 
 
 class _OutOfMemory(Exception):
-    """What ended a forward pass."""
+    """Error that ends a forward pass."""
 
 
 class FSDP2ReplicasByHook(FSDP2HSDP):

@@ -49,7 +49,7 @@ class TensorParallelFSDP2(TensorParallel):
     @classmethod
     def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         layout = case.layout
-        shapes = _local_shapes(case)
+        shapes = local_shapes(case)
         dealt = dealt_rows(shapes, layout.dp, layout.coordinates(rank).dp, cls.recipe(case).states)
         return (*dealt, *summed_embedding(case), mesh_extra_memory(case))
 
@@ -57,7 +57,7 @@ class TensorParallelFSDP2(TensorParallel):
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         """Over data-parallel ranks one call for every way in which tensors are split, over tensor-parallel ones for
         those that split by rows and by columns."""
-        layout, shapes, flows = case.layout, _local_shapes(case), step_traffic(case, rank)
+        layout, shapes, flows = case.layout, local_shapes(case), step_traffic(case, rank)
         norms = [flow for flow in flows or () if flow.purpose is Purpose.NORM]
         splits, ways = _ways(case)
         width = case.precision.wide.itemsize
@@ -100,7 +100,7 @@ def _ways(case: Case) -> tuple[tuple[int, int], int]:
     return (len(dims), kinds), kinds + bool(biases) + bool(names - dims.keys() - biases)
 
 
-def _local_shapes(case: Case) -> dict[str, tuple[int, ...]]:
+def local_shapes(case: Case) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter on a tensor-parallel rank, as split by `parallelize` or the model's own
     plan.
     """

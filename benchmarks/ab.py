@@ -41,7 +41,7 @@ RUNS = 300
 MOST_PAIRS = 200
 FOUND = "Slow3"
 LEAST_FOUND = 0.9
-"""Of runs, at a slow-down of 3 %."""
+"""Share of runs that must find a slow-down of 3 %."""
 
 
 WORKLOAD = replace(workload("gpt-mini"), global_batch=256)
@@ -118,7 +118,7 @@ def decided(differences: list[float], rng: np.random.Generator, *, equal: bool) 
 
 
 def summarize(b: str, found: list[float], rng: np.random.Generator) -> tuple[str, dict[ChangeOutcome, float]]:
-    """What is printed of one comparison, and the shares of runs that ended so."""
+    """Return the lines to print of one comparison, and the share of runs for each outcome."""
     ends = decided(found, rng, equal=b == HONEST)
     shares = {outcome: sum(end is outcome for end, _ in ends) / RUNS for outcome in ChangeOutcome}
     text = (

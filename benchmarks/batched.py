@@ -52,7 +52,7 @@ def train_batched(case: Case, steps: int, num_runs: int) -> list[Comparisons]:
 
 @dataclass(kw_only=True)
 class Traces:
-    """What the runs computed: like `meshmark.judge.trace.Trace`, stacked over runs."""
+    """Results of the runs: like `meshmark.judge.trace.Trace`, stacked over runs."""
 
     parameters: list[Stacked] = field(default_factory=list)
     gradients: list[Stacked] = field(default_factory=list)
@@ -118,7 +118,7 @@ class StackedOptimizer:
 
     @torch.no_grad()
     def step(self, parameters: Stacked, gradients: Stacked) -> tuple[Stacked, Tensor | None]:
-        """What `parameters` become under `gradients` (unclipped), and the runs' norms where there is clipping."""
+        """Return `parameters` after an update by `gradients` (unclipped), and the runs' norms if there is clipping."""
         clip = self.spec.clip_norm
         norms = (
             None if clip is None else torch.stack([g.flatten(1).norm(dim=1) for g in gradients.values()]).norm(dim=0)

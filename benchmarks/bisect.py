@@ -32,7 +32,7 @@ PLANTED = {
     "slower:3%": "time.sleep(0.2)",
 }
 COMMITS = 4
-"""Of each repository; the third plants the defect."""
+"""Commits of each repository; the third plants the defect."""
 
 
 def make(folder: Path, planted: str) -> list[str]:

@@ -32,7 +32,7 @@ MOST_UNDECIDED = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What the suites said of one correct engine in one precision."""
+    """The suites' verdicts on one correct engine in one precision."""
 
     code: str
     """Commit and version of torch."""
@@ -43,7 +43,7 @@ class Run:
     undecided: tuple[str, ...]
     """Suite and summary of every verdict that could not be given."""
     way: str
-    """What the verdict on equivalence says besides."""
+    """Notes of the verdict on equivalence."""
 
     @property
     def result(self) -> str:

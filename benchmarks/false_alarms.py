@@ -43,7 +43,7 @@ from meshmark.spec.workload import workload
 from tests.broken.mutant import GPT, LAYOUTS, under
 
 SHARES = {"batched": 0.6, "single": 0.2, "adapters": 0.2}
-"""Of the time, by how runs are made. A group of the first takes a second or two, of the last a minute."""
+"""Shares of the time by how runs are made. A group of the first takes a second or two, of the last a minute."""
 REAL = [
     (GPT, Precision.FP32),
     (GPT, Precision.BF16),
@@ -54,7 +54,7 @@ REAL = [
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """What RESULTS/groups.jsonl holds of one group."""
+    """One group of RESULTS/groups.jsonl."""
 
     version: int
     machine: str
@@ -62,9 +62,9 @@ class Line:
     how: str
     """One of SHARES."""
     number: int
-    """Of the group, which settles its problem and seed."""
+    """Number of the group, which settles its problem and seed."""
     seconds: float
-    """Of its process."""
+    """Seconds that the group's process took."""
     group: Group
 
 
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read(path: Path) -> list[Line]:
-    """Of this version; a last line that was cut off is left out."""
+    """Return the lines of this version, without a last one that was cut off."""
     found = []
     for text in path.read_text().splitlines():
         try:
@@ -166,7 +166,7 @@ def _cases(how: str) -> list[str]:
 
 
 def _numbers(lines: Sequence[Line], how: str, text: str) -> Iterator[int]:
-    """Of the groups to come."""
+    """Yield the numbers of the groups that are still to run."""
     done, cases = {line.number for line in lines if line.how == how}, _cases(how)
     return (n for n in itertools.count() if n not in done and text in cases[n % len(cases)])
 

@@ -1,4 +1,4 @@
-"""What `meshmark ab` decides by planted slow-downs, in how many pairs, and how often it alarms at unchanged code.
+"""The outcomes of `meshmark ab` for planted slow-downs, their cost in pairs, and its false alarms on unchanged code.
 
 python -m benchmarks.gate [--minutes 5] [--keep results/gate-pairs.jsonl] [--page reports/gate.md]
 

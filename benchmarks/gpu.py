@@ -35,7 +35,7 @@ class Piece:
     """Commands that run one after the other; a piece is red where one of them is."""
 
     what: str
-    """What it shows."""
+    """Purpose of the piece."""
     suites: tuple[str, ...] = ()
     """Arguments of pytest behind `suites`."""
     minutes: int

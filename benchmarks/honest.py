@@ -24,8 +24,8 @@ from meshmark.records.request import Request, Task
 from meshmark.serial import encode
 from meshmark.spec.case import Case
 
-YARDSTICKS = 2
-"""Of a problem: so many times NUM_RUNS correct runs, of which every part is held against the noise of the next."""
+NUM_SAMPLES = 2
+"""Noise samples of a problem: each of NUM_RUNS correct runs, every one judged by the noise of the next."""
 STEPS = 3
 PROBABILITIES = (1e-2, 1e-3, 1e-4, 1e-5)
 """At which the tails of the fit are told."""
@@ -58,10 +58,10 @@ class Group:
     tolerance_models: int
     """Each from noise runs of its own."""
     excesses: list[float]
-    """Of each correct run, no two of which have the same bits, the largest multiple of its tolerance; above one is an
+    """Largest multiple of its tolerance that each correct run reached, without runs of equal bits; above one is an
     alarm."""
     worst: str
-    """What came closest."""
+    """Quantity that came closest to its tolerance."""
     tails: dict[str, Tail]
     """By kind of quantity; empty where only the tolerance is known."""
 
@@ -138,13 +138,13 @@ def measure_single(case: Case) -> Group:
     )
     context = RankContext(rank=0, world_size=1, device=torch.device("cpu"), backend="gloo", scratch=Path())
     return _group(
-        "single", case, [train_alone(request, Single(), context, run) for run in range(YARDSTICKS * NUM_RUNS)]
+        "single", case, [train_alone(request, Single(), context, run) for run in range(NUM_SAMPLES * NUM_RUNS)]
     )
 
 
 def measure_batched(case: Case) -> Group:
     """Runs that are computed together: many more of them in a minute, of smaller models."""
-    return _group("batched", case, train_batched(case, STEPS, YARDSTICKS * NUM_RUNS))
+    return _group("batched", case, train_batched(case, STEPS, NUM_SAMPLES * NUM_RUNS))
 
 
 def _group(how: str, case: Case, runs: Sequence[Comparisons]) -> Group:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from meshmark.adapter.registry import inference_adapters
 from meshmark.environment import describe
-from meshmark.inference.clauses import Around, parallel_samples, seeds
+from meshmark.inference.clauses import ClauseContext, parallel_samples, seeds
 from meshmark.inference.contract import Request
 from meshmark.inference.judge import Judge
 from meshmark.inference.local import LocalEngine
@@ -68,8 +68,10 @@ def run(seed: int, engines: Sequence[str] = tuple(ENGINES)) -> list[dict[str, ob
                 with LocalEngine(adapter().build(folder, case.options())) as served_by:
                     served, again = served_by.serve(asked), served_by.serve(apart)
                     noise = judge.noise(asked, served.completions)
-                    around = Around(engine=served_by, judge=judge, setting=case.setting(), served=served, noise=noise)
-                    drawn = [seeds(around), parallel_samples(around)] if adapter.pages else []
+                    context = ClauseContext(
+                        engine=served_by, judge=judge, setting=case.setting(), served=served, noise=noise
+                    )
+                    drawn = [seeds(context), parallel_samples(context)] if adapter.pages else []
                 logprobs = judge.logprobs(asked, served.completions, noise)
                 same = judge.same("alone", asked, (served, again), noise)
                 verdicts = [logprobs, judge.greedy(asked, served.completions, noise), same, *drawn]

@@ -1,4 +1,4 @@
-"""What the inference suite catches: the paged engine, right and with one defect each, through the suite.
+"""The power of the inference suite: the paged engine, right and with one defect each, goes through the suite.
 
 python -m benchmarks.inference_power        # reports/records/inference-mutants.jsonl, which reports/inference.md shows
 """

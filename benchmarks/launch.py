@@ -28,7 +28,7 @@ from meshmark.spec.workload import workload
 
 ROOT = Path(__file__).parent.parent
 ROUNDS = 5
-"""Of the launch alone."""
+"""Rounds of the launch alone."""
 
 
 def main() -> int:

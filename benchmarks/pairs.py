@@ -69,7 +69,7 @@ VARIATIONS: Mapping[str, Change] = {
     "tied": _model(tied_embeddings=True),
     "recomputed": _layout(recompute=Recompute.FULL),
 }
-"""What is varied, by name. Each is there or not."""
+"""Variations by name. Each is applied or not."""
 
 
 def pairwise(names: Sequence[str]) -> list[frozenset[str]]:

@@ -35,7 +35,7 @@ def _engine(share: float) -> type[DDPEngine]:
 
 
 class More0(DDP):
-    """What the others are held against: all but the amount is the same."""
+    """Baseline of the others, which differ from it only by the amount."""
 
     engine = _engine(0.0)
 

@@ -21,8 +21,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.honest import measure_honest
+from benchmarks.parallel_trials import NUM_PROCESSES, Parts, make_runner, try_all
 from benchmarks.power_page import Power, report, write_mutants
-from benchmarks.sittings import NUM_SITTINGS, Parts, sitting, try_all
 from benchmarks.smallest import find_all, searches, sizes
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.adapters import ADAPTERS
@@ -41,9 +41,9 @@ from tests.correct.registry import cases as correct_cases
 
 MEASURED = Path("results/power/measured.json.gz")
 SEEDS = 4
-"""Of each algorithm that is not synchronous."""
+"""Seeds of each algorithm that is not synchronous."""
 SEEDS_BY_CHANCE = 24
-"""Of those whose steps depend on which replica comes first."""
+"""Seeds of the algorithms whose steps depend on which replica comes first."""
 SEEDED = 6
 """Adapters, the first of LAYOUTS, that run under other seeds and numbers of micro-batches too."""
 
@@ -77,20 +77,20 @@ def try_every_defect() -> int:
 
 
 def measure(names: Sequence[str], num_groups: int) -> Power:
-    """Of the mutants called `names`, and of so many groups of correct runs."""
+    """Measure the mutants called `names`, and `num_groups` groups of correct runs."""
     started, here = time.monotonic(), describe("cpu", "gloo", 1)
     parts = Parts(MEASURED.with_name("parts.jsonl"), here)
     # Adapters that are not built in are make roster's.
     trials, cells = try_all(names, [key for key in LAYOUTS if key.partition("/")[0] in ADAPTERS], parts)
     sought = {(adapter, kind) for kind, adapter, _ in searches()}
-    with sitting([sized(adapter, kind, by) for adapter, kind in sought for by in sizes(kind, adapter)]) as (
-        court,
+    with make_runner([sized(adapter, kind, by) for adapter, kind in sought for by in sizes(kind, adapter)]) as (
+        mutant_runner,
         launcher,
         folder,
     ):
-        smallest = find_all(court)
-        real = [court.suites.observe(case) for case in (*real_cases(), *cases_by_other_hands())]
-        algorithms = [court.suites.observe(case) for case in algorithm_cases()]
+        smallest = find_all(mutant_runner)
+        real = [mutant_runner.suites.observe(case) for case in (*real_cases(), *cases_by_other_hands())]
+        algorithms = [mutant_runner.suites.observe(case) for case in algorithm_cases()]
         # As the suites run: attention's gradients shrink as training goes on, and with them what can be seen of them.
         suites = Runner(launcher, builtin_adapters(), RunOptions(), folder / "limits")
         limits = [suites.observe(case) for case in limit_cases()]
@@ -104,7 +104,7 @@ def measure(names: Sequence[str], num_groups: int) -> Power:
         algorithms=algorithms,
         limits=limits,
         honest=honest,
-        seconds=time.monotonic() - started + parts.seconds / NUM_SITTINGS,
+        seconds=time.monotonic() - started + parts.seconds / NUM_PROCESSES,
         environment=here,
     )
 
@@ -119,7 +119,7 @@ def save(found: Power, path: Path) -> None:
 
 
 def load(path: Path) -> Power:
-    """What `save` wrote."""
+    """Read what `save` wrote."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         found: Power = decode(Power, json.load(file))
     return found
@@ -152,7 +152,7 @@ def algorithm_cases() -> Iterable[Case]:
 
 
 def _cases_of(end: str) -> Iterator[Case]:
-    """Of the algorithm that presets' names end in; not every one is defined on every optimizer."""
+    """Return the cases of the algorithm that ends the names of its presets; not every optimizer has one."""
     engines = {name: load_adapter(builtin_adapters()[name])() for name in ALGORITHMS}
     for start in (name for name in WORKLOADS if name.startswith(GPT.name)):
         with contextlib.suppress(InputError):

@@ -1,4 +1,4 @@
-"""What the power to fail came to, as a page."""
+"""The page of the suites' power to fail."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Power:
     algorithms: list[Record]
     """Correct runs of algorithms that are not synchronous, over seeds."""
     limits: list[Record]
-    """Of the real ones, those whose detection limits are told."""
+    """Records of `real` whose detection limits the page shows."""
     honest: Honest
     seconds: float
     environment: Environment
@@ -112,12 +112,15 @@ def report(power: Power) -> str:
 
 def _summary(power: Power) -> Iterable[str]:
     num_correct = power.honest.num_runs + len(power.real) + len(power.algorithms)
+    diagnosed = [t for t in power.trials if t.mutant.faults]
     yield (
-        f"**{power.caught} of {len(power.trials)} mutants caught by the suite or clause that should, {power.named} "
-        f"diagnosed rightly; {power.num_alarms} false alarms in {num_correct} correct runs and {len(power.judged)} "
+        f"**{power.caught} of {len(power.trials)} mutants caught by the suite or clause that should; of "
+        f"{len(diagnosed)} that a diagnosis must name, {sum(t.caught and t.named for t in diagnosed)} named rightly; "
+        f"{power.num_alarms} false alarms in {num_correct} correct runs and {len(power.judged)} "
         f"clauses of correct adapters** ({power.honest.num_comparisons:,} comparisons in the first "
         f"{power.honest.num_runs}). A mutant counts as caught when its run goes to the end and is judged wrong; a "
-        "crash only where the clause is about errors."
+        "crash only where the clause is about errors. Of the other mutants what fails is the name: bytes, calls, or a "
+        "clause."
     )
     if power.complaints:
         yield f"Not good: {'; '.join(power.complaints)}"
@@ -125,7 +128,7 @@ def _summary(power: Power) -> Iterable[str]:
     own = [trial for trial in power.trials if trial.mutant.workload.dataset is Dataset.OWN]
     yield (
         f"Of these, {len(own)} train a user's own model, of {len({t.mutant.adapter for t in own})} adapters: "
-        f"{sum(t.caught for t in own)} caught, {sum(t.named for t in own)} diagnosed rightly."
+        f"{sum(t.caught for t in own)} caught, {sum(t.named for t in own)} named rightly."
     )
 
 

@@ -1,4 +1,5 @@
-"""What correct runs train on when they are counted: models, optimizers, precisions and numbers of micro-batches."""
+"""Problems that correct runs train on when they are counted: models, optimizers, precisions, numbers of
+micro-batches."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ PROBLEMS: list[Case] = [
     _problem(GPT, Precision.BF16_REDUCE_BF16, dp=2),
     _problem(workload("gpt-mini-local-sgd2"), dp=2),
 ]
-"""Of `single`. `make power` takes them from the first on, `make power-long` all, over and over with other seeds."""
+"""Problems of `single`. `make power` takes the first of them, `make power-long` all, again and again with other
+seeds."""
 _NANO = _smaller(GPT, "gpt-nano", hidden=16, num_heads=2, num_kv_heads=2, ffn_hidden=32, seq_len=8)
 _NANO_LLAMA = _smaller(
     _MINI_LLAMA, "llama-nano", hidden=16, num_heads=2, num_kv_heads=1, ffn_hidden=40, seq_len=16, num_layers=1
@@ -73,7 +75,7 @@ SMALL: list[Case] = [
     _problem(_NANO, Precision.BF16),
     _problem(_NANO_LLAMA, Precision.BF16),
 ]
-"""Of many runs at once, in `make power-long`."""
+"""Small problems of many runs at once, for `make power-long`."""
 _NUM_MICRO_BATCHES = (1, 2, 4, 8)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.roster_page import page, wrong
-from benchmarks.trials import Court, Trial
+from benchmarks.trials import MutantRunner, Trial
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.cli.suite_file import run_file
 from meshmark.environment import describe
@@ -78,7 +78,7 @@ def skipped(name: str) -> bool:
 
 
 def tried(folder: Path) -> list[Trial]:
-    """What `folder` holds of the mutants that there are."""
+    """Return the trials of existing mutants that `folder` holds."""
     found = {record.case: record for record in _records(folder)}
     return [Trial(mutant=mutant, record=found[mutant.case]) for mutant in ROSTER_MUTANTS if mutant.case in found]
 
@@ -91,13 +91,13 @@ def try_mutants(names: Sequence[str], folder: Path) -> None:
     """Each is told as it comes, and its record is in `folder` from then on."""
     held = Held(_records(folder))
     with Cluster(ClusterSpec()) as cluster:
-        court = Court(ForkserverLauncher(cluster), {name: target(name) for name in names}, folder, held)
+        mutant_runner = MutantRunner(ForkserverLauncher(cluster), {name: target(name) for name in names}, folder, held)
         for mutant in (m for m in ROSTER_MUTANTS if m.name in names):
-            trial = court.attempt(mutant)
+            trial = mutant_runner.attempt(mutant)
             print(
                 f"{'caught' if trial.caught else 'SURVIVED':<8} {mutant.name:<50} {trial.explanation[:200]}", flush=True
             )
-        court.close()
+        mutant_runner.close()
 
 
 if __name__ == "__main__":

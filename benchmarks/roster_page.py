@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from benchmarks.trials import Trial
 from meshmark.adapter.contract import Adapter
+from meshmark.adapter.registry import core_adapters
 from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.errors import LayoutError
 from meshmark.records.record import Record, Status
@@ -35,7 +36,11 @@ _RESULTS = {
 _INTRO = """A cell is *yes* where gradients, updates, memory and traffic of every case of that capability are what they
 should be; *yes EM* where the suites of those letters alone decide (Equivalence, Memory, Communication), for theory does
 not plan what the other would hold it to; **no** where one fails; – where the adapter refuses it; *?* where it would run
-and was not. Clauses of the core's adapters are in [conformance.md](conformance.md)."""
+and was not. An adapter of three ZeRO stages has every clause three times. Speeds are of a small model on this machine,
+taken in several sessions: they rank nothing."""
+
+_ELSEWHERE = Markup("[conformance](conformance.md)")
+"""Cell of an adapter of the core, whose clauses have a page of their own."""
 
 Adapters = Mapping[str, type[Adapter]]
 Notes = dict[str, list[str]]
@@ -44,7 +49,7 @@ Notes = dict[str, list[str]]
 
 @dataclass(kw_only=True)
 class Footnotes:
-    """What is said below the tables, gathered while they are filled."""
+    """Notes below the tables, gathered while the tables are filled."""
 
     wrong: Notes = field(default_factory=Notes)
     reasons: Notes = field(default_factory=Notes)
@@ -85,14 +90,14 @@ def _narrow(text: str) -> str:
 
 
 def _commits(records: Sequence[Record]) -> str:
-    """Of which code: several where a run was gone on with after a commit."""
+    """Describe the commits of the records: several where a run was resumed after a commit."""
     count = Counter(record.environment.commit for record in records)
     return ", ".join(f"{pluralize(number, 'record')} at {commit}" for commit, number in count.items()) or "no records"
 
 
 def capability(case: Case) -> str:
-    """What a case shows of an adapter: another workload than a GPT, by name; else in words of its layout: axes, stage,
-    schedule, the precision if it is not fp32, and tuning."""
+    """Describe what a case shows of an adapter: the name of a workload that is no GPT; else its layout in words (axes,
+    stage, schedule), the precision if it is not fp32, and tuning."""
     if _part(case) == _WORKLOADS:
         return case.workload.name
     layout = case.layout
@@ -163,7 +168,7 @@ def _ran(record: Record) -> bool:
 
 
 def wrong(record: Record) -> str:
-    """What is; nothing where nothing is."""
+    """Describe what is wrong with a record; empty if nothing is."""
     if record.outcome.status not in (Status.OK, Status.SKIPPED):
         first = record.outcome.message.partition("\n")[0]
         return f"{record.outcome.status}: {first}"
@@ -209,7 +214,7 @@ def _reasons(several: str) -> list[str]:
 def _overview(
     name: str, adapter: type[Adapter], plain: Sequence[Record], records: Sequence[Record], found: Footnotes
 ) -> dict[str, object]:
-    """What became of an adapter in all: its cases, its clauses, and how fast it was."""
+    """Return an adapter's overview: its cases, its clauses, and its speed."""
     own = [record for record in plain if record.case.adapter == name and _ran(record)]
     cases = [record for record in own if record.task is Task.OBSERVE]
     right = sum(not wrong(record) for record in cases)
@@ -218,10 +223,11 @@ def _overview(
         _note_finding(name, clause, finding, found)
     timed = [record for record in own if record.task is Task.TIME and record.outcome.status is Status.OK]
     fastest = max(timed, key=lambda record: throughput(record).per_second, default=None)
+    clauses = _counts([finding.result for _, finding in findings])
     return {
         "adapter": name,
         "cases right": f"{right} of {len(cases)}" if cases else "not run",
-        "clauses": _counts([finding.result for _, finding in findings]),
+        "clauses": _ELSEWHERE if clauses == "not run" and name in core_adapters() else clauses,
         "fastest": f"{throughput(fastest).per_second:,.0f} tokens/s, {fastest.case.layout.id}" if fastest else "",
         "track": adapter.track.value,
     }

@@ -34,7 +34,7 @@ from meshmark.report.kept_page import keep_page
 from tests.broken.mutants import sized, target
 
 MOST_SECONDS = 600.0
-"""Of one case's launch, on a quiet machine; and of the noise that several are judged by."""
+"""Most seconds of one case's launch on a quiet machine, and of the noise that judges several cases."""
 MOST_BYTES = 12 * 2**30
 _WRONG = (target(sized("ddp", "NormGradient", 1e-3)), target(sized("ddp", "AllGradients", 1e-4)))
 MUTANTS = {outside_name(mutant): mutant for mutant in _WRONG}
@@ -58,7 +58,7 @@ _NO_TESTS = 5
 
 @dataclass(kw_only=True)
 class Cost:
-    """Of a run and all its processes."""
+    """Cost of a run with all its processes."""
 
     seconds: float = 0.0
     cpu_seconds: float = 0.0
@@ -100,7 +100,7 @@ def _family(pid: int) -> list[int]:
 
 
 def _cpu_seconds(pid: int) -> float | None:
-    """Of a process without its children; None when it is gone."""
+    """Return the CPU seconds of a process without its children, or None if it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -117,7 +117,7 @@ def _pss(pid: int) -> int:
 
 
 def complaints(records: Sequence[Record], costs: dict[str, Cost]) -> list[str]:
-    """What was claimed and does not hold."""
+    """Return the claims that do not hold."""
     found = []
     for record in records:
         verdict, broken = record.verdict("equivalence"), record.case.adapter in (MUTANTS | KNOWN_GAPS)

@@ -29,7 +29,7 @@ else."""
 
 
 class Cost(Protocol):
-    """What an adapter's run took."""
+    """Cost of an adapter's run."""
 
     seconds: float
     cpu_seconds: float
@@ -90,7 +90,7 @@ def _verdict(record: Record, broken: bool) -> dict[str, object]:
 
 
 def _largest_bytes(record: Record) -> int:
-    """Of the model's largest tensor, in the precision of its masters."""
+    """Return the bytes of the model's largest tensor, in the precision of its masters."""
     shapes = parameter_shapes(record.case.workload.model).values()
     return max(map(math.prod, shapes)) * record.case.precision.master.itemsize
 

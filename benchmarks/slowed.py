@@ -36,7 +36,7 @@ class _Engine1(_Engine):
 
 
 class Slow0(DDP):
-    """What the others are held against: all but the pause is the same, down to the module that it is imported from."""
+    """Baseline of the others: only the pause differs, and both are imported from one module."""
 
     engine = _Engine0
 

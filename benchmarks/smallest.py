@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from benchmarks.trials import Court
+from benchmarks.trials import MutantRunner
 from meshmark.conformance.finding import ClauseResult
 from meshmark.conformance.scenario import plain_workload
 from meshmark.records.record import Record
@@ -17,7 +17,7 @@ from tests.broken.mutants import sized
 from tests.broken.sizes import SIZED
 
 RANGES = {"DropoutProbability": (0.02, 0.9), "WeightDecay": (1e-5, 1e-1), "SecondBeta": (1e-6, 1e-2)}
-"""Of sizes; the others are sought within DEFAULT."""
+"""Ranges of sizes; other kinds are searched within DEFAULT."""
 DEFAULT = (1e-8, 1e-4)
 NARROW = (
     ("ddp", Precision.BF16),
@@ -27,14 +27,14 @@ NARROW = (
 """In which GRADIENTS are sought too: no product is split, and some are."""
 GRADIENTS = ("NormGradient", "AllGradients")
 SPLIT = (1e-6, 1e-1)
-"""Of a gradient, where narrow products are split."""
+"""Range for a gradient whose narrow products are split."""
 STEPS_OF_SEARCH = 5
 """Bisections, of the logarithm: the answer is good to a few tens of percent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Smallest:
-    """Of one kind of defect."""
+    """Smallest defect of one kind that is caught."""
 
     kind: str
     adapter: str = "ddp"
@@ -56,12 +56,12 @@ def sizes(kind: str, adapter: str = "ddp") -> list[float]:
 
 
 def searches() -> list[tuple[str, str, Precision]]:
-    """What is sought: kind, adapter and precision."""
+    """Return the searches: kind, adapter and precision."""
     narrow = [(kind, adapter, precision) for adapter, precision in NARROW for kind in GRADIENTS]
     return [*((kind, "ddp", Precision.FP32) for kind in SIZED), *narrow]
 
 
-def find(court: Court, kind: str, correct: Record) -> Smallest:
+def find(mutant_runner: MutantRunner, kind: str, correct: Record) -> Smallest:
     """Between the smallest size of its range, taken to survive, and the largest, taken to be caught; in the place of
     the `correct` run's adapter."""
     case = correct.case
@@ -77,7 +77,7 @@ def find(court: Court, kind: str, correct: Record) -> Smallest:
     )
     while high - low > 1:
         middle = (low + high) // 2
-        caught, loss, evidence = _attempt(court, kind, candidates[middle], correct)
+        caught, loss, evidence = _attempt(mutant_runner, kind, candidates[middle], correct)
         if caught:
             high = middle
             best = dataclasses.replace(best, caught=candidates[high], loss=loss, evidence=evidence)
@@ -86,23 +86,23 @@ def find(court: Court, kind: str, correct: Record) -> Smallest:
     return dataclasses.replace(best, survived=candidates[low])
 
 
-def find_all(court: Court) -> list[Smallest]:
+def find_all(mutant_runner: MutantRunner) -> list[Smallest]:
     correct, found = dict[Case, Record](), list[Smallest]()
     for kind, adapter, precision in searches():
         case = correct_case(adapter, precision)
         if case not in correct:
-            correct[case] = court.suites.observe(case)
-        found.append(find(court, kind, correct[case]))
+            correct[case] = mutant_runner.suites.observe(case)
+        found.append(find(mutant_runner, kind, correct[case]))
     return found
 
 
-def _attempt(court: Court, kind: str, by: float, correct: Record) -> tuple[bool, float, str]:
+def _attempt(mutant_runner: MutantRunner, kind: str, by: float, correct: Record) -> tuple[bool, float, str]:
     """Whether it is caught, what its loss shows, and by what it is caught."""
     name = sized(correct.case.adapter, kind, by)
     if kind == "DropoutProbability":
-        finding, _ = court.judge("dropout", dataclasses.replace(_base(), adapter=name))
+        finding, _ = mutant_runner.judge("dropout", dataclasses.replace(_base(), adapter=name))
         return finding.result is ClauseResult.FAIL, math.nan, finding.evidence
-    record = court.suites.observe(dataclasses.replace(correct.case, adapter=name))
+    record = mutant_runner.suites.observe(dataclasses.replace(correct.case, adapter=name))
     verdict = record.verdict("equivalence")
     assert verdict is not None, record.outcome
     pairs = zip(record.training.losses, correct.training.losses, strict=True)
@@ -114,5 +114,5 @@ def _base() -> Case:
 
 
 def correct_case(adapter: str = "ddp", precision: Precision = Precision.FP32) -> Case:
-    """What sized mutants are held against."""
+    """Return the correct case that sized mutants are compared with."""
     return Case(adapter=adapter, workload=GPT, layout=LAYOUTS[adapter], precision=precision)

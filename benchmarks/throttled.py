@@ -37,7 +37,7 @@ from meshmark.spec.workload import workload
 TABLE = Path(__file__).parent.parent / "baselines" / "throttled.csv"
 MODEL, WORKERS = "gpt-mini-sgd", len(HOSTS)
 MEGABITS = (0, 80, 20, 5)
-"""Of every link, each way; 0: as fast as it goes."""
+"""Bandwidth of every link in each direction, in Mbit/s; 0 for no limit."""
 ADAPTERS = {
     "synchronous": "ddp",
     "local-sgd2": "post-local-sgd",
@@ -110,7 +110,7 @@ def throttle(nodes: Sequence[int], switch: int, megabits: int) -> None:
 
 
 def step_seconds(ranks: Sequence[Rank], name: str) -> float:
-    """Of the slowest rank."""
+    """Return the seconds of the slowest rank's step."""
     for rank in ranks:
         rank.connection.send(name)
     return max([rank.hear() for rank in ranks])

@@ -24,7 +24,7 @@ PATIENCE_SECONDS = 15.0
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What became of a mutant."""
+    """Outcome of a mutant."""
 
     mutant: Mutant
     record: Record
@@ -61,11 +61,11 @@ class Trial:
         return verdict.summary if verdict else self.record.outcome.message
 
 
-class Court:
+class MutantRunner:
     """Tries mutants. Those of a clause are run as a conformance pass runs, others as the suites do, only shorter."""
 
     def __init__(self, launcher: Launcher, adapters: dict[str, str], folder: Path, held: Held | None = None) -> None:
-        """What the suites have `held` against mutants is not run again."""
+        """Make a runner. Mutants whose results are in `held` are not run again."""
         self.suites = Runner(launcher, adapters, RunOptions(observed_steps=STEPS), folder, held=held)
         warmed = RunOptions(observed_steps=2 * STEPS)
         self.warmed = Runner(launcher, adapters, warmed, folder / "warmed", held=held)
@@ -112,18 +112,18 @@ class Cell:
     clause: str
     finding: Finding
     records: list[Record]
-    """Of the scenarios that show it."""
+    """Records of the scenarios that show the finding."""
 
     @property
     def alarm(self) -> bool:
         return self.finding.result is ClauseResult.FAIL
 
 
-def correct_cells(court: Court, adapter: str) -> Iterable[Cell]:
+def correct_cells(mutant_runner: MutantRunner, adapter: str) -> Iterable[Cell]:
     """Every clause of an adapter that mutants break, a key of LAYOUTS, as it is."""
     case = Case(
         adapter=adapter.partition("/")[0], workload=under(adapter, plain_workload()), layout=base_layout(adapter)
     )
     for clause in CLAUSES:
-        finding, records = court.judge(clause, case)
+        finding, records = mutant_runner.judge(clause, case)
         yield Cell(adapter=adapter, clause=clause, finding=finding, records=records)

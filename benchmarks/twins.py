@@ -44,7 +44,7 @@ ROUNDS = 3
 PATIENCE_SECONDS = 60.0
 """How long to wait, in all, for a shared machine to be quiet before something is timed."""
 BUDGET_BYTES = 16 * 2**20
-"""Of one rank, in the search for the largest model."""
+"""Memory of one rank, in the search for the largest model."""
 CALIBRATION_SECONDS = 20.0
 HIDDEN_STEP = 4
 """The search's grid."""

@@ -35,7 +35,7 @@ EXTRAS = ("deepspeed", "accelerate", "fairscale", "lightning-fabric", "transform
 WITHOUT_DEPENDENCIES = "megatron-core"
 """It asks for packages that its layers do not need, as the Makefile says."""
 BUILD_TOOLS = ("setuptools<81", "wheel", "ninja", "py-cpuinfo")
-"""What DeepSpeed and FairScale ask for while they build. Old releases of PyTorch need setuptools' pkg_resources."""
+"""Packages that DeepSpeed and FairScale need to build. Old releases of PyTorch need setuptools' pkg_resources."""
 SUITES = ("equivalence", "memory", "communication")
 _BOUND = re.compile(r"^([A-Za-z0-9-]+)>=([0-9][0-9.]*)$")
 

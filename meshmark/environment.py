@@ -33,6 +33,7 @@ PACKAGES = (
     "torchtitan",
     "transformers",
     "pytorch-lightning",
+    "trl",
 )
 DEFAULT_THREADS = "1"
 """OMP_NUM_THREADS of the ranks if it is not set. Ranks share the machine's cores."""

@@ -27,7 +27,7 @@ class Phase(StrEnum):
 
 
 class Pace(StrEnum):
-    """What a rank was doing when the time limit expired."""
+    """A rank's activity when the time limit expired."""
 
     SLOW = "slow"
     """It made progress until the end, and only needs more time."""

@@ -44,6 +44,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     "have a fault recognised and named": (
         "meshmark/judge/faults.py",
         "meshmark/judge/gradient_faults.py",
+        "meshmark/judge/function_faults.py",
         "meshmark/judge/partial_faults.py",
         "meshmark/judge/update_hypotheses.py",
         "tests/broken",
@@ -68,7 +69,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     "plan for another GPU": ("meshmark/spec/hardware.py", "meshmark/plan/rates"),
     "add an option to pytest's command line": ("meshmark/pytest_plugin/plugin.py",),
 }
-"""What somebody may want to do, and where."""
+"""Questions of somebody who wants to change something, and the files that answer them."""
 
 
 def folders() -> dict[str, Path]:

@@ -35,7 +35,7 @@ from studies.coatnet_planned import ALIKE, GPU, NUM_GPUS, ROWS, STATES_SHARE, Pl
 
 PAGE, RESULTS = Path("reports/coatnet.md"), Path("results/coatnet")
 BUDGET_MIB = 192.0
-"""Of one rank, so that the widest that is measured does not fit as it is."""
+"""Budget of one rank, so that the widest net that is measured does not fit without sharding."""
 
 
 def page(found: Sequence[Measured], budget: float, seconds: float) -> str:
@@ -137,7 +137,7 @@ def _end(found: Sequence[Measured], budget: float) -> str:
 
 
 def _compromise(found: Sequence[Measured], world: int, budget: float) -> str:
-    """Of the widest net that was measured on so many ranks."""
+    """Describe the layouts of the widest net that was measured on `world` ranks."""
     own = [each for each in found if each.case.world_size == world]
     widest = max(each.width for each in own)
     own = [each for each in own if each.width == widest]
@@ -224,7 +224,7 @@ def _planned_table(found: Sequence[Plan]) -> str:
 
 
 def wrong(found: Sequence[Measured]) -> list[str]:
-    """What makes the page less than whole."""
+    """Return what is missing for a complete page."""
     said = [f"{each.case.id}: {each.failure}" for each in found if each.failure]
     return said + [
         f"{each.case.id}: states are not as planned: {verdict.summary}"

@@ -57,7 +57,7 @@ def cases(width: int, world: int) -> dict[str, Case]:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Of one layout of one size."""
+    """Measurements of one layout of one size."""
 
     name: str
     observed: Record
@@ -90,7 +90,7 @@ class Measured:
 
     @property
     def device_bytes(self) -> float:
-        """Of the fullest rank, without what is offloaded."""
+        """Return the bytes of the fullest rank, without what is offloaded."""
         return max(peak - host for peak, host in zip(self.peaks, self.host_bytes, strict=True))
 
     @property

@@ -22,7 +22,7 @@ from meshmark.theory.traffic import step_traffic
 
 GPU, NUM_GPUS = gpu("h100"), 64
 STATES_SHARE = 0.5
-"""Of a GPU's memory, what states may take: activations, which are not planned of images, need the rest."""
+"""Share of a GPU's memory for states: activations, which are not planned for images, need the rest."""
 WIDTHS = (512, 1024, 2048, 4096)
 ROWS = 4096
 """Images of a step."""
@@ -77,7 +77,7 @@ def last_quarter(model: CoAtNetSpec) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Of one layout; bytes of the fullest GPU, seconds of the slowest."""
+    """Plan of one layout: bytes of the fullest GPU, seconds of the slowest."""
 
     name: str
     case: Case
@@ -117,7 +117,8 @@ class Plan:
 
     @property
     def host_seconds(self) -> float:
-        """Of gradients down and weights up, fp32, of a rank's share; the host's update is not counted."""
+        """Return the seconds to copy a rank's share of gradients to the host and weights back, in fp32, without the
+        host's update."""
         layout = self.case.layout
         if layout.offload is Offload.NONE:
             return 0.0
@@ -131,8 +132,8 @@ class Plan:
 
 
 def bandwidth(ranks: Sequence[int]) -> float:
-    """Of one rank's link in rings through a group: between nodes there are as many rings as the group has GPUs in a
-    node, each over the adapter of another of them, but no more than the links inside a node carry."""
+    """Return the bandwidth of one rank's link in rings through a group. Between nodes there are as many rings as the
+    group has GPUs in a node, each over another adapter, but no more than the links inside a node carry."""
     nodes = [range(first, first + GPU.gpus_per_node) for first in range(0, max(ranks) + 1, GPU.gpus_per_node)]
     in_node = [count for node in nodes if (count := sum(rank in node for rank in ranks))]
     if len(in_node) == 1:

@@ -1,4 +1,4 @@
-"""What smaller models cost in loss, and how fast they are, side by side: a section of reports/compression.md.
+"""The cost of smaller models in loss, and their speed, side by side: a section of reports/compression.md.
 
 One process trains the original, makes every smaller model from it, and times them round after round, each model once
 a round. Loads of the machine fall on all of them alike, and ratios to the original are of the same round.

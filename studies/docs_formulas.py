@@ -1,4 +1,4 @@
-"""What each adapter's rank holds and sends under data parallelism, as formulas of the number of ranks.
+"""Formulas of the number of ranks for what each adapter's rank holds and sends under data parallelism.
 
 Every formula is fitted to what `meshmark.theory` computes for the adapter, by its recipe and its traffic exceptions,
 on 2 and 4 ranks. It is stated only if it also gives the number of 8 ranks.
@@ -30,7 +30,7 @@ OTHER = "not of this form"
 _STATES = ("parameters", "gradients", "optimizer_states", "buffers")
 _RANKS = (2, 4, 8)
 _TOLERANCE = 0.02
-"""Of bytes a parameter: tensors are padded, and norms are sent besides, which in a model of 236,928 is below it."""
+"""Tolerance in bytes a parameter: padding and the traffic of norms stay below it in a model of 236,928 parameters."""
 
 
 def formula_rows(adapters: Mapping[str, type[Adapter]]) -> list[dict[str, object]]:

@@ -16,7 +16,7 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 
 
 def tables(said: Json) -> str:
-    """Of every type, those of whole lines first."""
+    """Return the tables of all types, those of whole lines first."""
     definitions: Mapping[str, Json] = said["$defs"]
     lines = [_name(one) for one in said["anyOf"]]
     order = [*lines, *(name for name in definitions if name not in lines)]

@@ -57,7 +57,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:  # noqa: ANN401
     return pages.marked(place.stem, markdown) if known else markdown
 
 
-_SCRIPT = re.compile(r"^    (\S.*)\n\n(```python\n.*?\n```)$", re.MULTILINE | re.DOTALL)
+_SCRIPT = re.compile(r"^    (\S[^\n]*)\n\n(```python\n.*?\n```)$", re.MULTILINE | re.DOTALL)
 """A command on a line of its own, and the script that it runs."""
 
 
@@ -181,7 +181,7 @@ def _formulas(adapters: dict[str, type[Adapter]]) -> list[str]:
 
 
 _OPTIONS = {"megatron-core": "Megatron", "lightning-fabric": "Fabric"}
-"""What the record of reach calls a framework, where it is not the title of its page."""
+"""Names of frameworks in the record of reach, where they differ from their page's title."""
 
 
 def _options(name: str) -> str:

@@ -16,7 +16,7 @@ from meshmark.spec.case import Case
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """What came of one case, in words."""
+    """Outcome of one case, in words."""
 
     case: Case
     ranks: list[int]
@@ -48,8 +48,8 @@ def dry_run(runner: Runner, case: Case) -> DryRun:
 
 
 def _held(record: Record) -> Iterator[Held]:
-    """What the memory suite compares, but for peaks. The optimizer's count of steps, a tensor each, which beside one of
-    a thousand shards is no longer little, nobody plans."""
+    """Yield what the memory suite compares, without peaks. The optimizer's step counts, one tensor each, are not
+    planned: beside one of a thousand shards they are not small."""
     memory = record.memory
     for rank, reading, plan, declared in zip(
         record.fake_ranks, memory.readings, memory.planned, memory.extra_memory, strict=True

@@ -21,8 +21,8 @@ _BOUNDS = {"kernels.gemm_efficiency": (0.3, 0.95), "network.tensor_overlap": (0.
 _HALF_WIDTH = 331.0
 """As on the A100, where Megatron SC21's table 1 tells it."""
 _ATTENTION, _HALF_LENGTH = 0.645, 1200.0
-"""Of the peak, forward and backward pass together, on long sequences, and the tokens at which half of it is reached:
-0.401, 0.508, 0.573, 0.610 and 0.615 of 2,048 to 32,768 tokens, of cuDNN 9.19 on H200, which has the H100's chip
+"""Share of peak that attention reaches on long sequences, forward and backward together, and the tokens for half of it:
+0.401, 0.508, 0.573, 0.610 and 0.615 for 2,048 to 32,768 tokens, by cuDNN 9.19 on H200, which has the H100's chip
 (github:NVIDIA/cudnn-frontend df73764 benchmark/sdpa_benchmark_training/results/h200_919_only_cudnn; within 2 %)."""
 
 

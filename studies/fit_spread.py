@@ -26,7 +26,7 @@ _STUDENT = {3: 2.920, 4: 2.353, 5: 2.132, 6: 2.015}
 
 
 def spread_of(sources: Iterable[Sequence[float] | Column]) -> SpreadRates:
-    """Of measured over predicted step times, each source counting as much as any other.
+    """Return the spread of measured over predicted step times. Each source counts as much as any other.
 
     Where there are three sources or more it is no narrower than what a further source is expected in, by Student's t
     over the sources' means: rows of one source are alike, so that many rows of few sources say little.
@@ -45,7 +45,7 @@ def spread_of(sources: Iterable[Sequence[float] | Column]) -> SpreadRates:
 
 
 def spread_composer(given: Rates, gpu_name: str) -> SpreadRates:
-    """Of the sizes that are held out."""
+    """Return the spread of the sizes that are held out."""
     held = [row for row in mpt_rows() if row["gpu"].startswith(gpu_name) and row["model"] not in FITTED_MODELS]
     models = sorted({row["model"] for row in held})
     return spread_of(mpt_time_ratios([row for row in held if row["model"] == model], given) for model in models)
@@ -77,7 +77,7 @@ def spread_megatron_core(pytorch: Rates) -> SpreadRates:
 
 
 def spread_nanotron() -> SpreadRates:
-    """Of the sweep, each model by rates fitted to the other."""
+    """Return the spread of the sweep, each model by rates fitted to the other."""
     ratios = []
     for fitted, other in (("1B", "8B"), ("8B", "1B")):
         given = fit_sweep(measured_sweep(fitted), "")

@@ -61,7 +61,7 @@ class Measured:
     batch: LayoutRows
     step_seconds: Column
     memory_bytes: Column
-    """What rank 0's allocator had reserved after the third step (`log_throughput` in nanotron's helpers.py)."""
+    """Bytes that rank 0's allocator had reserved after the third step (`log_throughput` in nanotron's helpers.py)."""
     rows: list[Row]
 
 

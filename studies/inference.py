@@ -30,10 +30,10 @@ ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "reports" / "inference.md", ROOT / "results" / "inference"
 KEPT = ROOT / "reports" / "records" / "inference.jsonl"
 MUTANTS = ROOT / "reports" / "records" / "inference-mutants.jsonl"
-"""Of `make inference-power`, and so are the next two."""
+"""Records of `make inference-power`, as the next two."""
 WASTE = ROOT / "reports" / "records" / "inference-waste.jsonl"
 SPEEDS = ROOT / "reports" / "records" / "inference-speed.jsonl"
-"""Of `time_engines`."""
+"""Speeds that `time_engines` measured."""
 ALARMS = ROOT / "reports" / "records" / "inference-alarms.jsonl"
 
 

@@ -5,13 +5,14 @@
     python -m studies.pages --keep versions --results DIR   # keeps what lies in another folder than results
 
 Every page then says below its title which commit its records are of, and whether it is stale. A page is **stale** when
-a file that it depends on differs between that commit and HEAD, by `git diff`. That costs one call of git a page. It is
-strict: a changed comment counts. Without git, or in a clone that lacks the commit, the answer is "not known".
+a file that it depends on differs between that commit and HEAD, by `git diff`. Comments and docstrings do not count.
+Without git, or in a clone that lacks the commit, the answer is "not known".
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import dataclasses
 import functools
@@ -234,7 +235,30 @@ def changed(commit: str, needs: tuple[str, ...]) -> tuple[str, ...] | None:
     listed = _git("diff", "--name-only", commit, "HEAD", "--", *needs)
     if listed is None:
         return None
-    return tuple(need for need in needs if any(f"{file}/".startswith(f"{need}/") for file in listed.split()))
+    files = {need: [file for file in listed.split() if f"{file}/".startswith(f"{need}/")] for need in needs}
+    return tuple(need for need in needs if any(_does_otherwise(file, commit) for file in files[need]))
+
+
+def _does_otherwise(file: str, commit: str) -> bool:
+    """Return whether a file that differs between a commit and HEAD differs in more than comments and docstrings."""
+    before, now = _git("show", f"{commit}:{file}"), _git("show", f"HEAD:{file}")
+    if before is None or now is None or not file.endswith(".py"):
+        return True
+    return _code(before) != _code(now)
+
+
+@functools.lru_cache(maxsize=1024)
+def _code(source: str) -> str:
+    """Return what a Python file does, without comments, docstrings and line breaks."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            node.body = [part for part in node.body if not _is_text(part)]
+    return ast.dump(tree)
+
+
+def _is_text(part: ast.stmt) -> bool:
+    return isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant) and isinstance(part.value.value, str)
 
 
 def status(name: str, text: str) -> str:

@@ -90,7 +90,7 @@ def _megatron_grid(
 
 
 def _achieved_seconds(row: Row, spec: ModelSpec) -> float:
-    """Of a step, from the FLOP/s that a table gives."""
+    """Return the seconds of a step, from the FLOP/s in a table."""
     flops = megatron_flops(int(row["global_batch"]), spec.seq_len, spec.num_layers, spec.hidden, spec.vocab_size)
     return flops / (float(row["achieved_tflops_per_gpu"]) * TERA * int(row["gpus"]))
 

@@ -24,7 +24,14 @@ ADAPTERS = {
     "fsdp1": "fsdp1",
     "fsdp2": "fsdp2",
     "accelerate_ddp": "accelerate",
+    "accelerate_fsdp2": "accelerate-fsdp2",
     "fabric_ddp": "fabric",
+    "deepspeed_zero1": "deepspeed ZeRO-1",
+    "deepspeed_zero2": "deepspeed ZeRO-2",
+    "deepspeed_zero3": "deepspeed ZeRO-3",
+    "fairscale_oss": "fairscale-oss ZeRO-2",
+    "gpipe": "gpipe",
+    "pipeline": "pipeline",
 }
 """Adapter that stands for each example in the other tables, by the example's name."""
 

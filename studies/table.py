@@ -28,7 +28,7 @@ class Table:
     title: str
     source: str
     formula: str
-    """What the planner computes, with the paper and equation; empty for facts that nothing computes."""
+    """Formula that the planner computes, with the paper and equation; empty for facts that nothing computes."""
     labels: tuple[str, ...]
     columns: tuple[str, ...]
     """Names of the compared quantities."""

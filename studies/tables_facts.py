@@ -27,8 +27,8 @@ _COMPUTED: dict[str, float] = {
     "U for LLaMA-65B, 2048 A100, 1.4T tokens, 21 days": 8.0 * 1.4e12 * 65.2e9 / (2048 * _PEAK * 21 * _DAY),
     "BLOOM: A100-80GB count": 48.0 * gpu("a100").gpus_per_node,
 }
-"""What follows from sizes: bytes a parameter (arXiv:1910.02054 sec. 3.1), the deck's own activation formula, 8 T P over
-time and peak (forward, backward and a recomputed forward), BLOOM's 48 nodes."""
+"""Values that follow from sizes: bytes a parameter (arXiv:1910.02054 sec. 3.1), the deck's own activation formula, 8 T
+P over time and peak (forward, backward and a recomputed forward), BLOOM's 48 nodes."""
 
 
 def claims() -> Table:

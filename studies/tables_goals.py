@@ -55,7 +55,7 @@ class Judged:
 
     @property
     def holds(self) -> bool:
-        """Of a table without a bound: that nothing in it is compared."""
+        """True if the error is within the bound; without a bound, if nothing in the table is compared."""
         return bool(np.isnan(self.mean)) if self.bound is None else self.mean <= self.bound
 
     @property

@@ -1,5 +1,5 @@
-"""What algorithms gain on slow links, as measured (`make throttled`) and as computed: of the time that a step takes on
-links without a limit, and its bytes over the bandwidth."""
+"""The gain of algorithms on slow links, measured (`make throttled`) and computed from the step's time on links without
+a limit and its bytes over the bandwidth."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from meshmark.theory.traffic import step_traffic
 from studies.papers import paper
 
 IN_TURN = 2
-"""Times that an exchange of two ranks takes its bytes' time: by gloo their two ways go in turn. Found on these links,
-not assumed: by plain TCP both go at once, and so do the ways of gloo's rings, which go to different neighbours."""
+"""How many times its bytes' time an exchange of two ranks takes. By gloo their two ways go in turn, unless both post
+their receives before either sends: tests/test_in_turn.py shows when and says why. By plain TCP both go at once, and so
+do the ways of gloo's rings, which go to different neighbours."""
 PAYLOAD = 1448 / 1514
-"""Of an Ethernet frame, what TCP brings: the rest is headers, which a throttled link counts."""
+"""Share of an Ethernet frame that TCP's payload takes. A throttled link counts the headers too."""
 BOUND = 0.2
 """By how much of the computed time a step may take another, on links that are mostly what it waits for."""
 WAITS = 0.5
@@ -106,7 +107,7 @@ def steps(found: list[Measured]) -> dict[float, dict[str, Step]]:
 
 
 def broken(at: Mapping[float, Mapping[str, Step]]) -> list[str]:
-    """What is not as computed."""
+    """Return the rows that differ from what is computed."""
     wrong = [
         f"{name} at {limit:g} Mbit/s: {step.measured:.4f} s, computed {step.computed:.4f} s"
         for limit, by_name in at.items()
@@ -143,7 +144,8 @@ training, measured and in brackets computed. Computed is the time without a limi
 {PAYLOAD:.1%} of which is payload. Where at least half of a computed step waits for links, the two must agree within
 {BOUND:.0%}, and the soonest algorithm must be the computed one, or as good as it. A mark (·) stands where a step waits
 less than that. Neighbours of a graph are computed with {IN_TURN} times their bytes' time. That was found here and not
-foreseen: by gloo the two ways between two ranks go in turn, where plain TCP on the same links sends both at once.
+foreseen: by gloo the two ways between two ranks go in turn when one comes later, where plain TCP on the same links
+sends both at once.
 
 {chr(10).join(lines)}{ends}
 

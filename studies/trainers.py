@@ -1,4 +1,4 @@
-"""What trainers that own their loop really optimise: reports/trainers.md.
+"""The objective that trainers which own their loop really optimise: reports/trainers.md.
 
 `make trainers` runs every adapter of a loop on two ranks, with two micro-batches and rows of unequal length, and judges
 it by the suites and by the clauses on checkpoints.
@@ -27,6 +27,7 @@ from meshmark.report.conformance import AdapterColumn, columns
 from meshmark.report.markdown import inline
 from meshmark.report.markdown import table as markdown
 from meshmark.report.results import CaseResult, newest, results
+from meshmark.spec.model_spec import Family
 from meshmark.text import clip, pluralize
 from studies.architectures import detection_range
 
@@ -37,9 +38,11 @@ MODELS = (
     "hf:examples/transformers/bert.json:AutoModelForMaskedLM",
     "hf:examples/transformers/t5.json:AutoModelForSeq2SeqLM",
 )
-"""Trained by the loss that they compute themselves."""
-OWN_LOSS = "hf-trainer-model-loss"
-WORKLOAD, LAYOUTS = "gpt-mini", "dp2.mb2,dp2.zero2.mb2,dp2.zero3.mb2"
+"""Trained by adapters of models of Transformers alone; of these, TRL takes the causal ones."""
+OF_TRANSFORMERS = ("hf-trainer-model-loss", "trl-sft")
+WORKLOADS = ("gpt-mini", "llama-mini")
+"""A GPT, and a LLaMA for trainers that bring one of their own."""
+LAYOUTS = "dp2.mb2,dp2.zero2.mb2,dp2.zero3.mb2,tp2.mb2,pp2.1f1b.mb2"
 SUITES = ("equivalence", "memory", "communication")
 RESUMES = "resume"
 
@@ -49,17 +52,23 @@ def adapters() -> list[str]:
     return [name for name, target in builtin_adapters().items() if GREENLET in load_adapter(target).requires]
 
 
-def run(chosen: Sequence[str]) -> None:
-    """Run the suites and the clause on resuming over the `chosen` adapters."""
-    base = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", "--results", str(RESULTS)]
+def run(chosen: Sequence[str], folder: Path) -> None:
+    """Run the suites and the clause on resuming over the `chosen` adapters, with records in `folder`."""
+    base = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", "--results", str(folder)]
     suites = [*(f"suites/test_{suite}.py" for suite in SUITES), "--layouts", LAYOUTS]
-    if others := [name for name in chosen if name != OWN_LOSS]:
-        named = ["--adapters", ",".join(others)]
-        subprocess.run([*base, *named, *suites, "--workload", WORKLOAD], check=False)
-        subprocess.run([*base, *named, "suites/test_conformance.py", "-k", RESUMES], check=False)
-    if OWN_LOSS in chosen:
-        models = ["--adapters", OWN_LOSS, "--workload", ",".join(MODELS)]
-        subprocess.run([*base, *models, *suites], check=False)
+    for workload in WORKLOADS:
+        if others := [name for name in chosen if name not in OF_TRANSFORMERS and _workload(name) == workload]:
+            named = ["--adapters", ",".join(others)]
+            subprocess.run([*base, *named, *suites, "--workload", workload], check=False)
+            subprocess.run([*base, *named, "suites/test_conformance.py", "-k", RESUMES], check=False)
+    if models := [name for name in chosen if name in OF_TRANSFORMERS]:
+        named = ["--adapters", ",".join(models), "--workload", ",".join(MODELS)]
+        subprocess.run([*base, *named, *suites], check=False)
+
+
+def _workload(name: str) -> str:
+    """Return what an adapter is judged on: the GPT, unless it trains a LLaMA alone."""
+    return WORKLOADS[Family.GPT not in load_adapter(builtin_adapters()[name]).capabilities.families]
 
 
 def page(records: Sequence[Record], clauses: Sequence[AdapterColumn]) -> str:
@@ -68,7 +77,6 @@ def page(records: Sequence[Record], clauses: Sequence[AdapterColumn]) -> str:
     rows = [_row(result, clauses) for result in sorted(every, key=lambda result: adapters().index(result.case.adapter))]
     rows.sort(key=lambda row: row["optimises"] != _RIGHT)
     environment = newest(records).environment
-    versions = ", ".join(f"{name} {number}" for name, number in sorted(environment.versions.items()))
     right = sum(row["optimises"] == _RIGHT for row in rows)
     kinds = [
         f"- **{name}**: {inline(_first_paragraph(name))}"
@@ -83,7 +91,8 @@ two micro-batches each, rows of unequal length, in float32.
 
 **{right} of {len(rows)} optimise the mean over all tokens of the global batch**, with the optimizer that they were
 asked for. What the others do instead is in the table; it is what they do by the arguments that they have here.
-`hf-trainer` is `transformers.Trainer`, `lightning-trainer` is `lightning.Trainer`.
+`hf-trainer` is `transformers.Trainer`, `lightning-trainer` is `lightning.Trainer`, `trl-sft` is TRL's `SFTTrainer`,
+`torchtitan` is torchtitan's own Trainer.
 
 By default:
 
@@ -103,8 +112,26 @@ By default:
 - *memory and traffic*: bytes by category and collectives by group, against theory and what the adapter declares.
 - *resumes*: half of the steps, a checkpoint by the trainer's own means, and the other half in new processes are one
   run.
-- Versions: {versions}.
+- Versions: {_versions(records)}.
 """
+
+
+def _versions(records: Sequence[Record]) -> str:
+    """Return the versions of packages, and of each further environment those that differ."""
+    found: dict[str, dict[str, str]] = {}
+    for record in records:
+        versions = dict(record.environment.versions)
+        found.setdefault(versions.pop(_ENVIRONMENT, ""), {}).update(versions)
+    own = found.pop("", {})
+    told = [", ".join(f"{name} {number}" for name, number in sorted(own.items()))]
+    for environment, versions in sorted(found.items()):
+        other = [f"{name} {number}" for name, number in sorted(versions.items()) if own.get(name) != number]
+        told.append(f"in the environment {environment} {', '.join(other)}")
+    return "; ".join(filter(None, told))
+
+
+_ENVIRONMENT = "virtual environment"
+"""Key under which a record's versions tell of another environment than Meshmark's own."""
 
 
 _RIGHT = "the mean over all tokens"
@@ -112,10 +139,12 @@ DEFAULTS = {
     "hf-trainer-recommended": "`transformers.Trainer` with a loss over `num_items_in_batch`, and its own optimizer",
     "hf-trainer-model-loss": "`transformers.Trainer` with the loss that the model computes",
     "lightning-trainer-recommended": "`lightning.Trainer` with a `training_step` as its examples write it",
+    "trl-sft": "TRL's `SFTTrainer` on tokenized rows, in float32",
+    "torchtitan": "torchtitan's Trainer, in float32",
     "accelerate-loop": "Accelerate's loop as its guide writes it",
     "accelerate-loop-recommended": "Accelerate's loop as its example writes it",
 }
-"""What a user gets who follows the trainer's own examples, by the adapter that runs it."""
+"""Descriptions of what a user gets who follows the trainer's own examples, by the adapter that runs it."""
 _CELL = 1000
 """Characters of a cell. Long ones become notes below the table."""
 _SAME_BITS = "bitwise equal"
@@ -147,9 +176,10 @@ def _default(result: CaseResult) -> str:
         return _RIGHT
     if diagnosis is None:
         return "not judged"
-    gradients = f"{_RIGHT}, but by " if diagnosis.fault is Fault.UPDATE else ""
+    if diagnosis.fault is Fault.UPDATE:
+        return f"{_RIGHT}, but by **{inline(_wrong(diagnosis))}**"
     detail = re.split("(?:; )?weights of the ", diagnosis.detail)[0]  # numbers of this batch, which the table has
-    return f"{gradients}**{inline(f'{diagnosis.fault}: {detail}' if detail else str(diagnosis.fault))}**"
+    return f"**{inline(f'{diagnosis.fault}: {detail}' if detail else str(diagnosis.fault))}**"
 
 
 def _row(result: CaseResult, clauses: Sequence[AdapterColumn]) -> dict[str, object]:
@@ -160,13 +190,21 @@ def _row(result: CaseResult, clauses: Sequence[AdapterColumn]) -> dict[str, obje
         return {**row, "optimises": f"**{inline(result.correctness.text)}**"}
     equivalence = record.verdict("equivalence")
     right = equivalence is not None and equivalence.passed
-    other = [name for name in ("memory", "communication") if (v := record.verdict(name)) is None or not v.passed]
     return {
         **row,
         "optimises": _RIGHT if right else f"**{inline(clip(_wrong(record.equivalence.diagnosis), _CELL))}**",
-        "memory and traffic": f"**not as planned: {', '.join(other)}**" if other else "as planned",
+        "memory and traffic": _as_planned(record),
         "resumes": _resumes(result, clauses),
     }
+
+
+def _as_planned(record: Record) -> str:
+    """Return which of memory and traffic differs from its plan, or has none."""
+    verdicts = {name: record.verdict(name) for name in ("memory", "communication")}
+    if other := [name for name, verdict in verdicts.items() if verdict is not None and not verdict.passed]:
+        return f"**not as planned: {', '.join(other)}**"
+    unplanned = [name for name, verdict in verdicts.items() if verdict is None]
+    return f"as planned; no plan of {', '.join(unplanned)}" if unplanned else "as planned"
 
 
 def _wrong(diagnosis: Diagnosis | None) -> str:
@@ -176,7 +214,7 @@ def _wrong(diagnosis: Diagnosis | None) -> str:
     text = f"{diagnosis.fault}: {diagnosis.detail}" if diagnosis.detail else str(diagnosis.fault)
     if diagnosis.fault is not Fault.UPDATE or not diagnosis.names:
         return text
-    return f"{text}, of {pluralize(diagnosis.num_names, 'parameter')} such as {diagnosis.names[0]}"
+    return f"{text}, on {pluralize(diagnosis.num_names, 'parameter')} such as {diagnosis.names[0]}"
 
 
 def _resumes(result: CaseResult, clauses: Sequence[AdapterColumn]) -> str:
@@ -203,7 +241,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, default=PAGE)
     parsed = parser.parse_args(arguments)
     if not parsed.page_only:
-        run(parsed.adapters.split(",") if parsed.adapters else adapters())  # what fails is what the page tells of
+        chosen = parsed.adapters.split(",") if parsed.adapters else adapters()
+        run(chosen, parsed.results)  # what fails is what the page tells of
     records = read_records(parsed.results, latest=True).records
     parsed.output.write_text(page(records, columns(records)))
     return 0

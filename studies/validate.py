@@ -227,7 +227,7 @@ _STALL_TEXT = [
 
 
 def regret_lines(choices: Sequence[Choice]) -> list[str]:
-    """What choosing by the planner would have cost."""
+    """Return the lines on the cost of choosing by the planner."""
     lines = [
         "### Regret",
         "",
@@ -251,7 +251,8 @@ def regret_lines(choices: Sequence[Choice]) -> list[str]:
 
 
 def rates_lines(reports: Sequence[SweepReport]) -> list[str]:
-    """What was fitted, so that a reader sees whether it is physical and agrees between the models."""
+    """Return the lines of the fitted rates, so that a reader sees whether they are physical and agree between
+    models."""
     columns = {"H100, nanotron": rates("h100-nanotron"), **{f"fitted to {r.fitted_to}": r.rates for r in reports}}
     columns |= {"H100, PyTorch": rates("h100"), "H100, megatron-core": rates("h100-megatron-core")}
     columns |= {

@@ -30,7 +30,7 @@ class Fits:
     twice: Column
     """Whether twice the micro-batch would fit."""
     share: Column
-    """Of what the allocator can have, what is needed."""
+    """Memory that is needed, as a share of what the allocator can have."""
     time_error: Column
     """Predicted over measured step time, less one."""
 
@@ -41,7 +41,7 @@ def mpt_rows() -> list[Row]:
 
 
 def mpt_fits(table: Sequence[Row], recipe_name: str) -> Fits:
-    """What the planner says of them, with the rates that `meshmark plan` takes."""
+    """Return the planner's predictions for `table`, with the rates that `meshmark plan` takes."""
     using = recipe(recipe_name)
     found = {field.name: np.zeros(len(table)) for field in dataclasses.fields(Fits)}
     for batch in batches(table):

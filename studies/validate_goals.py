@@ -1,4 +1,4 @@
-"""What the planner's errors must hold to, apart from what they are meant to come to."""
+"""Bounds that the planner's errors must hold, beside the goals that they should reach."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from studies.validate_sweep import (
 )
 
 MEMORY_BOUND, TIME_BOUND, REGRET_MEDIAN_BOUND, REGRET_WORST_BOUND = MEMORY_ERROR, 0.21, 0.01, 0.75
-"""What docs/planner.md publishes: a planner that does worse makes it untrue."""
+"""Bounds that docs/planner.md publishes: a planner that does worse makes the page untrue."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Figure:
 
 
 def figures(reports: Sequence[SweepReport], choices: Sequence[Choice]) -> list[Figure]:
-    """Of each model by rates fitted to the other, and of the choices made with them."""
+    """Return the errors of each model by rates fitted to the other, and of the choices made with them."""
     found = [
         Figure(name=_name("memory", r), value=r.memory.mean, bound=MEMORY_BOUND, goal=MEMORY_GOAL) for r in reports
     ]

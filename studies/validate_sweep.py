@@ -20,7 +20,7 @@ SLOW = 0.6
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What the planner would have chosen among the layouts measured on one number of nodes."""
+    """The layout that the planner would have chosen among those measured on one number of nodes."""
 
     model: str
     num_nodes: int
@@ -51,7 +51,7 @@ class SweepReport:
     num_stalled: int
     num_slow: int
     slow_time_share: float
-    """What slow rows add to the mean error of time; the rest is that mean with theirs at zero."""
+    """Part of the mean error of time that slow rows add; the rest is that mean with theirs at zero."""
     slow_memory_share: float
     fits_table: dict[str, int]
     """Rows by whether they ran and whether they were predicted to fit."""
@@ -98,7 +98,7 @@ def sweep_report(fitted_to: str, model: str) -> SweepReport:
 
 
 def _share(predicted: Column, measured: Column, some: Column, known: Column) -> float:
-    """What some rows add to the mean relative error of all known ones."""
+    """Return the part that some rows add to the mean relative error of all known ones."""
     return float(np.abs(predicted[some] / measured[some] - 1.0).sum() / known.sum())
 
 

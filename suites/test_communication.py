@@ -6,6 +6,6 @@ from meshmark.regression.baseline_gate import BaselineGate
 
 
 def test_communication(observed: Record, baseline: BaselineGate | None) -> None:
-    """What the framework asked PyTorch's communication layer for in the metered step: to the byte what the closed form
-    and declared exceptions say, over the same ranks, in as many calls. Every other step sends the same."""
+    """The framework sends what theory and its declared exceptions say: as many bytes and calls, over the same ranks, at
+    PyTorch's communication layer. Every step is compared."""
     expect(observed, "communication", baseline)

@@ -1,5 +1,5 @@
-"""What would a rank of a world hold that you have not got? Single ranks of any `--world`, each alone in one process:
-the framework's real steps over collectives that are over at once. Asked for by `--scale`."""
+"""The memory of single ranks in a world that you do not have. Each rank of `--world` is alone in one process and takes
+the framework's real steps over collectives that end at once. Asked for by `--scale`."""
 
 from meshmark.pytest_plugin.expect import expect
 from meshmark.records.record import Record

@@ -1,4 +1,4 @@
-"""What a browser clips of a page at one width: tables off the edge, pages that scroll sideways, labels cut off."""
+"""Defects of a page at one width in a browser: tables off the edge, sideways scrolling, labels cut off."""
 
 from __future__ import annotations
 

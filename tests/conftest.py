@@ -1,4 +1,4 @@
-"""What holds of Meshmark's own tests alone: the suites' users bring adapters, frameworks and plugins that may warn."""
+"""Settings of Meshmark's own tests: users of the suites bring adapters, frameworks and plugins that may warn."""
 
 from __future__ import annotations
 
@@ -118,8 +118,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
 
 
-CPU_MINUTES = 25
-"""Budget of all tests together, with all processes that they start. Other work on the machine hardly changes it."""
+CPU_MINUTES = {"not slow": 28, "slow": 75}
+"""Budget of `make test` and of `make test-slow`: processor time of all tests with all processes that they start. Other
+work on the machine hardly changes it."""
 
 
 def cpu_minutes() -> float:
@@ -128,17 +129,25 @@ def cpu_minutes() -> float:
     return sum(each.ru_utime + each.ru_stime for each in used) / 60
 
 
+def budget(config: pytest.Config) -> int:
+    """Return the CPU-minutes that a run of these marks may take; one without marks runs both kinds."""
+    return CPU_MINUTES.get(config.option.markexpr, sum(CPU_MINUTES.values()))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail a run that took more than the budget. Under xdist this is the controller's to tell, as the last to end."""
-    if not hasattr(session.config, "workerinput") and cpu_minutes() > CPU_MINUTES and session.exitstatus == 0:
+    """Fail a run that took more than its budget. Under xdist this is the controller's to tell, as the last to end."""
+    over = cpu_minutes() > budget(session.config)
+    if not hasattr(session.config, "workerinput") and over and session.exitstatus == 0:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print how much of the budget a long run used."""
-    if cpu_minutes() > 1:
-        terminalreporter.write_line(f"{cpu_minutes():.1f} CPU-minutes of a budget of {CPU_MINUTES} for all tests")
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print how much of the budget a long run used, and whether that is too much."""
+    used, allowed = cpu_minutes(), budget(config)
+    if used > 1:
+        verdict = ": too much, so this run fails" if used > allowed else ""
+        terminalreporter.write_line(f"{used:.1f} CPU-minutes of a budget of {allowed} for all tests{verdict}")
 
 
 def torch_modes() -> dict[str, object]:

@@ -114,13 +114,13 @@ def make_traffic(num_bytes: int = 400) -> TrafficReading:
 
 
 def _rebuilds() -> list[Collective]:
-    """What `make_traffic` sends, and what is declared of one step besides."""
+    """Return the calls of `make_traffic`, and those declared for a single step."""
     told = Collective(kind="broadcast", group_size=2, ranks=(0, 1), count=2, num_bytes=8)
     return [*make_traffic().issued, told]
 
 
 def make_flow(kind: str = "all_reduce", **changes: Any) -> Flow:  # noqa: ANN401
-    """What `make_traffic` sends."""
+    """Return a flow that matches `make_traffic`."""
     defaults: dict[str, Any] = {"axes": "dp", "ranks": (0, 1), "num_bytes": 400, "fewest": 1, "most": 5}
     return Flow(kind=kind, **{"purpose": Purpose.GRADIENTS, **defaults, **changes})
 
@@ -148,7 +148,7 @@ def make_verdict(suite: str = "equivalence", passed: bool = True, **changes: Any
 
 
 def make_equivalence(**changes: Any) -> EquivalenceEvidence:  # noqa: ANN401
-    """Of a run that is equivalent, over two steps."""
+    """Return the evidence of an equivalent run over two steps."""
     deviation = Deviation(distance=1e-7, scale=1.0, factor=1.0)
     defaults: dict[str, Any] = {
         "deviations": {
@@ -168,7 +168,7 @@ def make_equivalence(**changes: Any) -> EquivalenceEvidence:  # noqa: ANN401
 
 
 def make_memory_evidence(**changes: Any) -> MemoryEvidence:  # noqa: ANN401
-    """Of two ranks."""
+    """Return the evidence of two ranks."""
     defaults: dict[str, Any] = {
         "readings": [make_memory(), make_memory()],
         "planned": [ModelStates(parameters=400, gradients=400, optimizer_states=800)] * 2,
@@ -180,7 +180,7 @@ def make_memory_evidence(**changes: Any) -> MemoryEvidence:  # noqa: ANN401
 
 
 def make_traffic_evidence(**changes: Any) -> TrafficEvidence:  # noqa: ANN401
-    """Of two ranks."""
+    """Return the evidence of two ranks."""
     defaults: dict[str, Any] = {
         "readings": [make_traffic(), make_traffic()],
         "planned": [[make_flow(num_bytes=396)]] * 2,
@@ -204,7 +204,7 @@ def make_traffic_evidence(**changes: Any) -> TrafficEvidence:  # noqa: ANN401
 
 
 def make_timing(num_launches: int = 1, **changes: Any) -> TimingEvidence:  # noqa: ANN401
-    """Of two ranks and two steps, in so many launches alike."""
+    """Return the timing of two ranks and two steps, in so many equal launches."""
     defaults: dict[str, Any] = {
         "rank_step_seconds": [[0.5, 0.25], [0.25, 0.75]],
         "peak_flops_per_second": 3e9,
@@ -228,7 +228,7 @@ def make_timing(num_launches: int = 1, **changes: Any) -> TimingEvidence:  # noq
 
 
 def make_profile(**changes: Any) -> Profile:  # noqa: ANN401
-    """Of one rank: half of a second's step is computing."""
+    """Return the profile of one rank: it computes for half of a step of one second."""
     defaults: dict[str, Any] = {
         "num_steps": 3,
         "step_seconds": 1.0,

@@ -46,11 +46,11 @@ def parse(page: str) -> list[Any]:
 
 
 def kinds(page: str) -> set[str]:
-    """Of all tokens, inner ones too."""
+    """Return the kinds of all tokens, inner ones included."""
     tokens = parse(page)
     return {token.type for token in tokens} | {inner.type for token in tokens for inner in token.children or ()}
 
 
 def texts(page: str, kind: str) -> list[str]:
-    """What tokens of one kind hold."""
+    """Return the contents of all tokens of one kind."""
     return [t.content for token in parse(page) for t in [token, *(token.children or ())] if t.type == kind]

@@ -165,7 +165,7 @@ COMMITS = [
     {"correct": False, "activations": 2000, "seconds": 0.3},
     {"correct": False, "activations": 2000, "seconds": 0.3},
 ]
-"""What each commit after the first plants: it stays in the later ones."""
+"""Defects that each commit after the first plants. They stay in later commits."""
 
 
 def commit(message: str, planted: dict[str, object]) -> str:
@@ -235,8 +235,8 @@ def test_a_commit_is_run_in_the_folder_that_it_was_called_in(
 
 @pytest.fixture
 def releases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a package in a folder that pip takes for the index; from 1.10 on they are wrong. Of 1.9 there is nothing that
-    this python could install."""
+    """Make releases of a package, in a folder that pip takes for its index. From 1.10 on they are wrong. This Python
+    cannot install 1.9."""
     monkeypatch.chdir(tmp_path)
     for version in ("1.0", "1.2", "1.9", "1.10", "1.11rc1", "1.11"):
         python = "cp27" if version == "1.9" else "py3"
@@ -299,6 +299,29 @@ def test_mistakes_are_told(repository: list[str], capsys: pytest.CaptureFixture[
     assert "begins with a dash" in capsys.readouterr().err
     assert main(["ab", "--a", "HEAD", "--b", "./no/such/package", "--", "-k", "x"]) == 2
     assert "is no folder with bin/python, no commit of the repository here, and pip cannot" in capsys.readouterr().err
+
+
+def test_a_gate_on_times_that_nothing_was_timed_for_does_not_pass(
+    repository: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def session(side: Side, options: list[str], results: Path) -> list[Record]:
+        return [make_good()]
+
+    monkeypatch.setattr("meshmark.regression.ab_cli.run_suites", session)
+    asked = ["ab", "--a", "HEAD", "--b", "HEAD", "--fail-on"]
+    assert main([*asked, "wrong", "--", "-k", "x"]) == 0
+    assert main([*asked, "wrong,slower:3%,unsure", "--", "-k", "x"]) == 2
+    assert "no case was timed in both HEAD and HEAD" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_sessions_of_an_earlier_comparison_are_not_added_to(
+    tmp_path: Path, side: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were, and then nothing counted as timed, so that the gate passed."""
+    (tmp_path / side).mkdir()
+    assert main(["ab", "--a", "HEAD", "--b", "HEAD", "--results", str(tmp_path), "--", "-k", "x"]) == 2
+    assert "it holds the sessions of an earlier `meshmark ab`" in capsys.readouterr().err
 
 
 def test_a_command_that_is_ended_leaves_no_worktree(repository: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""What the CUDA allocator's log adds to what the profiler saw, in the form that PyTorch gives it."""
+"""The CUDA allocator's log completes what the profiler saw, in the form in which PyTorch gives it."""
 
 from __future__ import annotations
 

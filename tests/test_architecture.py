@@ -93,7 +93,7 @@ def imports_of(node: ast.AST) -> Iterator[str]:
 
 
 def top_level_imports(tree: ast.Module) -> set[str]:
-    """What importing the module imports: all but what functions import when they are called."""
+    """Return the modules that importing a module imports, without those that its functions import when called."""
 
     class Remover(ast.NodeTransformer):
         def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:  # noqa: N802
@@ -210,7 +210,7 @@ def test_importing_every_adapter_loads_no_framework(loaded: tuple[set[str], set[
 def test_collecting_the_suites_loads_no_framework_and_of_pytorch_no_more_than_it_needs(
     loaded: tuple[set[str], set[str], int],
 ) -> None:
-    """What only ranks need takes as long to import as all the rest."""
+    """Modules that only ranks need take as long to import as all others together."""
     assert loaded[2] == 0
     assert "suites" in roots(loaded[1])
     assert not roots(loaded[1]) & (FRAMEWORKS | MODELLING.keys())
@@ -245,7 +245,7 @@ def test_the_picture_draws_no_arrow_that_follows_from_others() -> None:
 
 
 def num_arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Of a call: `self` and `cls` are not counted."""
+    """Return the number of a call's arguments, without `self` and `cls`."""
     given = node.args
     named = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
     return len([n for n in named if n not in ("self", "cls")]) + bool(given.vararg) + bool(given.kwarg)
@@ -264,7 +264,7 @@ def test_functions_take_few_arguments() -> None:
 
 
 def tracked_files() -> list[Path]:
-    """What git tracks or would track."""
+    """Return the files that git tracks or would track."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return [path for name in listed.split("\0") if name and (path := ROOT / name).is_file()]

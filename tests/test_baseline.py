@@ -189,6 +189,19 @@ def test_a_case_that_the_baseline_lacks_is_told() -> None:
     expect_cases(found, [other.case.id, make_case().id])
 
 
+def test_another_case_of_the_same_name_is_told_and_no_pass() -> None:
+    """As after a change of a workload of one's own: the gate compared nothing, and said nothing."""
+    other = make_case()
+    other = dataclasses.replace(other, workload=dataclasses.replace(other.workload, seed=other.workload.seed + 1))
+    assert other.id == make_case().id
+    found = keeper(make_good())
+    with pytest.warns(UnsureWarning, match="the same name stands for another workload"):
+        expect_no_worse(make_good(case=other), "memory", found)
+    with pytest.raises(pytest.fail.Exception, match="the same name stands for another workload"):
+        strict = dataclasses.replace(found, gate=parse_gate("wrong,unsure"))
+        expect_no_worse(make_good(case=other), "memory", strict)
+
+
 def test_other_conditions_are_refused() -> None:
     found = keeper(make_good())
     expect_conditions(found, make_environment(backend="", versions={"torch": "2.13.0", "pandas": "9"}))

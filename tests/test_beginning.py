@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,14 @@ from meshmark.adapter.single import Single
 from meshmark.judge.beginning import Beginning, Direction, Point, describe
 from meshmark.passes.localise import begins
 from meshmark.records.request import Request, Task
+from meshmark.run.runner import is_open_and_short
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
+from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload, workload
 from tests.broken.engine import breaks
 from tests.broken.modules import ONE_MODULE, OneModule
+from tests.factories import make_good, make_verdict
 
 GPT = workload("gpt-mini")
 
@@ -67,3 +71,27 @@ def test_the_sentence_names_the_first_of_all_ranks_and_who_deviates_alike() -> N
     told = describe([later, one, dataclasses.replace(one, rank=3)], world_size=4)
     assert told.startswith("forward right everywhere; backward first wrong at layers.3.mlp.down, on ranks 2 and 3,")
     assert "reduction" in describe([], world_size=4)
+
+
+@pytest.mark.parametrize(
+    "changes, wanted",
+    [
+        ({}, True),
+        ({"diagnosis": "gradient of another function (from step 0 on, head.output.weight)"}, True),
+        ({"diagnosis": "gradient scaled (from step 0 on, head.output.weight): 2 = dp times the truth"}, False),
+        ({"seconds": 31.0}, False),
+        ({"layout": Layout(tp=2)}, False),
+        ({"precision": Precision.BF16}, False),
+    ],
+)
+def test_a_short_run_whose_diagnosis_leaves_the_place_open_is_localised(changes: dict[str, Any], wanted: bool) -> None:
+    told = changes.get("diagnosis", "another function computed (from step 0 on, blocks.1.attention.k.weight)")
+    case = Case(
+        adapter="ddp",
+        workload=GPT,
+        layout=changes.get("layout", Layout(dp=2)),
+        precision=changes.get("precision", Precision.FP32),
+    )
+    record = make_good(case=case, verdicts=[make_verdict(passed=False, evidence={"diagnosis": told})])
+    launch = dataclasses.replace(record.launch, seconds=changes.get("seconds", 10.0))
+    assert is_open_and_short(dataclasses.replace(record, launch=launch)) is wanted

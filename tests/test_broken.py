@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.honest import YARDSTICKS, measure_batched
+from benchmarks.honest import NUM_SAMPLES, measure_batched
 from benchmarks.power_page import SUITES
 from benchmarks.problems import SMALL, varied
-from benchmarks.trials import Court
+from benchmarks.trials import MutantRunner
 from meshmark.conformance.clauses import CLAUSES
 from meshmark.judge.faults import Fault
 from meshmark.judge.sample import OBSERVED_STEPS, Assess
@@ -80,10 +80,12 @@ def longer(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="module")
-def court(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Court]:
-    sitting = Court(launcher, {name: target(name) for name in OF_CLAUSES}, tmp_path_factory.mktemp("court"))
-    yield sitting
-    sitting.close()
+def mutant_runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MutantRunner]:
+    running = MutantRunner(
+        launcher, {name: target(name) for name in OF_CLAUSES}, tmp_path_factory.mktemp("mutant_runner")
+    )
+    yield running
+    running.close()
 
 
 def observe(runner: Runner, adapter: str) -> Record:
@@ -130,15 +132,15 @@ def test_an_engine_right_in_all_steps_passes(longer: Runner) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_CLAUSES)
-def test_a_mutant_is_caught_by_the_clause_that_should(court: Court, name: str) -> None:
-    trial = court.attempt(BY_NAME[name])
+def test_a_mutant_is_caught_by_the_clause_that_should(mutant_runner: MutantRunner, name: str) -> None:
+    trial = mutant_runner.attempt(BY_NAME[name])
     assert trial.caught, trial.explanation
     assert trial.named, trial.explanation
 
 
 @pytest.mark.slow
 def test_steps_that_are_not_those_that_were_judged_are_caught_on_the_clock(runner: Runner) -> None:
-    """Of the last one by its replicas alone, which drift when nobody looks any more."""
+    """A defect in the last step shows only in its replicas, which drift when nobody looks any more."""
     told = {}
     for name in ON_THE_CLOCK:
         verdict = runner.time(BY_NAME[name].case).verdict("throughput")
@@ -178,7 +180,7 @@ def test_one_gradient_off_by_three_millionths(runner: Runner) -> None:
 def test_correct_runs_do_not_alarm() -> None:
     """Those of `single`, one by one, are `make power`'s."""
     group = measure_batched(varied(SMALL[0], 3))
-    assert len(group.excesses) == YARDSTICKS * NUM_RUNS, "no two of the same bits"
+    assert len(group.excesses) == NUM_SAMPLES * NUM_RUNS, "no two of the same bits"
     assert max(group.excesses) < 1
 
 

@@ -1,8 +1,9 @@
-"""What frameworks compile and load again is in folders that no other user of the machine can write to."""
+"""Code that frameworks compile and load again is in folders that no other user of the machine can write to."""
 
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import shutil
 import stat
@@ -16,7 +17,7 @@ import pytest
 
 from meshmark.errors import InputError
 from meshmark.launch.cluster import Cluster, ClusterSpec
-from meshmark.launch.folders import VARIABLES, cache_variables, private_base
+from meshmark.launch.folders import VARIABLES, cache_variables, private_base, users_caches
 from meshmark.launch.launch import Launcher, process_environment
 from meshmark.launch.launchers import ForkserverLauncher, TorchrunLauncher
 from meshmark.records.request import Task
@@ -135,6 +136,23 @@ def test_a_session_is_refused_before_anything_runs(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "TORCHINDUCTOR_CACHE_DIR" in done.stderr and "others can put code there" in done.stderr
+
+
+def test_a_name_that_another_user_takes_first_is_no_adapter_s_fault(tmp_path: Path) -> None:
+    """The launcher itself imports `torch._dynamo`, which makes that folder: traffic was *NOT as planned*."""
+    (tmp_path / f"torchinductor_{getpass.getuser()}").touch()
+    command = [sys.executable, "-m", "pytest", "suites/test_communication.py", "--adapters", "ddp"]
+    options = ["--workload", "gpt-mini", "--results", str(tmp_path / "results"), "-p", "no:cacheprovider"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([*command, *options], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout
+
+
+def test_no_folder_for_temporary_files_is_a_mistake_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
+    with pytest.raises(InputError, match="No usable temporary directory .*: name a folder .* in TMPDIR"):
+        users_caches({})
 
 
 def test_a_temporary_folder_that_pytorch_cannot_open_is_refused(tmp_path: Path) -> None:

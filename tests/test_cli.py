@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def write(folder: Path) -> None:
                 "shell pattern",
                 "one: nothing is parallel",
                 "fp64, fp32, bf16, fp16",
-                "gpt-tiny, llama-tiny",
+                "gpt-tiny, llama-mini",
             ],
         ),
         (["report", "--help"], ["DIR", "folder with records.jsonl", "default: DIR/report.md"]),
@@ -258,6 +259,30 @@ def test_a_reader_who_has_enough_is_no_error() -> None:
     command = f"{sys.executable} -m meshmark plan --model llama-8b --gpus 64 --gpu h100 --top 1000 | head -1"
     ended = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, "") and "llama-8b" in ended.stdout
+
+
+@pytest.mark.parametrize("reader", ["true", "head -1"])
+def test_a_gate_fails_also_where_its_reader_has_enough(reader: str, tmp_path: Path) -> None:
+    """Under `pipefail`, as in GitHub's jobs, it passed."""
+    (tmp_path / "raises.py").write_text("raise SystemExit('no')\n")
+    (tmp_path / "suite.toml").write_text('[[checks]]\nscript = "raises.py"\n' * 2)
+    command = f"{sys.executable} -m meshmark run suite.toml | {reader}"
+    ended = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=tmp_path, capture_output=True, timeout=120)
+    assert ended.returncode == 1
+    assert len(list((tmp_path / "results").glob("check-*-raises.md"))) == 2, "both checks were run"
+
+
+@pytest.mark.parametrize("command", ["check script.py", "ab --a HEAD --b HEAD -- -k x"])
+def test_a_command_without_a_folder_for_temporary_files_blames_nobody(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a container that is read-only: 1 says that the script trains wrong, or that B is worse."""
+    (tmp_path / "script.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
+    assert main(command.split()) == 2
+    assert "No usable temporary directory" in capsys.readouterr().err
 
 
 def test_help_imports_nothing_that_takes_long() -> None:

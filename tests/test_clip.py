@@ -1,4 +1,4 @@
-"""What is printed and raised without end leaves a page in the record, and takes no memory."""
+"""Endless output and messages leave one page in the record, and take no memory."""
 
 from __future__ import annotations
 

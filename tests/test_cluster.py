@@ -106,6 +106,7 @@ def test_both_nodes_pass_and_node_0_writes(tmp_path: Path) -> None:
     assert not (tmp_path / "1" / "records.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_failure_on_one_node_is_the_same_outcome_on_both(tmp_path: Path) -> None:
     target = ROOT / "tests" / "broken" / "outcomes.py"
     raising = ("--adapter", f"{target}:Raises", "--workload", "gpt-mini", "-k", "throughput")
@@ -188,7 +189,7 @@ def test_a_run_goes_on_without_a_node_that_is_lost(tmp_path: Path) -> None:
 
 
 def test_nodes_that_are_left_go_on_where_they_stand_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of five, the second is lost, and the fourth had come further than node 0: three go on, under new ranks."""
+    """The second of five nodes is lost, and the fourth had come further than node 0. Three go on, under new ranks."""
     monkeypatch.setenv("MESHMARK_RDZV_SECRET", "a secret of this test")
     monkeypatch.setattr(store, "SILENT_SECONDS", 1.0)
     monkeypatch.setattr(cluster, "_BEAT_SECONDS", 0.2)

@@ -1,4 +1,4 @@
-"""What a rank sent, against theory and the exceptions from it that are declared."""
+"""The calls of a rank, against theory and its declared exceptions."""
 
 from __future__ import annotations
 

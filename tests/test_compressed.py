@@ -304,7 +304,7 @@ SHOWN = {
     "CountsAgain": "what was stepped by is counted again after the meeting",
     "AdaptsAlways": "the variance moves in every step",
 }
-"""What is said of each mutant that is trained here: a sample of them in `make test`."""
+"""Diagnoses of the mutants that are trained here: a sample of them in `make test`."""
 
 
 @pytest.mark.slow

@@ -309,17 +309,13 @@ def _launched(folder: Path, workload: str, *options: str) -> tuple[str, list[Rec
     return done.stdout, read_records(folder).records
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "defect, workload, suite, said",
     [
-        *(
-            pytest.param(*others, marks=pytest.mark.slow)
-            for others in (
-                ("NextMaxima", "qlora.py:QLoRA", "equivalence", "another function computed"),
-                ("SwappedCodes", "qlora.py:QLoRA", "equivalence", "another function computed"),
-                ("TeacherMoves", "distillation.py:Distillation", "equivalence", "23 frozen parameters moved"),
-            )
-        ),
+        ("NextMaxima", "qlora.py:QLoRA", "equivalence", "another function computed"),
+        ("SwappedCodes", "qlora.py:QLoRA", "equivalence", "another function computed"),
+        ("TeacherMoves", "distillation.py:Distillation", "equivalence", "23 frozen parameters moved"),
         ("AdaptersNotReduced", "qlora.py:QLoRA", "equivalence", "missing reduction"),
         ("KeepsDequantized", "qlora.py:QLoRA", "memory", "+131,072 bytes"),
     ],

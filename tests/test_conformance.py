@@ -463,7 +463,15 @@ def runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactor
 
 
 DDP = plain_cells("ddp", load_adapter(ADAPTERS["ddp"]), 2)[0]
-LAUNCHED = ["schedule", "unused", "dropout", "fp16 overflow", "resume", "reshard", "recovery", "error"]
+LAUNCHED = [
+    "unused",
+    "dropout",
+    "resume",
+    "reshard",
+    "recovery",
+    "error",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("schedule", "fp16 overflow")),
+]
 
 
 @pytest.mark.parametrize("name", LAUNCHED)

@@ -53,6 +53,7 @@ def test_another_algorithm_fails(
     assert not measure(claim).holds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "start, rival", [("noise of QSGD", DrawnAlike), ("noise of error feedback by random-k, step", NotTakenOff)]
 )
@@ -70,7 +71,7 @@ def test_another_compression_fails(start: str, rival: type, monkeypatch: pytest.
 
 
 def _found(claim: Claim, measured: quadratics.Array) -> Callable[[float], quadratics.Array]:
-    """What was measured, by group, for every coordinate of it."""
+    """Return a claim's measured values by group, for every coordinate of it."""
     return lambda value: np.repeat(measured[claim.values.index(value)], PER_GROUP)
 
 

@@ -32,7 +32,7 @@ BLOCK = 512
 
 
 class Log:
-    """What the profiler would have of one step: allocations on two threads, each inside an operator or none."""
+    """What the profiler would record of one step: allocations on two threads, each inside an operator or none."""
 
     def __init__(self) -> None:
         self.events: list[Any] = []
@@ -58,7 +58,7 @@ class Log:
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    """Of two steps. A weight of 1,000 bytes takes two blocks, a loss of 4 takes one. The first product's result is as
+    """Two steps. A weight of 1,000 bytes takes two blocks, a loss of 4 takes one. The first product's result is as
     large as a workspace; autograd's thread has a workspace of its own; both are cleared when the step is over."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     log, seen = Log(), Watch(torch.device("cuda"))

@@ -223,7 +223,7 @@ def trial(problem: Workload, dp: int, defect: type[Broken] | None = None) -> Tri
 
 
 SHOWN = ["RowStochastic", "TracksWithoutLast"]
-"""Of the mutants; `make power` runs all."""
+"""Mutants that are trained here; `make power` runs all."""
 
 
 def test_engines_do_what_is_specified_and_broken_ones_are_named(

@@ -28,7 +28,7 @@ PAGES = sorted(ROOT.glob("docs/**/*.md"))
 
 
 def anchors(page: Path) -> set[str]:
-    """Of a page's headings, as mkdocs and GitHub make them."""
+    """Return the anchors of a page's headings, as mkdocs and GitHub make them."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     given = set(re.findall(r'^<a id="([\w-]+)">', page.read_text(), re.MULTILINE))
     return given | {re.sub(r"[^\w\s-]", "", title).strip().lower().replace(" ", "-") for title in titles}

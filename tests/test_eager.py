@@ -286,7 +286,7 @@ def test_two_adapters_of_one_algorithm_hold_the_same(runner: Runner, one: str, o
 
 
 def verdict_on(runner: Runner, name: str) -> Verdict:
-    """Of the memory suite on an engine that trains correctly."""
+    """Return the memory suite's verdict on an engine that trains correctly."""
     record = runner.observe(Case(adapter=name, layout=Layout(dp=2), workload=GPT))
     equivalence, memory = record.verdict("equivalence"), record.verdict("memory")
     assert equivalence is not None and equivalence.passed

@@ -50,7 +50,8 @@ ONE = np.ones(1)
 
 
 def measured(case: Case, tmp_path: Path, *, foreach: bool | None = None) -> MemoryReading:
-    """Of `single`, in this process; `foreach` as its optimizer's, by default as PyTorch chooses on a CPU."""
+    """Return the memory of `single` in this process. `foreach` is its optimizer's; None is PyTorch's choice on a
+    CPU."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     context = RankContext(rank=0, world_size=1, device=torch.device("cpu"), backend="gloo", scratch=tmp_path)
     request = Request(

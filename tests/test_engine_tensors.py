@@ -1,4 +1,5 @@
-"""What engines return is checked by name when it arrives; and what an adapter cannot tell costs one verdict alone."""
+"""Tensors that engines return are checked by name on arrival. One that an adapter cannot return costs one verdict
+only."""
 
 from __future__ import annotations
 

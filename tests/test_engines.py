@@ -1,4 +1,4 @@
-"""What Kubernetes and Ray are given, as far as no cluster is needed; `make cluster-test` runs Ray's."""
+"""The configurations for Kubernetes and Ray, as far as no cluster is needed; `make cluster-test` runs Ray's."""
 
 from __future__ import annotations
 

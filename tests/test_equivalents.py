@@ -92,7 +92,8 @@ def tolerance_model() -> ToleranceModel:
 
 
 def run(loss: float = 0.0, factor: float = 1.0, steps: int = STEPS, **distances: float) -> Deviations:
-    """Of gradients that are so far from the twin's at the first steps, and no others; `factor`: of those multiples."""
+    """Return deviations of gradients so far from the twin's in the first `steps` steps, and none later. `factor` scales
+    all."""
     found = {QuantityKind.TWIN_LOSS.of(): [Deviation(distance=loss, scale=SCALE, factor=1.0)] * STEPS}
     for name in (*WIDE, *NARROW):
         own = [distances.get(name, 0.0) if step < steps else 0.0 for step in range(STEPS)]

@@ -1,4 +1,4 @@
-"""What a failing test says, and in which order."""
+"""Messages of failing tests, and their order."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def told(runner: Kept, clause: str) -> str:
 
 
 def test_a_defect_is_told_once_and_then_pointed_to() -> None:
-    """What is wrong with the plain run is so in its variations, with other numbers."""
+    """A defect of the plain run shows in its variations too, with other numbers."""
     again = dataclasses.replace(REDUCTION, detail="the same, with four micro-batches")
     runner = Kept(wrong(), wrong("accumulation", again), wrong("groups", HALF), wrong("tied", HALF))
     assert REDUCTION.text in told(runner, "gradients")

@@ -51,6 +51,8 @@ REAL = [
     ("tp-fsdp2", Layout(dp=2, tp=2, zero_stage=3, num_micro_batches=2)),
 ]
 """Cases that a real world runs here as well."""
+SLOW = {"megatron-gpt", "tp-fsdp2"}
+"""Adapters that take long to launch. `make test-slow` has them."""
 
 
 def asked(case: Case, task: Task, **changes: object) -> Request:
@@ -67,7 +69,13 @@ def asked(case: Case, task: Task, **changes: object) -> Request:
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("adapter", "layout"), REAL, ids=[f"{name}-{layout.id}" for name, layout in REAL])
+@pytest.mark.parametrize(
+    ("adapter", "layout"),
+    [
+        pytest.param(name, layout, marks=pytest.mark.slow if name in SLOW else (), id=f"{name}-{layout.id}")
+        for name, layout in REAL
+    ],
+)
 def test_a_rank_of_a_fake_world_holds_what_that_of_the_real_one_does(
     adapter: str, layout: Layout, launcher: ForkserverLauncher
 ) -> None:

@@ -1,4 +1,4 @@
-"""What is claimed of false alarms: as much as was counted, by the tolerance model that judges."""
+"""The claimed rate of false alarms is the one that was counted, by the tolerance model that judges."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_bound_is_printed_and_not_the_aim() -> None:
 
 
 def test_runs_that_fare_alike_within_a_problem_count_as_fewer() -> None:
-    """Of 50 problems of 40 runs: independent ones, and such that all runs of a problem fare the same."""
+    """50 problems of 40 runs: independent ones, and such that all runs of a problem end alike."""
     rng = np.random.default_rng(0)
     runs = rng.normal(size=(50, 40))
     assert design_effect(runs.tolist()) < 1.5

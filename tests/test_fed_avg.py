@@ -76,6 +76,7 @@ NAMED = {
 }
 
 
+@pytest.mark.slow
 def test_the_engine_does_what_is_specified_and_broken_ones_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,5 @@
-"""What NCCL's flight recorder says: in a dump of an H200, and, of several ranks, in dumps shaped as PyTorch's own tests
-assert them (test_c10d_nccl.py, NCCLTraceTest)."""
+"""Reading of NCCL's flight recorder: a dump of an H200, and dumps of several ranks shaped as PyTorch's own tests assert
+them (test_c10d_nccl.py, NCCLTraceTest)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def entry(title: str, sizes: list[list[int]], out: list[list[int]] | None = None
 
 
 H200 = Path(__file__).parent / "data" / "h200"
-"""What `python -m benchmarks.gpu fixtures` left on an H200 with PyTorch 2.11 and NCCL 2.28.9, without frames."""
+"""Files that `python -m benchmarks.gpu fixtures` left on an H200 with PyTorch 2.11 and NCCL 2.28.9, without frames."""
 
 
 def test_a_dump_of_a_gpu_is_read() -> None:

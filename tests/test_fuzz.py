@@ -30,7 +30,7 @@ from meshmark.spec.workload import WORKLOADS
 ROOT = Path(__file__).parent.parent
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "40"))
 LONGEST_SECONDS = 30.0
-"""Of one command, on a busy machine."""
+"""Most seconds of one command, on a busy machine."""
 fuzz = settings(
     max_examples=EXAMPLES,
     derandomize="FUZZ_EXAMPLES" not in os.environ,

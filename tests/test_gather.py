@@ -1,4 +1,4 @@
-"""What ranks tell each other is data: it comes home bit for bit, and nothing of it is ever run."""
+"""Messages between ranks are data: they arrive bit for bit, and nothing in them is ever run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_RANKS = 3
 
 
 def on_ranks(folder: Path, function: Callable[[int], Any]) -> list[Any]:
-    """What `function` returns or raises on each of three ranks."""
+    """Return what `function` returns or raises on each of three ranks."""
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(NUM_RANKS)]
 
@@ -62,7 +62,7 @@ def test_json_of_every_rank_reaches_every_rank(tmp_path: Path) -> None:
 
 
 def test_arrays_come_home_bit_for_bit(tmp_path: Path) -> None:
-    """Of unequal sizes, of several dtypes, empty, of no dimension, transposed, not a number."""
+    """Arrays of unequal sizes, several dtypes, empty, of no dimension, transposed, and not a number."""
     held = [
         [np.arange(7, dtype=np.float32), np.array([[math.nan, -0.0], [1e-310, math.inf]])],
         [],

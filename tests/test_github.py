@@ -1,4 +1,4 @@
-"""What a run tells GitHub: a line an annotation, a page a job, whatever a message holds."""
+"""Output for GitHub: a line an annotation, a page a job, whatever a message holds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What runs on one GPU, seen without one: which pieces of `make gpu` measure a noise floor, on how many processes, how
-often, and who may share a GPU."""
+"""Pieces of `make gpu`, tested without a GPU: which ones measure a noise floor, their processes and repeats, and who
+may share a GPU."""
 
 from __future__ import annotations
 
@@ -161,9 +161,9 @@ def test_no_piece_measures_a_noise_floor_of_a_large_model(name: str) -> None:
 
 
 FREE_DISK = 64 * 2**30
-"""Of a machine that is lent."""
+"""Free disk of a machine that is lent."""
 RECORD_BYTES = 2**20
-"""Of a record with its evidence, of a noise floor's file included: more than any that is committed takes."""
+"""Bound of a record with its evidence and its noise floor's file: more than any that is committed takes."""
 NUM_CLAUSES = 40
 """More than there are."""
 CHECKPOINT_BYTES = 16

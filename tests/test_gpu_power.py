@@ -1,4 +1,4 @@
-"""What is made of NVML's answers, from values as it gives them; nothing here has met a GPU."""
+"""Reading of NVML's answers, from values as it gives them. Nothing here has met a GPU."""
 
 from __future__ import annotations
 

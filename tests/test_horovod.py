@@ -64,7 +64,7 @@ def told_and_logged(path: Path, rank: int) -> tuple[list[int], list[int]]:
 
 
 def _logged(path: Path) -> list[int]:
-    """Of the float32 tensors that all-reduces have ended with, before that of a single number, which comes last."""
+    """Return the sizes of float32 all-reduces that ended before that of a single number, which comes last."""
     deadline, shapes = time.monotonic() + 30, list[list[int]]()
     while [1] not in shapes and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -225,7 +225,17 @@ def _harmless(tag: str) -> bool:
     return bool(re.fullmatch(r"(<details><summary>[^<>]*</summary>|</details>)\n?", tag))
 
 
-@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
+AT_FIRST = 12
+"""Texts that `make test` tries; `make test-slow` has the others."""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(text, marks=[pytest.mark.slow] if place >= AT_FIRST else [], id=name)
+        for place, (name, text) in enumerate(HOSTILE.items())
+    ],
+)
 def test_a_hostile_text_makes_no_markup_anywhere(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages have the headings, links and tags that they would have with a harmless text in its place; also one as
     short, which would take fewer tables on a page of any width."""

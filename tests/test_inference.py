@@ -21,7 +21,7 @@ from meshmark.adapter.registry import ENGINE_PRECISIONS, inference_adapters
 from meshmark.adapters.paged.engine import PagedEngine
 from meshmark.cli.commands import main
 from meshmark.inference import quantized, speed
-from meshmark.inference.clauses import Around, judge_engine, parallel_samples, requests_of, seeds
+from meshmark.inference.clauses import ClauseContext, judge_engine, parallel_samples, requests_of, seeds
 from meshmark.inference.contract import CacheUse, Completion, EngineOptions, Request, Served
 from meshmark.inference.judge import Judge, Noise, cache_bytes, chance_of_parting, peak_blocks
 from meshmark.inference.local import LocalEngine
@@ -119,17 +119,17 @@ def test_wrong_bytes_blocks_and_leaks_are_seen(served: Served) -> None:
         ("PositionsAfterBlock", "log probabilities"),
         ("NotGreedy", "greedy tokens"),
         ("KeyWithoutPast", "prompts that look alike"),
-        ("EvictedDraws", "eviction"),
-        ("StaleKey", "prefix cache under eviction"),
+        pytest.param("EvictedDraws", "eviction", marks=pytest.mark.slow),
+        pytest.param("StaleKey", "prefix cache under eviction", marks=pytest.mark.slow),
         pytest.param("ChunksTruncate", "log probabilities", marks=pytest.mark.slow),
         pytest.param("ScaleOfNextGroup", "log probabilities", marks=pytest.mark.slow),
-        ("WeightOffset", "log probabilities"),
+        pytest.param("WeightOffset", "log probabilities", marks=pytest.mark.slow),
         pytest.param("BeamsForget", "beams", marks=pytest.mark.slow),
         pytest.param("SeedsEveryToken", "temperature", marks=pytest.mark.slow),
         pytest.param("TemperatureOfFirst", "temperature", marks=pytest.mark.slow),
         pytest.param("EvictedDrawsOfCopies", "eviction", marks=pytest.mark.slow),
         pytest.param("EvictedScore", "eviction of beams", marks=pytest.mark.slow),
-        ("NoStopOfDraws", "stop tokens of draws"),
+        pytest.param("NoStopOfDraws", "stop tokens of draws", marks=pytest.mark.slow),
         pytest.param("NoStopOfCopies", "stop tokens of draws", marks=pytest.mark.slow),
         pytest.param("NeverInChunks", "tokens of a step", marks=pytest.mark.slow),
         ("NoPromptLogprobs", "log probabilities"),
@@ -308,8 +308,8 @@ def test_an_engine_that_rounds_by_its_batch_is_not_accused(model: Path, target: 
     with LocalEngine(load_engine(case.target)().build(model, case.options())) as engine:
         served = engine.serve(requests_of())
         noise = judge.noise(requests_of(), served.completions)
-        around = Around(engine=engine, judge=judge, setting=case.setting(), served=served, noise=noise)
-        for found in (seeds(around), parallel_samples(around)):
+        context = ClauseContext(engine=engine, judge=judge, setting=case.setting(), served=served, noise=noise)
+        for found in (seeds(context), parallel_samples(context)):
             assert found.passed, found.text
             parted += found.numbers["tokens"]
     assert parted > 0
@@ -411,6 +411,7 @@ def test_an_engine_without_its_environment_names_the_command(tmp_path: Path, mon
     assert "make env NAME=vllm" in (load_engine(inference_adapters()["vllm"]).refusal() or "")
 
 
+@pytest.mark.slow
 def test_an_engine_from_outside_is_judged_and_reported_in_any_folder(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text((ROOT / "examples" / "generate.py").read_text())
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", "--pyargs", "meshmark.suites.test_inference"]
@@ -438,6 +439,7 @@ def test_a_report_tells_records_of_engines_from_others(tmp_path: Path, capsys: p
     assert "`meshmark report DIR` reads it" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_engines_are_timed_in_rounds_while_the_others_are_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -457,6 +459,7 @@ def test_engines_are_timed_in_rounds_while_the_others_are_stopped(
     assert speed.main(["--adapters", "paged", "--precision", "bf16x"]) == 2
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_paused_answers_after_it_goes_on(model: Path, tmp_path: Path) -> None:
     with EngineProcess(GENERATE, model, EngineOptions(), tmp_path / "log") as engine:
         engine.pause()

@@ -90,7 +90,7 @@ def watched(rows: int) -> tuple[int, int]:
 
 
 def test_drawing_on_a_device_costs_a_watcher_few_events_and_little_memory() -> None:
-    """Of values beside those drawn: a step of the generator in place, whatever the number of elements."""
+    """A step of the generator in place makes few values beside those drawn, whatever the number of elements."""
     (few, small), (many, large) = watched(16 * 4), watched(16 * 68)
     blocks = MODELS["gpt-1.3b"].num_parameters / _AT_ONCE_ELSEWHERE
     assert (many - few) / 64 * blocks < 50_000, "of 16 rows more each, which are drawn at once"
@@ -208,7 +208,7 @@ def watched_build(width: int) -> tuple[int, int]:
 
 
 def test_a_watched_build_costs_no_more_events_for_a_larger_model() -> None:
-    """Of 1.3 billion parameters it had cost 4.5 million events, and 16.5 GB of host memory a rank."""
+    """A model of 1.3 billion parameters had cost 4.5 million events, and 16.5 GB of host memory a rank."""
     (few, small), (many, large) = watched_build(32), watched_build(256)
     assert many == few
     room = 32 * 2**16

@@ -9,6 +9,7 @@ import errno
 import hashlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -28,7 +29,7 @@ from meshmark.adapter.registry import builtin_adapters
 from meshmark.errors import InputError, MeshmarkError, NoSpaceError
 from meshmark.launch import fork_server, launchers
 from meshmark.launch.cluster import Cluster, ClusterSpec
-from meshmark.launch.folders import private_base, private_folder
+from meshmark.launch.folders import private_base, private_caches, private_folder
 from meshmark.launch.fork_server import LOST_EXIT_CODE, ForkServer
 from meshmark.launch.launch import Launcher, process_environment
 from meshmark.launch.launchers import LAUNCHERS, ForkedRanks, ForkserverLauncher, TorchrunLauncher
@@ -228,6 +229,7 @@ def surroundings(
     return frameworks, accelerator, torch_holds
 
 
+@pytest.mark.slow
 def test_a_framework_reaches_the_ranks_of_its_own_adapters_alone(launcher: ForkserverLauncher, tmp_path: Path) -> None:
     """DeepSpeed and Megatron change PyTorch (its AdamW) when they are imported; Accelerate and FairScale do not."""
     before = surroundings(launcher, "ddp", tmp_path / "before")
@@ -381,6 +383,19 @@ def test_a_full_disk_is_told_before_a_launch_and_after(
         subprocess.run(["umount", "-l", tmp_path], check=True)
 
 
+def test_a_report_larger_than_files_may_be_is_no_fault_of_the_framework() -> None:
+    """`ulimit -f` ended the rank, which had *exited before it could report*."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Cluster(ClusterSpec()) as cluster, contextlib.closing(ForkserverLauncher(cluster)) as own:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # its processes inherit it
+        try:
+            launched = own.launch(dataclasses.replace(make_request("ddp"), task=Task.OBSERVE), 2)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert launched.failures[0].kind == Status.NO_SPACE, launched.failures
+    assert "what it measured cannot be written: OSError: [Errno 27]" in launched.failures[0].message
+
+
 FREEZER = Path("/sys/fs/cgroup/freezer")
 
 
@@ -430,7 +445,8 @@ def torchrun() -> Iterator[TorchrunLauncher]:
 def nothing_left(torchrun: TorchrunLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = descendants()
-    yield
+    with private_caches():  # of what this process imports meanwhile
+        yield
     assert len(descendants() - before) <= 1, "the server alone"
     assert [path for path in tmp_path.iterdir() if path != private_base(tmp_path)] == []
 

@@ -37,6 +37,7 @@ def trial(mutant: Mutant, broken: bool) -> Trial:
     return Trial(case=case, defect=mutant.defect if broken else None, steps=4)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated")
 def test_runs_are_exact_and_broken_ones_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

@@ -86,7 +86,7 @@ def test_groups_along_several_axes_part_the_world_and_cost_no_more_than_they_hol
 
 
 def test_nobody_else_divides_ranks() -> None:
-    """What is a stage, a shard of the batch or a group follows from coordinates, in the core, adapters and studies."""
+    """Stages, shards of the batch and groups follow from coordinates, in the core, adapters and studies."""
     found = []
     for folder in ("meshmark", "adapters", "suites", "benchmarks", "studies"):
         for path in (ROOT / folder).rglob("*.py"):

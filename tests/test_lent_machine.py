@@ -1,5 +1,5 @@
-"""What must do on a machine that others have set up, such as one with a GPU that is lent for an hour: an older PyTorch,
-packages that are missing, a library that a build of PyTorch does not know."""
+"""Requirements on a machine that others have set up, such as a GPU lent for an hour: an older PyTorch, missing
+packages, a library that a build of PyTorch does not know."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ CHECKED = "2.11"
 
 PRIVATE = {
     "_BatchNorm": "torch.nn.modules.batchnorm",
+    "_functorch": "torch._C",
     "_modules": "torch.nn:Module",
     "_numels": "torch.distributed.fsdp._flat_param:FlatParameter",
     "_param_infos": "torch.distributed.fsdp._flat_param:FlatParameter",
@@ -35,6 +36,9 @@ PRIVATE = {
     "_use_orig_params": "torch.distributed.fsdp._flat_param:FlatParamHandle",
     "_record_memory_history": "torch.cuda.memory",
     "_snapshot": "torch.cuda.memory",
+    "_stage": "torch.distributed.pipelining.schedules:PipelineScheduleSingle",
+    "_step_microbatches": "torch.distributed.pipelining.schedules:_PipelineSchedule",
+    "_version": "torch:Tensor",
     "_shard_param_infos": "torch.distributed.fsdp._flat_param:FlatParameter",
     "_sleep": "torch.cuda",
     "_cuda_clearCublasWorkspaces": "torch._C",
@@ -81,10 +85,13 @@ _OTHERS = {
     "_format_config",
     "_forward_module",
     "_fsdp_kwargs",
+    "_get_expert_parallel_group",
     "_get_sequence_parallel_group",
     "_grad_acc_hooks",
     "_get_param_partition_rank",
     "_get_zero_param_intra_parallel_group",
+    "_saved_other",
+    "_saved_self",
     "_global_grad_norm",
     "_init_deepspeed_distributed",
     "_loaded_ops",
@@ -93,10 +100,11 @@ _OTHERS = {
     "_param_to_rank",
     "_set_world_ranks",
     "_socket",
+    "_to_copy",
 }
-"""Of os, ctypes and multiprocessing; of DeepSpeed, Fabric and FairScale."""
+"""Private names of os, ctypes and multiprocessing; of DeepSpeed, Fabric and FairScale; of autograd's nodes; of ATen."""
 _MISSING = ("ruptures", "plotly", "itables", "deepspeed", "fairscale", "lightning_fabric", "megatron", "jsonschema")
-"""Of what Meshmark can use, that such a machine was seen to lack."""
+"""Packages that Meshmark can use, and that such a machine lacked."""
 
 
 def private_names() -> set[str]:

@@ -40,7 +40,7 @@ def test_gradients_and_curvatures_are_those_of_the_loss(problem: Logistic) -> No
 
 
 def rest(problem: Logistic, spec: Algorithm) -> Array:
-    """Of a step of 0.5, in the right phase of local SGD."""
+    """Return the point of rest for steps of 0.5, in the right phase of local SGD."""
     *_, last = logistic.states([problem], spec, 0.5, 200 * spec.steps_per_meeting + 1)
     return np.asarray(last[0])
 

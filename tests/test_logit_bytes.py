@@ -1,4 +1,4 @@
-"""What a logit costs under FSDP2 with PyTorch's own cross entropy, measured, beside what the planner's recipe says."""
+"""Bytes of a logit under FSDP2 with PyTorch's own cross entropy, measured, beside the planner's recipe."""
 
 from __future__ import annotations
 

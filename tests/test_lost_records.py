@@ -35,6 +35,7 @@ def disk_with(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.slow
 def test_what_an_adapter_does_outside_its_ranks_is_the_outcome_of_its_case_alone(tmp_path: Path) -> None:
     names = ("ExitsInRecipe", "ExitsInModules", "RaisesInSupports", "TellsNumPy", "ExitsWell")
     chosen = [argument for name in names for argument in ("--adapter", f"{LIARS}:{name}")]
@@ -55,6 +56,7 @@ def test_what_an_adapter_does_outside_its_ranks_is_the_outcome_of_its_case_alone
     assert "1 passed" in done.stdout and "INTERNALERROR" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_results_folder_that_is_moved_ends_the_run_which_says_where_its_records_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,7 +117,7 @@ def lines_of(page: str) -> list[str]:
 
 
 def test_no_table_is_wider_than_a_page() -> None:
-    """What every row says is said once, the others go on below, behind the same keys."""
+    """Rows' common values are stated once; the others go on below, behind the same keys."""
     rows: list[dict[str, object]] = [
         {"case": f"case {i}", "of": "mini", **{f"column number {n}": f"{i}.{n}" for n in range(20)}} for i in range(2)
     ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import pytest
+
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.conformance.scenario import RESUMED_STEPS, plain_workload
@@ -20,6 +22,7 @@ from tests.broken.mutant import LAYOUTS
 SPLIT = Layout(tp=2, num_micro_batches=4)
 
 
+@pytest.mark.slow
 def test_what_tensor_parallel_ranks_save_a_pipeline_goes_on_from(launcher: ForkserverLauncher, tmp_path: Path) -> None:
     """Both halves are judged as one run, by the truth."""
     runner = Runner(launcher, builtin_adapters(), RunOptions(), tmp_path)

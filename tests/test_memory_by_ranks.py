@@ -42,7 +42,7 @@ def test_measured_numbers_are_marked_and_agree_with_the_closed_form(records: lis
 
 
 def test_what_no_recipe_gives_is_not_computed(records: list[Record]) -> None:
-    """What has a plan that the closed form does not give stays as it was measured."""
+    """Values with a plan that the closed form does not give stay as they were measured."""
     record = next(r for r in records if r.case.adapter == "fsdp2" and r.case.world_size == 2 and r.memory.planned)
     plan = record.memory.planned[0]
     assert plan is not None

@@ -137,7 +137,8 @@ def test_a_step_is_classified_to_the_byte() -> None:
 
 
 def changes(*told: tuple[int, int, int] | tuple[int, int, int, int]) -> list[Change]:
-    """Of time, address and bytes and, where another thread did what was not seen, bytes that it freed before."""
+    """Return changes from (time, address, bytes) and, where another thread freed memory unseen, the bytes freed
+    before."""
     total, found = 0, []
     for time_ns, address, num_bytes, *unseen in told:
         total += num_bytes - sum(unseen)
@@ -196,7 +197,7 @@ def test_a_product_s_workspace_is_told_apart_and_its_result_is_not() -> None:
 
 
 def test_what_another_thread_frees_is_over_when_the_allocator_no_longer_counts_it() -> None:
-    """Of two as large the older; of one whose address is given out again, then at the latest; of a known one, never."""
+    """Of two equal sizes the older was freed; an address that is given out again ends its life; a known end stays."""
     told = changes((10, 1, 100), (20, 2, 100), (30, 3, 7), (40, 4, 1, 100), (50, 3, 5, 7), (60, 5, 1))
     ends = {(life.address, life.start_ns): (life.stop_ns, life.freed_elsewhere) for life in timeline(told).lives}
     assert ends[1, 10] == (40, True) and ends[2, 20] == (None, False)
@@ -563,7 +564,7 @@ def test_nothing_is_held_where_no_backward_pass_was_seen() -> None:
 
 
 def test_an_address_s_name_is_that_of_the_storage_that_was_named() -> None:
-    """What had the address before is not the gradient that was put there later."""
+    """The tensor that had the address before is not the gradient that was put there later."""
     told = changes((110, 5, 1000), (120, 5, -1000), (130, 5, 10))
     named = Named(gradients={5: 10})
     assert read_memory(Canned(told, []), 0, named, named).peak == Bytes(activations=1000)

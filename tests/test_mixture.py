@@ -127,7 +127,7 @@ def elsewhere(values: Tensors, token: int) -> Tensors:
 
 
 def scores_of_first_layer(values: Tensors) -> tuple[Tensor, Tensor]:
-    """What the gate is given, and its scores."""
+    """Return the gate's input, and its scores."""
     model, seen = build_model(MIXTURE_MINI).double(), list[Tensor]()
     model.load_state_dict({name: torch.from_numpy(np.asarray(value)) for name, value in values.items()})
     model.get_submodule(GATE.removesuffix(".weight")).register_forward_hook(lambda m, i, o: seen.extend([i[0], o]))
@@ -173,6 +173,7 @@ def runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactor
     running.close()
 
 
+@pytest.mark.slow
 def test_ddp_trains_it_correctly_and_a_gate_that_learns_nothing_is_named(runner: Runner) -> None:
     record = runner.observe(dataclasses.replace(BY_NAME[MUTANT].case, adapter="ddp"))
     judged = {v.suite: v.passed for v in record.verdicts}

@@ -1,4 +1,4 @@
-"""What was renamed works for one minor version under its old name, with a warning that names the new one."""
+"""Old names work for one minor version after a rename, with a warning that names the new one."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ ALL_OPTIONS = {
     "annealing_steps": 4,
     "discrepancy_decay": 0.135,
 }
-"""What every algorithm had in records of schema 2."""
+"""Options that every algorithm had in records of schema 2."""
 
 
 @pytest.mark.parametrize("name", ["", *algorithm_presets()])

@@ -25,7 +25,7 @@ ZERO_ONE, ONE_BIT_LAMB = "zero-one-adam2-signw2", "one-bit-lamb-signw2"
 
 
 class Squeeze:
-    """Of the vectors of two replicas, by hand."""
+    """Compression of two replicas' vectors, by hand."""
 
     def __init__(self) -> None:
         self.left, self.server = [np.zeros((6, 10))] * 2, np.zeros((6, 10))

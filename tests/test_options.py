@@ -42,7 +42,7 @@ CORE = ("--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), "-p", "no:ca
 
 
 def choose(pytester: pytest.Pytester, *options: str) -> Selection:
-    """What the command line asks for, as the plugin checks it."""
+    """Return the choice of a command line, as the plugin checks it."""
     return selection(pytester.parseconfig(*CORE, *options, str(ROOT / "suites")))
 
 

@@ -38,7 +38,7 @@ def processes_of(mark: str) -> list[psutil.Process]:
 
 
 def heed_signals() -> None:
-    """What a shell starts in the background ignores Ctrl-C, and under nohup SIGHUP, and so would all that it starts."""
+    """Restore the handling of Ctrl-C and SIGHUP, which processes started in the background or under nohup ignore."""
     for ending in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(ending, signal.SIG_DFL)
 
@@ -91,7 +91,15 @@ def hanging(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
         running.wait()
 
 
-@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "ending",
+    [
+        signal.SIGKILL,
+        signal.SIGINT,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGTERM, signal.SIGHUP)),
+    ],
+    ids=lambda s: s.name,
+)
 def test_no_process_is_left_and_records_are(
     hanging: subprocess.Popen[bytes], tmp_path: Path, ending: signal.Signals
 ) -> None:

@@ -308,6 +308,7 @@ def test_what_is_not_judged_yet_is_refused_with_its_reason() -> None:
     assert dataclasses.replace(own, seed=1) != own
 
 
+@pytest.mark.slow
 def test_a_tiny_model_and_a_contrastive_loss_are_right_under_an_adapter_of_ones_own(tmp_path: Path) -> None:
     """Scalars are more than 1 % of so small a model; a contrastive loss is judged by micro-batches."""
     target = written(
@@ -330,7 +331,8 @@ def test_a_tiny_model_and_a_contrastive_loss_are_right_under_an_adapter_of_ones_
 
 
 def test_clauses_vary_ones_own_workload_where_any_workload_has_what_they_vary() -> None:
-    """What only the built-in text model has is unsupported with that reason, and never trained as something else."""
+    """Variations that only the built-in text model has are unsupported with that reason, and never trained as another
+    one."""
     own = describe(TARGETS["two_towers"])
     (base,) = plain_cells("fsdp2", load_adapter(builtin_adapters()["fsdp2"]), 2, own=own)
     assert isinstance(base, Case) and base.workload.model == own.model
@@ -346,6 +348,7 @@ def test_clauses_vary_ones_own_workload_where_any_workload_has_what_they_vary() 
     assert varied["resume"][0].workload.optimizer.warmup_steps == 4
 
 
+@pytest.mark.slow
 def test_a_clause_is_kept_with_ones_own_workload(tmp_path: Path) -> None:
     asked = ["suites/test_conformance.py", "-k", "accumulation", "--workload", TARGETS["two_towers"]]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", *asked, "--adapters", "fsdp2"]

@@ -19,7 +19,7 @@ from meshmark.judge.deviation import Deviation, QuantityKind
 from meshmark.records.record import EquivalenceEvidence, Outcome, Record, Status
 from meshmark.records.record_file import RecordFile
 from meshmark.records.session import Attempt, Ending, Session
-from meshmark.report.charts import charts
+from meshmark.report.charts import _dots, charts
 from meshmark.report.results import Tradeoff, frontier, results
 from meshmark.report.table import Cell, Rows, Table, bytes_cell, number, to_cell, yes_or_no
 from meshmark.spec.layout import Layout
@@ -384,6 +384,11 @@ def test_a_link_keeps_filters_and_order(browser: Any, path: Path) -> None:  # no
         again.wait_for_function("document.documentElement.dataset.ready === 'yes'")
         assert again.locator("#cases tbody tr").count() == 3
     assert not said and not complained, (said, complained)
+
+
+def test_no_two_of_forty_adapters_look_alike() -> None:
+    marks = [_dots("ddp", [], number).marker for number in range(40)]
+    assert len({(mark.color, mark.symbol) for mark in marks}) == 40
 
 
 def test_a_printed_page_keeps_its_cells(browser: Any, path: Path) -> None:  # noqa: ANN401

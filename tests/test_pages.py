@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos.campaign import Results
-from benchmarks.chaos.page import Sitting, write_line
+from benchmarks.chaos.page import CampaignStart, write_line
 from meshmark.environment import Environment
 from meshmark.report.markdown import WIDTH
 from studies import pages
@@ -43,7 +43,7 @@ def test_the_page_of_chaos_is_rendered_of_its_series(tmp_path: Path, monkeypatch
         backend="gloo",
         nnodes=1,
     )
-    write_line(tmp_path / "chaos-1.jsonl", Sitting(seed=7, faults=3, root=True, environment=here))
+    write_line(tmp_path / "chaos-1.jsonl", CampaignStart(seed=7, faults=3, root=True, environment=here))
     write_line(tmp_path / "chaos-1.jsonl", Results(complaints=["left a process"]))
     pages._chaos(tmp_path / "chaos.md")
     text = (tmp_path / "chaos.md").read_text()

@@ -36,6 +36,7 @@ def test_cases_differ_by_what_their_names_say() -> None:
         assert case.layout.num_micro_batches == (2 if "accumulated" in chosen else 1)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_loses_a_group_fails_where_there_are_groups_alone(
     launcher: ForkserverLauncher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -76,7 +76,7 @@ def runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactor
 def test_a_pipeline_trains_right_holds_what_is_planned_and_sends_it(
     runner: Runner, adapter: str, layout: Layout, work: Workload, precision: Precision
 ) -> None:
-    """Of four ranks in two pipelines no rank but the first is its own stage, or its own shard of the batch."""
+    """In two pipelines of four ranks, only the first rank equals both its stage and its shard of the batch."""
     record = runner.observe(Case(adapter=adapter, layout=layout, workload=work, precision=precision))
     for suite in ("equivalence", "memory", "communication"):
         expect(record, suite)
@@ -143,7 +143,8 @@ def test_chunks_in_flight_are_those_that_the_schedules_order_has_run(pp: int, m:
 
 
 def test_virtual_stages_multiply_the_boundaries() -> None:
-    """Of four stages on two ranks, the first rank has a first one and the last a last one: three boundaries each."""
+    """With four stages on two ranks, the first rank has the first stage and the last rank the last: three boundaries
+    each."""
     case = make_case("pipeline", INTERLEAVED, workload=LLAMA)
     stream = LLAMA.tokens_per_step * 32 * 4
     for rank in range(2):

@@ -1,4 +1,4 @@
-"""What waits, and what was sent and is still there, when a pipeline's backward passes begin."""
+"""Tensors that wait, or were sent and are still held, when a pipeline's backward passes begin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `meshmark plan` and `predict` say to inputs that they cannot do as asked."""
+"""Messages of `meshmark plan` and `predict` about inputs that they cannot handle as asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `meshmark predict` reads of a row: every field of a layout, and nothing that was measured."""
+"""`meshmark predict` reads every field of a row's layout, and nothing that was measured."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ def test_a_search_is_narrowed_by_what_is_asked_for(capsys: pytest.CaptureFixture
 
 
 def test_to_tell_the_true_network_never_worsens_an_answer() -> None:
-    """Of 50 GB/s a node a third was taken away, as Selene's 200 GB/s had reached a third: 78 % off, and 3.9 % with a
+    """Selene's 200 GB/s had reached a third, so a third of 50 GB/s a node was expected: 78 % off, and 3.9 % with a
     wrong number. BLOOM's nodes had those 50."""
     runs = [run for run in bloom_sweep() if np.isfinite(run.step_seconds)]
     assert {run.network_share for run in runs} == {0.25}
@@ -257,7 +257,7 @@ def test_what_is_one_framework_s_own_on_one_cluster_is_nobody_else_s() -> None:
 
 
 def test_two_gpus_that_differ_by_their_memory_take_as_long() -> None:
-    """Of llama-70b on 1,024 GPUs as tp4.pp8, 89.5 seconds on H100 and 12.4 on H200 were planned."""
+    """For llama-70b on 1,024 GPUs as tp4.pp8, 89.5 seconds were planned on H100 and 12.4 on H200."""
     row = {"model": "llama-70b", "framework": "megatron", "layout": "dp32.tp4.pp8.1f1b.sp.zero1.mb64"}
     h100, h200 = (predict_rows([{**row, "gpu": name}])["predicted_step_seconds"][0] for name in ("h100", "h200"))
     assert h200 < h100 < 1.2 * h200

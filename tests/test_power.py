@@ -1,4 +1,4 @@
-"""What `make power` has measured outlives whatever happens to its page, which is made of that alone."""
+"""Measurements of `make power` outlive whatever happens to its page, which is made from them alone."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks import power
 from benchmarks.honest import PROBABILITIES, Group, Honest, Tail
+from benchmarks.parallel_trials import Part, Parts
 from benchmarks.power_page import Power, report
-from benchmarks.sittings import Part, Parts
 from benchmarks.smallest import Smallest, correct_case, searches, sizes
 from benchmarks.trials import Cell, Trial
 from meshmark.adapter.registry import builtin_adapters, load_adapter

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.trials import Court
+from benchmarks.trials import MutantRunner
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.registry import load_adapter
 from meshmark.adapter.single import Single, SingleEngine, reduced_backward
@@ -37,7 +37,7 @@ from tests.broken.mutants import BY_NAME, target
 from tests.factories import make_case
 
 OLD_RECORDS = Path(__file__).parent / "data" / "schema-1"
-"""Of Meshmark f7fe655."""
+"""Records of Meshmark f7fe655."""
 NARROW = Precision.BF16_REDUCE_BF16
 OF_SUITES = ["ddp_ReduceDtypeForgotten", "fsdp2_ReduceDtypeForgotten"]
 RARE = "ddp_LosesRareToken_in_bf16"
@@ -151,10 +151,12 @@ def runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="module")
-def court(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Court]:
-    sitting = Court(launcher, {name: target(name) for name in OF_CLAUSES}, tmp_path_factory.mktemp("court"))
-    yield sitting
-    sitting.close()
+def mutant_runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MutantRunner]:
+    running = MutantRunner(
+        launcher, {name: target(name) for name in OF_CLAUSES}, tmp_path_factory.mktemp("mutant_runner")
+    )
+    yield running
+    running.close()
 
 
 def reduced_bytes(record: Record) -> int:
@@ -223,6 +225,7 @@ def test_a_token_s_gradient_that_one_rank_loses_is_seen_beneath_the_rounding_of_
     assert diagnosis.names == ["embedding.tokens.weight"] and "in 1 of 256 rows" in diagnosis.detail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OF_SUITES)
 def test_another_format_of_the_reduction_is_caught_by_its_bytes(runner: Runner, name: str) -> None:
     record = runner.observe(BY_NAME[name].case)
@@ -232,6 +235,6 @@ def test_another_format_of_the_reduction_is_caught_by_its_bytes(runner: Runner, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_CLAUSES)
-def test_another_format_of_the_reduction_fails_its_clause(court: Court, name: str) -> None:
-    trial = court.attempt(BY_NAME[name])
+def test_another_format_of_the_reduction_fails_its_clause(mutant_runner: MutantRunner, name: str) -> None:
+    trial = mutant_runner.attempt(BY_NAME[name])
     assert trial.caught, trial.explanation

@@ -1,4 +1,4 @@
-"""What a profile says of steps made by hand, and of a real run."""
+"""Reading of a profile, of steps made by hand and of a real run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def sends(name: str, start: int, stop: int) -> Activity:
 
 
 def test_a_step_is_split_into_computing_exposed_communication_and_idling() -> None:
-    """Of two steps of 100 and 200 ns: streams overlap, a reduction half hides, one call begins before the steps."""
+    """Two steps of 100 and 200 ns: streams overlap, a reduction is half hidden, one call begins before the steps."""
     found = read_profile(
         [
             computes("mm", -50, 10),

@@ -1,4 +1,4 @@
-"""What a terminal shows: on a real pseudo-terminal."""
+"""Progress on a terminal: a real pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_bar_says_what_runs_and_the_time_left() -> None:
 
 
 def test_a_name_is_no_markup() -> None:
-    """Of rich's own, nor of a terminal's."""
+    """Names are neither rich's markup nor a terminal's control codes."""
     hostile = "[red]x[/nope] [link=y] \x1b[2Jgone"
     for draw in (lambda live: live.line(hostile), lambda live: live.ended(hostile, {hostile: "passed"}, 1.0)):
         said = drawn(draw)

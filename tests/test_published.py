@@ -1,4 +1,4 @@
-"""What is published, beside the same at our scale: data that nobody trains on, and verdicts of orders and ratios."""
+"""Published results beside the same at our scale: data that nobody trains on, and verdicts on orders and ratios."""
 
 from __future__ import annotations
 

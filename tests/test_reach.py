@@ -96,6 +96,7 @@ print(json.dumps({source.name: source.options() for source in SOURCES}))
 """
 
 
+@pytest.mark.slow
 def test_the_table_and_the_record_are_in_step_with_the_installed_versions() -> None:
     """In a process of its own, because frameworks change PyTorch when they are imported."""
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}

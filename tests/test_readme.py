@@ -54,8 +54,8 @@ def indented_blocks(text: str) -> list[str]:
 
 
 def commands_of(text: str) -> list[str]:
-    """What a reader would type: lines of code blocks, without comments, and commands between backticks; of a block of
-    text those that begin as a command does, for it may be an answer."""
+    """Return the commands that a reader would type: lines of code blocks, without comments, and commands between
+    backticks. Of a block of text, which may be output, only lines that begin as a command does."""
     fenced = re.findall(r"^```(?:sh|bash|console)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     plain = "".join(re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)).splitlines()
     fenced += [line for line in plain if line.split(maxsplit=1)[:1] and line.split()[0] in RUNS]
@@ -80,7 +80,7 @@ def own_model() -> str:
 
 
 def prepare(folder: Path) -> None:
-    """What the pages speak of."""
+    """Make the files that the pages mention."""
     case = make_case(workload=workload("gpt-tiny"))
     about = {"case": case, "environment": describe("cpu", "gloo", 1)}
     timing = make_timing(rank_step_seconds=[[0.5] * 16] * 2)
@@ -124,7 +124,7 @@ def collect(words: list[str]) -> list[str]:
 
 
 def each_task(words: list[str]) -> list[str]:
-    """What srun starts; of `doctor`, which compares nodes, this one's part."""
+    """Return the commands that srun starts; of `doctor`, which compares nodes, this one's part."""
     if "meshmark" in words:
         return ["meshmark", *(word for word in words[words.index("meshmark") + 1 :] if word != "--cluster")]
     if "meshmark.sif" in words:  # containers/meshmark.def runs the suites
@@ -133,7 +133,8 @@ def each_task(words: list[str]) -> list[str]:
 
 
 def of_script(words: list[str]) -> list[str]:
-    """What a script of examples/slurm starts with what follows its name; nothing where the command is but named."""
+    """Return what a script of examples/slurm starts with the words after its name; empty if the command is only
+    named."""
     if not words:
         return ["true"]
     (script,) = [i for i, word in enumerate(words) if word.endswith(".sbatch")]
@@ -245,14 +246,14 @@ def run(commands: Sequence[list[str]], folder: Path) -> list[tuple[int, str]]:
         env={**environment, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     return [(code, said) for code, said in json.loads(done.stdout.splitlines()[-1])]
 
 
 def complaints(commands: Sequence[str], folder: Path) -> dict[str, str]:
-    """Of the commands that do not end well when a reader types them, and of those that nothing here can run."""
+    """Return complaints about commands that do not end well when typed, and about those that nothing here can run."""
     prepare(folder)
     words = {command: shlex.split(command) for command in commands}
     strange = {
@@ -300,12 +301,14 @@ def test_pages_that_teach_commands_are_read() -> None:
     assert teaching <= {page.name for page in COMMANDING}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", COMMANDING, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_of_a_page_runs(page: Path, complaint: dict[str, str]) -> None:
     commands = commands_of(page.read_text())
     assert not {command: complaint[command] for command in commands if command in complaint}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", docs_site.FRAMEWORKS)
 def test_a_framework_s_page_shows_how_to_run_it_on_two_ranks(name: str, complaint: dict[str, str]) -> None:
     commands = commands_of(docs_site.framework_page(name))
@@ -314,12 +317,14 @@ def test_a_framework_s_page_shows_how_to_run_it_on_two_ranks(name: str, complain
     assert not {command: complaint[command] for command in commands if command in complaint}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.name)
 def test_every_command_of_a_job_runs(path: Path, complaint: dict[str, str]) -> None:
     commands = commands_of_job(path)
     assert commands and not {command: complaint[command] for command in commands if command in complaint}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", WRONG)
 def test_a_command_that_is_wrong_is_found(command: str, complaint: dict[str, str]) -> None:
     """The test above stands on this."""

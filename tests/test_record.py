@@ -215,7 +215,7 @@ def test_readers_do_not_wait_for_the_writer(tmp_path: Path) -> None:
 
 
 def test_step_seconds_add_up_to_the_time_until_the_last_rank_s_end() -> None:
-    """Of two laps; in the second, rank 1 starts later."""
+    """Two laps; in the second, rank 1 starts later."""
     ranks, starts = [[0.5, 0.25, 1.0], [0.25, 0.75, 1.0]], [[0.0, 0.0], [0.0, 0.125]]
     timing = make_timing(rank_step_seconds=ranks, rank_starts=starts, lap_steps=[2, 1])
     assert timing.step_seconds == [0.5, 0.5, 1.125]

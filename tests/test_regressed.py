@@ -58,7 +58,7 @@ KINDS = ("wrong", "bigger", "slower")
 CHOSEN = [word for kind in KINDS for word in ("--adapter", f"mine.py:{kind.title()}")]
 CHOSEN += ["--workload", "gpt-mini", "--steps", "3", "--timing-budget", "0"]
 CHOSEN += ["-k", "wrong and equivalence or bigger and memory or slower and throughput"]
-"""Of each the suite that is to fail."""
+"""For each, the suite that must fail."""
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, *words: str, code: int = 0) -> str:
-    """What a command says, which must end with `code`."""
+    """Return the output of a command, which must end with `code`."""
     outside = ("PYTEST_ADDOPTS", "GITHUB_STEP_SUMMARY")
     environment = {name: value for name, value in os.environ.items() if name not in outside}
     environment |= {"PYTHONPATH": str(ROOT), "GITHUB_ACTIONS": "true"}

@@ -28,8 +28,13 @@ from studies import pages
 from tests.factories import make_case, make_good
 from tests.test_conformance import plain, plain_conformance
 
+SLOW = {"validation"}
+"""Pages that are computed, not only rendered."""
 
-@pytest.mark.parametrize("name", pages.PAGES)
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in pages.PAGES]
+)
 def test_the_committed_page_is_what_its_records_say(name: str, tmp_path: Path) -> None:
     pages.renderer(name)(tmp_path / f"{name}.md")
     committed = pages.REPORTS / f"{name}.md"
@@ -81,17 +86,24 @@ def test_packed_records_are_read_as_records_are(tmp_path: Path) -> None:
 
 def test_a_page_is_stale_when_what_it_depends_on_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     """`Chaos` depends on the launch folder alone; the answers of git are given."""
-    listed = {"aaaaaaaaaaaa": "meshmark/launch/store.py\n", "bbbbbbbbbbbb": "", "cccccccccccc": None}
+    file = "meshmark/launch/store.py"
+    listed = {"aaaaaaaaaaaa": f"{file}\n", "bbbbbbbbbbbb": "", "cccccccccccc": None, "dddddddddddd": f"{file}\n"}
+    sources = {
+        "HEAD": '"""Holds keys."""\n\n# New words.\nLIMIT = 3\n',
+        "aaaaaaaaaaaa": "LIMIT = 2\n",
+        "dddddddddddd": '"""Of keys."""\nLIMIT = 3  # old words\n',
+    }
 
-    def git(*arguments: str) -> str | None:
-        return listed[arguments[2]]
+    def git(command: str, *arguments: str) -> str | None:
+        return sources[arguments[0].partition(":")[0]] if command == "show" else listed[arguments[1]]
 
     monkeypatch.setattr(pages, "_git", git)
     pages.changed.cache_clear()
-    said = {letter: pages.status("chaos", f"at commit {12 * letter}.") for letter in "abc"}
+    said = {letter: pages.status("chaos", f"at commit {12 * letter}.") for letter in "abcd"}
     pages.changed.cache_clear()
     assert "**Stale**: since then meshmark/launch changed" in said["a"]
     assert "Not stale" in said["b"] and "not known" in said["c"]
+    assert "Not stale" in said["d"], "comments and docstrings alone have changed"
     assert "not known" in pages.status("chaos", "no commit")
     text = pages.marked("chaos", "# Chaos\n\nbody\n")
     assert pages.unmarked(text) == "# Chaos\n\nbody\n" and pages.marked("chaos", text) == text

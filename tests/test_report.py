@@ -104,12 +104,12 @@ def page_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def page(page_folder: Path) -> str:
-    """Of all sorts of records."""
+    """Return the page of all kinds of records."""
     return (page_folder / "page.md").read_text()
 
 
 def section(page: str, title: str) -> str:
-    """What stands under a heading."""
+    """Return the text under a heading."""
     found = re.search(rf"^## {title}$(.*?)(?=^## |\Z)", page, re.M | re.S)
     assert found, f"no section {title!r}"
     return found.group(1)
@@ -197,7 +197,7 @@ SLOW = Outcome(status=Status.SLOW, rank=0, message="no end within 8 s, but still
 
 
 def test_a_pass_that_was_too_slow_says_nothing_against_correctness(tmp_path: Path) -> None:
-    """What the instrumented pass found stands, and its memory is a result; without that nothing is known."""
+    """The instrumented pass's results stand, and its memory is a result; without it nothing is known."""
     timed = make_timed(case=DDP, outcome=SLOW, timing=make_timing(rank_step_seconds=[]))
     right, unknown = (make_good(case=DDP), timed), skipped(case=GPIPE, outcome=SLOW)
     bad = (wrong_record(), dataclasses.replace(timed, case=FSDP2))

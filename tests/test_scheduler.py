@@ -1,4 +1,4 @@
-"""What torchrun and SLURM tell is understood, in both shapes, and held against what is given by hand."""
+"""Variables of torchrun and SLURM are understood, in both shapes, and compared with what is given by hand."""
 
 from __future__ import annotations
 

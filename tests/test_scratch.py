@@ -1,4 +1,4 @@
-"""What a run leaves in its results while it runs: private, its own, and alone what it removes."""
+"""Temporary files of a run in its results: private, its own, and the only ones that it removes."""
 
 from __future__ import annotations
 

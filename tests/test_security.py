@@ -24,11 +24,14 @@ import torch.distributed as dist
 
 from meshmark.errors import ClusterError
 from meshmark.launch.cluster import Cluster, ClusterSpec, listen
+from meshmark.launch.fork_server import ForkServer
+from meshmark.launch.launch import process_environment
 from meshmark.launch.rank import perform
 from meshmark.launch.ranks import RankInfo
 from meshmark.launch.store import RunStore, StoreServer, run_secret
 from meshmark.records.rank_report import RankFailure
 from meshmark.records.record import Status
+from meshmark.records.request import Task
 from tests.test_launchers import make_request
 from tests.test_orphans import heed_signals, processes_of, wait_until
 
@@ -85,7 +88,7 @@ def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[psutil.Pr
 
 
 def private_files(processes: list[psutil.Process]) -> list[Path]:
-    """What the ranks meet in and leave."""
+    """Return the files that ranks meet in and leave."""
     temporary = Path(processes[0].environ()["TMPDIR"])
     return [path for folder in temporary.glob("meshmark-*") for path in (folder, *folder.iterdir())]
 
@@ -110,7 +113,7 @@ def test_a_run_on_one_node_listens_on_no_port_but_gloos(hanging: list[psutil.Pro
 
 
 def as_nobody(folder: Path, act: Callable[[], str]) -> str:
-    """What `act` says in a process of the user `nobody`."""
+    """Return what `act` returns in a process of the user `nobody`."""
     queue = multiprocessing.get_context("fork").SimpleQueue()
 
     def child() -> None:
@@ -154,6 +157,15 @@ def test_another_user_reads_and_writes_nothing_of_a_run(hanging: list[psutil.Pro
     finally:
         for parent in parents:
             parent.chmod(modes[parent])
+
+
+def test_a_server_imports_nothing_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is a stranger's where somebody works in a folder that all may write to, and whose code would run."""
+    (tmp_path / "numpy.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    with contextlib.closing(ForkServer.start(process_environment(ClusterSpec(), Task.OBSERVE), ["numpy"])) as server:
+        server.await_ready("numpy", seconds=60)
+    assert not (tmp_path / "ran").exists()
 
 
 # Several nodes.
@@ -479,6 +491,15 @@ def test_a_secret_is_made_once_and_is_nobody_elses(tmp_path: Path, monkeypatch: 
         run_secret()
     monkeypatch.setenv("MESHMARK_RDZV_SECRET", "0123456789abcdef")
     assert run_secret() == b"0123456789abcdef"
+
+
+def test_a_user_without_a_home_directory_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs by a number alone."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("MESHMARK_RDZV_SECRET", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda user: {}[user])
+    with pytest.raises(ClusterError, match="has no home directory: set MESHMARK_RDZV_SECRET"):
+        run_secret()
 
 
 def test_a_single_node_serves_no_store() -> None:

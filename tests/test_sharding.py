@@ -1,4 +1,4 @@
-"""What FSDP's users choose beyond ZeRO's stage 3, in closed form: on values, without a launch."""
+"""Choices of FSDP's users beyond ZeRO's stage 3, in closed form: on values, without a launch."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_the_planner_deals_rows_out_as_the_suites_do(model: ModelSpec, shards: i
 
 
 def test_a_plan_of_thousands_of_shards_holds_their_padding() -> None:
-    """Of FSDP2 at stage 3 alone: Llama 405B over 16,384 ranks has 3.25 rows of 16,384 for each, and deals out 4."""
+    """FSDP2 at stage 3 only: Llama 405B over 16,384 ranks has 3.25 rows of 16,384 for each, and deals out 4."""
     model = known_models()["llama-405b"]
     grid = make_grid(dp=16384, zero_stage=np.array([0, 3]), micro_batch=1)
     even, dealt = (

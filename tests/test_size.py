@@ -287,6 +287,7 @@ def test_clauses_are_judged_in_full_whatever_is_asked_of_cases(runner: Runner, m
     assert [(request.assess, request.sample) for request in asked] == [(True, None)] * 3
 
 
+@pytest.mark.slow
 def test_a_sample_of_a_wrong_run_is_not_taken_for_right(runner: Runner) -> None:
     record = runner.observe(Case(adapter="ddp_AveragedTwice", workload=MINI, layout=LAYOUTS["ddp"]))
     verdict = record.verdict("equivalence")

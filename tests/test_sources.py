@@ -84,6 +84,18 @@ def test_what_changed_in_an_adapter_or_beside_it_is_run_again(mine: Path) -> Non
     assert Held([record()]).of(request(), describe("cpu", "gloo", 1)) is None, "no commit holds it"
 
 
+def test_a_module_that_is_not_tracked_is_not_known(mine: Path) -> None:
+    """An adapter may import it. After a change that made it wrong, `--resume` kept what had passed."""
+    (mine.parent / "below").mkdir()
+    (mine.parent / "below" / "helper.py").write_text("x = 1\n")
+    look_again()
+    (before,) = record().sources
+    assert not before.is_known and Held([record()]).of(request(), describe("cpu", "gloo", 1)) is None
+    (mine.parent / "below" / "helper.py").write_text("x = 2\n")
+    look_again()
+    assert record().sources != [before]
+
+
 def test_the_repository_is_recorded_and_dates_a_history(mine: Path, tmp_path: Path) -> None:
     with_commit = record()
     head = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout[:12]

@@ -53,7 +53,7 @@ def test_versions_are_those_of_the_papers() -> None:
 
 @pytest.mark.parametrize("kind", [PipeDream.kind, PipeDreamVertical.kind, PipeDream2BW.kind])
 def test_gradients_are_of_the_composed_versions(kind: str) -> None:
-    """Of f = embedding * head, by hand: either's gradient is the other's version."""
+    """Gradients of f = embedding * head by hand: each is the other's version."""
     problem = make_workload(optimizer=PLAIN, algorithm=algorithm_named(kind))
     seen: list[tuple[float, float]] = []
 
@@ -82,7 +82,7 @@ def test_gradients_are_of_the_composed_versions(kind: str) -> None:
 
 
 def test_pipemare_by_hand() -> None:
-    """Of f = embedding * head over two stages, 3 and 1 updates late: two steps of four micro-batches, K = 2."""
+    """f = embedding * head over two stages, 3 and 1 updates late: two steps of four micro-batches, K = 2."""
     algorithm = dataclasses.replace(algorithm_named("pipemare"), annealing_steps=2, discrepancy_decay=0.125)
     run = PipeMareRule(make_workload(optimizer=PLAIN, algorithm=algorithm), TWO)
     seen: list[tuple[float, ...]] = []

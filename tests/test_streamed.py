@@ -62,7 +62,7 @@ def reductions(draw: st.DrawFn) -> tuple[list[int], int, int, int]:
 
 
 def replayed(sizes: list[int], capacity: int, num_ranks: int, rank: int) -> list[int]:
-    """What `Bucket.take` returns of gradients that arrive last first, element by element."""
+    """Return the results of `Bucket.take` for gradients that arrive last first, element by element."""
     part = 2 * math.ceil(sum(sizes) / (2 * num_ranks))
     owner = [element // part for element in range(sum(sizes))]
     owners = [set(owner[sum(sizes[:i]) : sum(sizes[: i + 1])]) for i in range(len(sizes))]
@@ -120,7 +120,7 @@ def runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_the_peak_is_planned_of_every_rank(runner: Runner) -> None:
-    """Of this one, whose gradients fill the bucket several times, in the reduction on one rank."""
+    """This rank's gradients fill the bucket several times, in the reduction on one rank."""
     memory = runner.observe(Case(adapter="deepspeed", workload=MUTANT.workload, layout=MUTANT.layout)).memory
     for reading, plan in zip(memory.readings, memory.planned, strict=True):
         assert plan and plan.peak

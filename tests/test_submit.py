@@ -126,6 +126,14 @@ def test_what_never_comes_to_its_end_is_told(slurm: Path, capsys: pytest.Capture
     assert "task 1 did not come to its end:\nslurmstepd: error: the end" in capsys.readouterr().err
 
 
+def test_an_earlier_job_does_not_stand_for_one_that_never_began(slurm: Path) -> None:
+    leave(slurm, 1, 1, 0, Status.OK)
+    asked = ["submit", "--retries", "0", "--results", str(slurm / "out")]
+    assert main(asked) == 0
+    (slurm / "sbatch").write_text("#!/bin/sh\necho 8\n")
+    assert main(asked) == 2
+
+
 def test_a_dry_run_prints_what_would_be_submitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["submit", "--tasks", "3", "--nodes", "2", "--dry-run", "--results", str(tmp_path / "run")]
     assert main([*options, "--", "--world", "4", "-k", "ddp or fsdp2"]) == 0
@@ -145,7 +153,7 @@ def test_a_dry_run_prints_what_would_be_submitted(tmp_path: Path, capsys: pytest
 
 
 def test_trials_of_clusters_are_kept_in_pieces_and_a_wrong_one_is_told(tmp_path: Path) -> None:
-    """What `make cluster-test` writes; a trial that is repeated replaces itself."""
+    """`make cluster-test` writes the pieces; a trial that is repeated replaces its row."""
     rows = tmp_path / "cluster" / "rows.json"
     good = Row(engine="SLURM, sbatch", shape="2 x 1 x 1", fault="scancel", seconds=4.26, told="gone on", commit="abc")
     keep(dataclasses.replace(good, wrong=["kept [] of the case before"], lost="the case before"), rows)

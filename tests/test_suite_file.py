@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,7 @@ from meshmark.spec.model_text import describe, described_model
 from meshmark.theory.grid import SearchSpace
 from meshmark.theory.recipe import recipe
 from tests.factories import make_case, make_good, make_memory, make_memory_evidence, make_verdict
+from tests.test_orphans import heed_signals, processes_of, wait_until
 
 ROOT = Path(__file__).parent.parent
 
@@ -62,6 +66,7 @@ def test_a_check_of_a_script_is_a_command(tmp_path: Path) -> None:
     assert suite.checks == (("check", "--nproc=2", "--objective=tokens", page, "train.py", "--lr", "0.1"),)
 
 
+@pytest.mark.slow
 def test_a_script_that_trains_wrong_fails_the_run_and_github_sees_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,14 +152,47 @@ def test_the_worst_run_decides(
     (tmp_path / "suite.toml").write_text("[[cases]]\n" * len(codes) + "conformance = true\nselect = ['a', 'b']\n")
     ended, typed = iter(codes), list[list[str]]()
 
-    def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    def run(command: list[str]) -> tuple[int, str]:
         typed.append(command)
-        return subprocess.CompletedProcess(command, next(ended))
+        return next(ended), ""
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(suite_file, "_run_process", run)
     assert suite_file.run_suite(argparse.Namespace(suite=tmp_path / "suite.toml", pytest=["-x"])) == expected
     assert [words[-1] for words in typed] == ["-x"] * len(codes)
     assert typed[-1][-4:] == ["meshmark.suites", "--conformance", "-k=a or b", "-x"]
+
+
+def test_what_ends_the_command_ends_its_run_in_good_order(tmp_path: Path) -> None:
+    """SIGTERM left pytest running, with the results folder in use; Ctrl-C killed it before it said how it ended."""
+    (tmp_path / "test_waits.py").write_text(
+        "import pathlib, time\n\n"
+        "def test_waits():\n"
+        "    try:\n        pathlib.Path('waits').touch()\n        time.sleep(120)\n"
+        "    finally:\n        time.sleep(1)\n        pathlib.Path('cleaned').touch()\n"
+    )
+    (tmp_path / "conftest.py").write_text(
+        "import pytest\nfrom meshmark.interrupts import signals_end_like_ctrl_c\n\n"
+        "@pytest.fixture(autouse=True)\n"
+        "def heeding():\n    with signals_end_like_ctrl_c():\n        yield\n"
+    )
+    code = "from meshmark.cli import suite_file; suite_file.run_pytest(['-q', 'test_waits.py'])"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MESHMARK_TEST": str(tmp_path)}
+    running = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=heed_signals,
+    )
+    try:
+        wait_until((tmp_path / "waits").exists, seconds=60)
+        running.send_signal(signal.SIGTERM)
+        running.wait(timeout=60)
+        assert (tmp_path / "cleaned").exists() and not processes_of(str(tmp_path))
+    finally:
+        for process in processes_of(str(tmp_path)):
+            process.kill()
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

@@ -17,7 +17,7 @@ from studies.convergence.targets import Race, Regression, Sampled
 
 @pytest.fixture(scope="module")
 def problems() -> list[Sampled]:
-    """Of drawn images, which need no file."""
+    """Return problems of random images, which need no file."""
     drawn = np.random.default_rng(0)
     right = drawn.normal(size=5)
     features = drawn.normal(size=(12, 4, 200, 5))

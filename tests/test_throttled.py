@@ -53,7 +53,7 @@ def test_what_is_not_as_computed_is_told() -> None:
 
 
 def test_what_was_measured_here_is_as_computed() -> None:
-    """Of the committed table: its every step, and the order of the fastest."""
+    """The committed table agrees with the computed steps, and with the order of the fastest."""
     rows = throttled.measured()
     at = steps(rows)
     assert set(at) == set(LIMITS) and all(set(by_name) == set(ADAPTERS) for by_name in at.values())

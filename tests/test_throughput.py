@@ -42,7 +42,7 @@ def test_the_interval_of_the_rate_is_that_of_the_step_s_time() -> None:
 
 
 def test_launches_that_lie_apart_widen_the_interval_however_many_their_steps() -> None:
-    """Of 3, 4 and 5 seconds a step: their mean is known by three numbers, not by 192."""
+    """With 3, 4 and 5 seconds a step, the mean rests on three numbers, not on 192."""
     again = [Relaunch(rank_step_seconds=[[seconds] * 64] * 2, rank_starts=[[0.0], [0.0]]) for seconds in (4.0, 5.0)]
     timing = dataclasses.replace(make_timing(rank_step_seconds=[[3.0] * 64] * 2), relaunches=again)
     found = throughput(make_timed(timing=timing))

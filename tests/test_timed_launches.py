@@ -17,7 +17,7 @@ LONG = 1e9
 
 
 def launched(step_seconds: Sequence[float], failures: Sequence[RankFailure] = ()) -> LaunchResult:
-    """Of two ranks that start a tenth of a second apart and end together."""
+    """Return the result of two ranks that start a tenth of a second apart and end together."""
     reports = [
         RankReport(
             rank=rank,

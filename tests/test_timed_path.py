@@ -18,7 +18,7 @@ from tests.factories import make_equivalence, make_good, make_timed, make_timing
 
 
 def path(loss: float, *, repeats: bool | None, end: str = "d") -> ObservedPath:
-    """Of two steps that were judged, and a third."""
+    """Return the path of two judged steps, and a third."""
     return ObservedPath(losses=[5.5, loss, 5.0], digests=["a", "b", "c"], later={3: end}, repeats=repeats)
 
 
@@ -73,7 +73,7 @@ def test_every_launch_is_held_to_the_path_and_named() -> None:
         found = judged(relaunches=[again(right), other], observed=path(5.25, repeats=True))
         assert not found.passed and "in launch 3 of 3" in found.summary
     found = judged(relaunches=[again([5.5, 5.25 + 9e-7, 5.0])], observed=path(5.25, repeats=False))
-    assert not found.passed and "of the tolerance apart at step 1" in found.summary
+    assert not found.passed and "of the tolerance at step 1" in found.summary
 
 
 def test_an_engine_that_never_repeats_is_held_to_the_yardstick() -> None:
@@ -81,7 +81,7 @@ def test_an_engine_that_never_repeats_is_held_to_the_yardstick() -> None:
     for distance, passed in ((7e-7, True), (9e-7, False)):
         found = judged(observed=path(5.25 + distance, repeats=False))
         assert found.passed is passed
-        assert f"{distance / 8e-7:.2f} of the tolerance apart at step 1" in found.summary
+        assert f"differ by {distance / 8e-7:.2f} of the tolerance at step 1" in found.summary
 
 
 def test_under_a_parameter_server_two_passes_that_agree_prove_nothing() -> None:

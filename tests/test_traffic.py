@@ -1,4 +1,4 @@
-"""What theory says that a rank sends, call by call, against the papers' figures; and how adapters depart from it."""
+"""The calls of a rank by theory, against the papers' figures; and the adapters' exceptions from it."""
 
 from __future__ import annotations
 

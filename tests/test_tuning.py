@@ -111,7 +111,7 @@ def test_a_fused_optimizer_is_fused_in_every_group() -> None:
 @pytest.mark.parametrize("loss", [loss for loss in Loss if loss is not Loss.OWN])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_loss_in_chunks_is_the_loss(loss: Loss, dtype: torch.dtype) -> None:
-    """Of more rows than a chunk has, some of them masked: in 16 bits to the last one, which both round once."""
+    """With more rows than a chunk has, some of them masked: equal to the last of 16 bits, which both round once."""
     batch = make_batch(dataclasses.replace(workload("gpt-tiny"), global_batch=9), 0)
     assert batch.targets.numel() > 2 * ROWS and (batch.targets < 0).any()
     outputs = torch.randn(*batch.targets.shape, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -241,6 +241,7 @@ def test_a_tuning_in_name_alone_is_an_error(runner: Runner, name: str, words: st
     assert record.outcome.status is Status.RAISED and told in record.outcome.message
 
 
+@pytest.mark.slow
 def test_a_compiler_that_computes_something_else_is_caught(runner: Runner) -> None:
     record = runner.observe(tuned("Miscompiled", "compile"))
     verdict = record.verdict("equivalence")

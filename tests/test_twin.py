@@ -42,7 +42,7 @@ def case_in(precision: Precision) -> Case:
 
 @cache
 def honest(precision: Precision, casting: Casting) -> Trace:
-    """What two ranks of two micro-batches come to, computed by one engine."""
+    """Return the trace of two ranks of two micro-batches, computed by one engine."""
     case, narrow = case_in(precision), precision.narrows_reduction
     alone = dataclasses.replace(case, layout=Layout(num_micro_batches=2 if narrow else 4))
     context = RankContext(rank=0, world_size=1, device=CPU, backend="gloo", scratch=Path())
@@ -134,7 +134,7 @@ def tells_more(trace: Trace) -> None:
     "doctor, fault, detail",
     [
         (slight_block, Fault.SCALED, "1.000003"),
-        (rare_token, Fault.DROPPED, "in 1 of 256 rows"),
+        (rare_token, Fault.MISSING, "in 1 of 256 rows"),
         (tells_more, Fault.LOSS, "1.001"),
     ],
 )
@@ -190,7 +190,7 @@ class W:
 
 
 class Node(torch.autograd.Function):
-    """What DeepSpeed puts at the inputs of every module."""
+    """The autograd function that DeepSpeed puts at the inputs of every module."""
 
     @staticmethod
     def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:

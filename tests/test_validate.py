@@ -61,7 +61,7 @@ def test_the_committed_page_is_of_a_planner_that_holds() -> None:
 
 
 def test_no_fit_reads_a_table_that_is_for_validation() -> None:
-    """What is fitted is fitted within `fitting`, in which such tables cannot be read."""
+    """All fits run within `fitting`, where such tables cannot be read."""
     others = {path.stem for path in PAPERS_DIR.glob("*.csv")} - FITTED
     assert others and {path.stem for path in PAPERS_DIR.glob("*.csv")} >= FITTED
     with fitting():
@@ -85,7 +85,7 @@ def test_shipped_rates_are_fitted_within_the_guard(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_readme_quotes_the_blind_numbers() -> None:
-    """Of runs that nothing is fitted to, whatever they are."""
+    """The README states the errors of runs that nothing is fitted to."""
     found = blind()
     assert all(row["source"] for row in found.rows)
     off = 100 * np.abs(found.errors)

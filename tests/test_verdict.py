@@ -294,7 +294,7 @@ PEAK = ModelStates(parameters=400, gradients=400, optimizer_states=800, peak=90_
 
 
 def counted(plan: ModelStates = PEAK, declared: Sequence[ExtraMemory] = (), **changes: object) -> Verdict:
-    """Of two ranks, the second with these changes."""
+    """Return the verdict on two ranks, the second with these changes."""
     fine = dataclasses.replace(
         make_memory(), peak=Bytes(parameters=400, activations=89_600), late_bytes=0, previous_steady_bytes=None
     )
@@ -359,7 +359,8 @@ def test_advice_asks_what_bytes_grow_with_before_it_mentions_a_declaration() -> 
 
 
 def lived(*growth: int, **changes: object) -> Verdict:
-    """Of two ranks, of which the second holds so much more after each step than after the metered one."""
+    """Return the verdict on two ranks: after each step the second holds `growth` bytes more than after the metered
+    one."""
     fine = dataclasses.replace(make_memory(), peak=Bytes(parameters=400, activations=89_600), late_bytes=0)
     live = [{step: 7000 for step in range(len(growth))}, {step: 7000 + more for step, more in enumerate(growth)}]
     evidence = make_memory_evidence(
@@ -406,7 +407,7 @@ def test_growth_is_judged_where_nothing_is_planned() -> None:
 
 
 def test_a_peak_that_is_not_known_is_not_judged_and_the_verdict_says_so() -> None:
-    """What does not rest on it still is."""
+    """Parts of the verdict that do not need the peak are still judged."""
     unknown = counted(peak=peak(500_000), held=Bytes(activations=10**9), ends_known=False)
     assert unknown.passed and "not judged on rank 1" in unknown.summary
     assert "not judged" not in counted().summary
@@ -422,7 +423,7 @@ def test_what_nobody_names_is_judged_at_a_peak_that_is_not_planned_too() -> None
 
 
 def test_a_message_that_comes_when_it_comes_may_be_there_after_a_step_and_no_more_than_it() -> None:
-    """Of a parameter server, whose replicas do not wait for one another."""
+    """The replicas of a parameter server do not wait for one another."""
     plan, passing = (
         dataclasses.replace(PEAK, peak=None),
         ExtraMemory(category="unnamed", num_bytes=5000.0, reason="push"),

@@ -229,7 +229,7 @@ def test_contradictions_are_refused() -> None:
         dataclasses.replace(COATNET.model, attentions=(12,))
     with pytest.raises(InputError, match="it has no attentions; a ResNetSpec"):
         dataclasses.replace(COATNET.model, attentions=())
-    with pytest.raises(InputError, match="its last cell .* reduces, and nobody would read the state"):
+    with pytest.raises(InputError, match="its last cell .* reduces, and no later cell would read"):
         dataclasses.replace(AMOEBANET.model, cells=(4, 8))
     with pytest.raises(InputError, match="the digits have"):
         check_data(dataclasses.replace(VIT, model=dataclasses.replace(VIT.model, image_size=16)))
@@ -269,7 +269,7 @@ def test_an_adapter_takes_images_only_where_it_says_so(images: Workload) -> None
 
 
 def test_an_adapter_may_lack_buffers() -> None:
-    """Of a workload that has them it is told, and of no other."""
+    """The note is made for a workload with buffers, and for no other."""
     without = Capabilities(families=frozenset(Family), lacks={Feature.BUFFERS: "its engine tells none"})
     cases = [Case(adapter="mine", workload=trained, layout=Layout()) for trained in (VIT, BN)]
     plain, coupled = (without.refusal(case, "cpu", "gloo") for case in cases)
@@ -288,7 +288,9 @@ def observe(runner: Runner, trained: Workload) -> Record:
     return runner.observe(Case(adapter="ddp", workload=trained, layout=TWO))
 
 
-@pytest.mark.parametrize("trained", [BN, RESNET, COATNET_BN], ids=lambda w: w.name)
+@pytest.mark.parametrize(
+    "trained", [BN, RESNET, pytest.param(COATNET_BN, marks=pytest.mark.slow)], ids=lambda w: w.name
+)
 def test_ddp_trains_images_correctly(runner: Runner, trained: Workload) -> None:
     record = observe(runner, trained)
     assert [v.suite for v in record.verdicts if v.passed] == ["equivalence", "memory", "communication"], record.outcome

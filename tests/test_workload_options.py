@@ -1,4 +1,4 @@
-"""What workloads may ask for besides: schedules, decay groups, frozen and unused parameters, recomputation.
+"""Further options of workloads: schedules, decay groups, frozen and unused parameters, recomputation.
 
 Each against a loop written out by hand.
 """

@@ -110,7 +110,7 @@ def furthest(deviations: Deviations) -> float:
 
 
 def diagnosed(trial: Trial, traces: list[Trace], honest: list[Trace]) -> Diagnosis | None:
-    """What is said of `traces`, with the distances of `honest` ones for noise."""
+    """Return the diagnosis of `traces`, with the distances of the `honest` ones for noise."""
     workload, layout = trial.case.workload, trial.case.layout
     noise = noise_run(assess_replicas(honest, workload, layout=layout), trial.case.precision)
     return diagnose_replicas(trial.case, traces, assess_replicas(traces, workload, layout=layout), [], fit([noise] * 2))

@@ -235,7 +235,8 @@ class AccelerateStatic(AccelerateSyncEach):
 
     @classmethod
     def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
-        """Of a static graph, buckets are laid out anew in the third forward pass, whichever step that is in."""
+        """Return the one-time traffic of a static graph: buckets are laid out anew in the third forward pass, whatever
+        its step."""
         found, rounds = DDPStatic.one_time_traffic(case, rank), case.layout.num_micro_batches
         if rounds == 1:
             return found

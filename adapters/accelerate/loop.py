@@ -482,7 +482,7 @@ class AccelerateDispatched(AccelerateScript):
 
     @classmethod
     def plans_traffic(cls, case: Case) -> bool:
-        """What the first process tells others of each batch is pickled."""
+        """Return False: the first process pickles what it tells others of each batch, so its size is not planned."""
         return False
 
     @classmethod

@@ -135,11 +135,10 @@ class DeepSpeed(Adapter):
     @classmethod
     def _states_beyond(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         layout, count = case.layout, local_parameters(case.workload.model, case.layout, rank) or 0
-        shards, own = state_shards(layout, rank)
+        shards, _ = state_shards(layout, rank)
         planned = count / shards
         if layout.zero_stage < 3 and not case.precision.is_mixed:
-            groups = cls.partitioned_sizes(case)
-            kept = float(sum(reaching_elements(sizes, shards, own) for sizes in groups))
+            kept = cls.kept_gradients(case, rank)
             reason = "a rank keeps its partition's gradients alone, and tensors that reach over its ends whole"
         elif layout.zero_stage == 1 and case.precision.compute is Dtype.FP16:
             others = shards > 1  # without gradients of their parts nothing keeps the bucket
@@ -151,6 +150,12 @@ class DeepSpeed(Adapter):
         else:
             return ()
         return (ExtraMemory(category="gradients", num_bytes=4 * (kept - planned), reason=reason),)
+
+    @classmethod
+    def kept_gradients(cls, case: Case, rank: int) -> float:
+        """Return the elements of the tensors that overlap a rank's partitions: it keeps the gradients of these."""
+        shards, own = state_shards(case.layout, rank)
+        return float(sum(reaching_elements(sizes, shards, own) for sizes in cls.partitioned_sizes(case)))
 
     @classmethod
     def partitioned_sizes(cls, case: Case) -> list[list[int]]:

@@ -288,7 +288,7 @@ class DeepSpeedFetchesByReduction(DeepSpeed):
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
-        """Of a module with one parameter, that is gathered as ever."""
+        """Return the padded all-reduces that gather weights. A module with a single parameter is gathered as usual."""
         found, shards = super().traffic_exceptions(case, rank), case.layout.dp
         modules = defaultdict(list)
         for name, shape in parameter_shapes(case.workload.model).items():

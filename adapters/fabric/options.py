@@ -109,7 +109,7 @@ class FabricDeepSpeedArguments(FabricDeepSpeed):
         }
 
     def strategy(self, case: Case, context: RankContext) -> Any:  # noqa: ANN401
-        """What has no argument is set in the configuration that Fabric makes of them."""
+        """Return the strategy. Options without an argument are set in the configuration that Fabric makes."""
         config = self.config(case, context)
         strategy = on_cpu()(**self.arguments(case, config))
         made = strategy.config

@@ -6,6 +6,7 @@
 # framework = "torchtitan"
 # symptom = "A parameter with requires_grad=False is trained after data_parallel()."
 # cause = "Every shard becomes a new nn.Parameter, which requires a gradient."
+# environment = "torchtitan"
 # processes = 2
 # ///
 import sys

@@ -6,6 +6,7 @@
 # framework = "torchtitan"
 # symptom = "A second model of the same classes computes in the first one's param_dtype."
 # cause = "The classes that it makes are kept with the first model's choices."
+# environment = "torchtitan"
 # processes = 2
 # ///
 import sys

@@ -6,6 +6,7 @@
 # framework = "torchtitan"
 # symptom = "A weight that two modules share becomes two."
 # cause = "Each module's parameter is sharded by itself."
+# environment = "torchtitan"
 # processes = 2
 # ///
 import sys

@@ -18,6 +18,7 @@ from meshmark.adapter.loop import GREENLET, LOOP_LACKS, LoopEngine
 from meshmark.adapters.accelerate import AccelerateFSDP2, UnderAccelerate
 from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
+from meshmark.adapters.fsdp2 import norm_of_tensors
 from meshmark.adapters.hf_trainer.loop import (
     HFDeepSpeedLoop,
     HFFSDP2Loop,
@@ -27,7 +28,6 @@ from meshmark.adapters.hf_trainer.loop import (
     HFOwnOptimizerLoop,
 )
 from meshmark.adapters.hf_trainer.rows import no_model_of_transformers, uncountable
-from meshmark.reference.build import parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
 from meshmark.spec.optimizer import OptimizerKind
@@ -57,20 +57,6 @@ def counts_tokens(case: Case) -> TrafficException:
         most=1,
     )
     return TrafficException(sends=(count,), reason="labels are counted over all ranks, once a step")
-
-
-def norm_of_tensors(case: Case) -> TrafficException:
-    """Return FSDP2's reduction of the norms of all tensors."""
-    norm = Flow(
-        kind="all_reduce",
-        axes="dp",
-        ranks=tuple(range(case.layout.dp)),
-        purpose=Purpose.NORM,
-        num_bytes=4 * len(parameter_shapes(case.workload.model)),
-        fewest=1,
-        most=1,
-    )
-    return TrafficException(sends=(norm,), reason="the norm is computed, to be logged, where there is nothing to clip")
 
 
 class HFTrainer(UnderAccelerate):

@@ -89,20 +89,28 @@ class HFLoop(Loop):
 
     def make_trainer(self) -> Any:  # noqa: ANN401
         """Build the Trainer as a user would."""
-        from transformers import TrainingArguments
-
         # First, for under DeepSpeed's stage 3 `TrainingArguments` change how Transformers builds models.
         model = initial_model(self.case, self.context.device)
-        arguments = TrainingArguments(**self.training_arguments())
+        arguments = self.arguments_class()(**self.training_arguments())
         self.configure()
-        return self.trainer_class()(
-            args=arguments, train_dataset=self.rows, optimizers=self.optimizers(model), **self.what_is_trained(model)
-        )
+        return self.trainer_class()(args=arguments, optimizers=self.optimizers(model), **self.what_is_trained(model))
+
+    def arguments_class(self) -> type[Any]:
+        """Return the class of the Trainer's arguments."""
+        from transformers import TrainingArguments
+
+        found: type[Any] = TrainingArguments
+        return found
 
     def what_is_trained(self, model: Any) -> dict[str, Any]:  # noqa: ANN401
-        """Return the Trainer's arguments for the model, what it takes and its loss."""
+        """Return the Trainer's arguments for the model, the data, what the model takes of them and its loss."""
         workload = self.case.workload
-        return {"model": model, "data_collator": collator(workload), "compute_loss_func": loss_function(workload)}
+        return {
+            "model": model,
+            "train_dataset": self.rows,
+            "data_collator": collator(workload),
+            "compute_loss_func": loss_function(workload),
+        }
 
     def hook(self) -> None:
         """Add what calls this loop back. No method is replaced: each does what it did, and says that it was called."""
@@ -193,7 +201,11 @@ class HFModelLossLoop(HFLoop):
 
     def what_is_trained(self, model: Any) -> dict[str, Any]:  # noqa: ANN401
         self.whole = model
-        return {"model": model.model, "data_collator": model_collator(self.case.workload)}
+        return {
+            "model": model.model,
+            "train_dataset": self.rows,
+            "data_collator": model_collator(self.case.workload),
+        }
 
     def inner(self) -> nn.Module:
         """Return the workload's module around the model, whose names are canonical."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from meshmark.adapters.megatron.gpt_weights import dense
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family, ModelSpec
 
@@ -31,7 +32,7 @@ def bucket_sizes(case: Case, rank: int, chunk: int, elements: int | None) -> lis
 
 def local_sizes(case: Case, rank: int, chunks: range) -> list[int]:
     """Elements of this rank's tensors in those of its chunks, in the order of megatron-core's modules."""
-    layout, spec, stands = case.layout, case.workload.transformer, case.layout.coordinates(rank)
+    layout, spec, stands = case.layout, dense(case.workload), case.layout.coordinates(rank)
     num_places = layout.pp * layout.virtual_stages
     found: list[int] = []
     for place in (chunk * layout.pp + stands.pp for chunk in chunks):

@@ -14,7 +14,7 @@ from meshmark.adapter.data_parallel import optimizer_state_tensors
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.gathered import Gathered
 from meshmark.adapter.holdings import Holdings
-from meshmark.adapters.megatron.gpt_weights import Fused, fused_of, split
+from meshmark.adapters.megatron.gpt_weights import Fused, dense, fused_of, split
 from meshmark.adapters.megatron.on_cpu import cuda_is
 from meshmark.reference.data import Batch
 from meshmark.reference.objective import build_schedule
@@ -33,13 +33,12 @@ class GPTModelEngine(Engine):
         self.case, self.context, self.chunks, self.optimizer = case, context, chunks, optimizer
         self.stands = case.layout.coordinates(context.rank)
         self.positions = torch.arange(case.workload.model.seq_len, device=context.device)
-        self.learning_rates = build_schedule(case.workload.optimizer, self.pytorchs_optimizer)
+        schedules = [build_schedule(case.workload.optimizer, each) for each in self.pytorchs_optimizers()]
+        self.learning_rates = [schedule for schedule in schedules if schedule]
 
-    @property
-    def pytorchs_optimizer(self) -> torch.optim.Optimizer:
-        """PyTorch's, inside Megatron's."""
-        inner: torch.optim.Optimizer = self.optimizer.optimizer
-        return inner
+    def pytorchs_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return PyTorch's, inside Megatron's: one, or one each for experts and for all else."""
+        return [each.optimizer for each in getattr(self.optimizer, "chained_optimizers", [self.optimizer])]
 
     def backward(self, batch: Batch) -> Tensor:
         for chunk in self.chunks:
@@ -99,8 +98,8 @@ class GPTModelEngine(Engine):
         with cuda_is(self.context.device):
             _, norm, _ = self.optimizer.step()
             self.optimizer.zero_grad()
-        if self.learning_rates:
-            self.learning_rates.step()
+        for schedule in self.learning_rates:
+            schedule.step()
         return None if self.case.workload.optimizer.clip_norm is None else torch.as_tensor(norm)
 
     def save(self, folder: Path) -> None:
@@ -118,8 +117,8 @@ class GPTModelEngine(Engine):
             for name, chunk in self._chunks_by_name():
                 chunk.module.load_state_dict(loaded[name])
             self.optimizer.load_state_dict(loaded["optimizer"])
-        if self.learning_rates:
-            self.learning_rates.load_state_dict(loaded["schedule"])
+        for schedule, state in zip(self.learning_rates, loaded["schedule"], strict=True):
+            schedule.load_state_dict(state)
 
     def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
         """Return megatron-core's description of everything on this rank, assembled as in Megatron-LM's own
@@ -127,7 +126,7 @@ class GPTModelEngine(Engine):
         """
         state = {name: chunk.module.sharded_state_dict() for name, chunk in self._chunks_by_name()}
         state["optimizer"] = self.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=_RESHARDABLE)
-        return state | {"schedule": self.learning_rates.state_dict() if self.learning_rates else None}
+        return state | {"schedule": [schedule.state_dict() for schedule in self.learning_rates]}
 
     def _chunks_by_name(self) -> Iterator[tuple[str, Any]]:
         for index, chunk in enumerate(self.chunks):
@@ -145,13 +144,17 @@ class GPTModelEngine(Engine):
     def _buffered(self, which: str) -> Mapping[Tensor, Callable[[], Tensor]]:
         """Return, by parameter, the content of `which` data of its bucket."""
         found: dict[Tensor, Callable[[], Tensor]] = {}
-        for buffer in (buffer for chunk in self.chunks for buffer in chunk.buffers):
+        for buffer in self.buffers_of_gradients():
             for bucket in buffer.buckets:
                 for parameter in bucket.params_list:
                     start, end, _ = buffer.param_index_map[parameter]
                     place, data = range(start - bucket.offset, end - bucket.offset), getattr(bucket, which)
                     found[parameter] = functools.partial(self._whole, buffer, data, place, parameter.shape)
         return found
+
+    def buffers_of_gradients(self) -> list[Any]:
+        """Return Megatron's buffers; those of experts are apart."""
+        return [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
     def _whole(self, buffer: Any, data: Tensor, place: range, shape: torch.Size) -> Tensor:  # noqa: ANN401
         """Return the whole tensor at `place` of a bucket's data.
@@ -175,7 +178,7 @@ class GPTModelEngine(Engine):
             layers = model.decoder.layers
             first = layers[0].layer_number - 1 if len(layers) else 0
             for name, parameter in model.named_parameters():
-                yield fused_of(self.case.workload.transformer, name, first, parameter), parameter
+                yield fused_of(self.case.workload, name, first, parameter), parameter
 
     def _canonical(self, values: Mapping[Tensor, Callable[[], Tensor]]) -> Gathered:
         """Return values by the model's names, joined with the parts of other tensor-parallel ranks."""
@@ -185,22 +188,30 @@ class GPTModelEngine(Engine):
         """Those of the model's tensors that are one here."""
         from megatron.core import parallel_state
 
-        group, own = parallel_state.get_tensor_model_parallel_group(), value().contiguous()
+        own = value().contiguous()
+        if fused.of_experts:
+            return _all_gathered(own, parallel_state.get_expert_model_parallel_group())
         shards = [own]
-        if fused.dim is not None and group.size() > 1:
-            shards = [torch.empty_like(own) for _ in range(group.size())]
-            torch.distributed.all_gather(shards, own, group=group)
-        return list(split(self.case.workload.transformer, fused, shards).values())
+        if fused.dim is not None:
+            shards = _all_gathered(own, parallel_state.get_tensor_model_parallel_group())
+        return list(split(dense(self.case.workload), fused, shards).values())
 
     def holdings(self) -> Holdings:
-        buffers = [buffer for chunk in self.chunks for buffer in chunk.buffers]
         return Holdings(
             parameters=[
                 tensor.detach() for _, p in self.fused_parameters() for tensor in dict.fromkeys((p, _master(p)))
             ],
-            gradients=[buffer.grad_data for buffer in buffers],
-            optimizer_states=optimizer_state_tensors(self.pytorchs_optimizer),
+            gradients=[buffer.grad_data for buffer in self.buffers_of_gradients()],
+            optimizer_states=[state for each in self.pytorchs_optimizers() for state in optimizer_state_tensors(each)],
         )
+
+
+def _all_gathered(own: Tensor, group: Any) -> list[Tensor]:  # noqa: ANN401
+    if group.size() == 1:
+        return [own]
+    parts = [torch.empty_like(own) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, own, group=group)
+    return parts
 
 
 def _master(parameter: Tensor) -> Tensor:

@@ -15,11 +15,12 @@ from meshmark.adapter.arithmetic import Arithmetic, Casting
 from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapters.expert_ranks import EXPERT_RANKS
 from meshmark.adapters.megatron.buckets import bucket_sizes, local_sizes
 from meshmark.adapters.megatron.connections import one_connection
 from meshmark.adapters.megatron.gpt_bf16 import narrow_activations, restore_masters, untried_in_bf16
 from meshmark.adapters.megatron.gpt_engine import GPTModelEngine
-from meshmark.adapters.megatron.gpt_weights import fused_of, initial_values, shard
+from meshmark.adapters.megatron.gpt_weights import dense, fused_of, initial_values, shard
 from meshmark.adapters.megatron.on_cpu import MarkedNorm, cuda_is, norms_marked, seed
 from meshmark.adapters.megatron.random_states import random_states
 from meshmark.spec.case import Case
@@ -129,7 +130,7 @@ class MegatronGPT(Adapter):
         """Return what megatron-core keeps permanently besides the states: random states, its buffer for scores, an
         input.
         """
-        layout, model = case.layout, case.workload.transformer
+        layout, model = case.layout, dense(case.workload)
         rows = case.workload.global_batch // (layout.dp * layout.num_micro_batches)
         width = case.precision.weights.itemsize
         shared = width * rows * model.num_heads // layout.tp * model.seq_len**2
@@ -181,6 +182,7 @@ class MegatronGPT(Adapter):
             layout.tp,
             layout.pp,
             layout.virtual_stages if layout.virtual_stages > 1 else None,
+            expert_model_parallel_size=EXPERT_RANKS if case.workload.routes else 1,
             create_gloo_process_groups=False,
         )
         seed(context.device, case.workload.seed + 10 * stands.dp)
@@ -266,7 +268,7 @@ def _config(case: Case, context: RankContext, *, fuses: bool, options: dict[str,
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.transformer import TransformerConfig
 
-    layout, model = case.layout, case.workload.transformer
+    layout, model = case.layout, dense(case.workload)
     is_gpt = model.family is Family.GPT
     gelu = F.gelu if fuses else functools.partial(F.gelu, approximate="tanh")
     return TransformerConfig(
@@ -311,13 +313,14 @@ def _config(case: Case, context: RankContext, *, fuses: bool, options: dict[str,
 
 def _chunk(case: Case, context: RankContext, config: Any, chunk: int) -> Any:  # noqa: ANN401
     """Return one virtual stage with its initial values."""
+    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.enums import AttnMaskType
 
-    layout, spec, stands = case.layout, case.workload.transformer, case.layout.coordinates(context.rank)
+    layout, spec, stands = case.layout, dense(case.workload), case.layout.coordinates(context.rank)
     place = chunk * layout.pp + stands.pp
-    layers = get_gpt_layer_local_spec(normalization=config.normalization)
+    layers = get_gpt_layer_local_spec(normalization=config.normalization, num_experts=config.num_moe_experts)
     if not spec.causal:
         layers.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.no_mask
     layers.submodules.input_layernorm = layers.submodules.pre_mlp_layernorm = MarkedNorm
@@ -332,11 +335,18 @@ def _chunk(case: Case, context: RankContext, config: Any, chunk: int) -> Any:  #
         rotary_base=spec.rope_theta,
         vp_stage=chunk if layout.virtual_stages > 1 else None,
     ).to(context.device)
-    values, first = initial_values(spec, case.workload.seed), _first_layer(case, place)
+    if config.num_moe_experts:  # a gate has a bias where other layers have; the model's has none
+        for layer in model.decoder.layers:
+            layer.mlp.router.bias = None
+    values = initial_values(case.workload.text_model, case.workload.seed)
+    first, expert_rank = _first_layer(case, place), parallel_state.get_expert_model_parallel_rank()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            fused = fused_of(spec, name, first, parameter)
-            parameter.copy_(shard(spec, fused, values, stands.tp, layout.tp))
+            fused = fused_of(case.workload, name, first, parameter)
+            if fused.of_experts:
+                parameter.copy_(values(fused.names[expert_rank]))
+            else:
+                parameter.copy_(shard(spec, fused, values, stands.tp, layout.tp))
     return model
 
 
@@ -367,4 +377,4 @@ def _optimizer(case: Case, chunks: list[Any], *, overlaps_gather: bool, options:
     )
     made = get_megatron_optimizer(config, chunks, config_overrides={}, use_gloo_process_groups=False)
     chained = getattr(made, "chained_optimizers", [made])
-    return chained[0]
+    return chained[0] if len(chained) == 1 else made  # several: one of them is of experts

@@ -12,9 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from meshmark.adapters.expert_ranks import expert_numbers
 from meshmark.reference.build import parameter_shapes
 from meshmark.reference.initial import initial_value
+from meshmark.spec.mixture_spec import MixtureSpec
 from meshmark.spec.model_spec import Family, ModelSpec
+from meshmark.spec.workload import Workload
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _OUTSIDE = {
@@ -24,6 +27,7 @@ _OUTSIDE = {
     "decoder.final_layernorm.bias": "head.norm.bias",
     "output_layer.weight": "head.output.weight",
 }
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _INSIDE = {
     "input_layernorm": ("attention_norm",),
     "self_attention.linear_qkv": ("attention.q", "attention.k", "attention.v"),
@@ -31,6 +35,7 @@ _INSIDE = {
     "pre_mlp_layernorm": ("feed_forward_norm",),
     "mlp.linear_fc1": ("feed_forward.up",),
     "mlp.linear_fc2": ("feed_forward.down",),
+    "mlp.router": ("feed_forward.gate",),
 }
 
 
@@ -42,20 +47,33 @@ class Fused:
     """Canonical."""
     dim: int | None
     """Dim along which tensor-parallel ranks split it. None: each rank has all of it."""
+    of_experts: bool = False
+    """Whether it is one expert's, of which every rank that shares experts has another: `names` are of these ranks."""
 
 
-def fused_of(spec: ModelSpec, name: str, first_layer: int, parameter: nn.Parameter) -> Fused:
+def fused_of(workload: Workload, name: str, first_layer: int, parameter: nn.Parameter) -> Fused:
     """Return the description of the parameter that a chunk beginning with block `first_layer` calls `name`."""
     dim = parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None  # type: ignore[attr-defined]
     if name in _OUTSIDE:
         return Fused(names=(_OUTSIDE[name],), dim=dim)
     found = _LAYER.fullmatch(name)
     assert found, f"megatron-core has a parameter that is in no layer: {name}"
-    module, _, kind = found[2].rpartition(".")
-    inside = _INSIDE[module]
-    if module == "mlp.linear_fc1" and spec.family is Family.LLAMA:
-        inside = ("feed_forward.gate", *inside)
-    return Fused(names=tuple(f"blocks.{first_layer + int(found[1])}.{part}.{kind}" for part in inside), dim=dim)
+    block, inner = f"blocks.{first_layer + int(found[1])}", found[2]
+    if expert := _EXPERT.fullmatch(inner):
+        assert isinstance(workload.model, MixtureSpec)
+        own = expert_numbers(workload.model, int(expert[1]))
+        rest = _names(f"mlp.{expert[2]}", workload)[0].removeprefix("feed_forward.")
+        return Fused(names=tuple(f"{block}.feed_forward.experts.{i}.{rest}" for i in own), dim=None, of_experts=True)
+    return Fused(names=tuple(f"{block}.{part}" for part in _names(inner, workload)), dim=dim)
+
+
+def _names(inner: str, workload: Workload) -> list[str]:
+    """Return a block's names of what megatron-core's layer calls `inner`."""
+    module, _, kind = inner.rpartition(".")
+    parts = _INSIDE[module]
+    if module == "mlp.linear_fc1" and dense(workload).family is Family.LLAMA:
+        parts = ("feed_forward.gate", *parts)
+    return [f"{part}.{kind}" for part in parts]
 
 
 def split(spec: ModelSpec, fused: Fused, shards: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -84,7 +102,13 @@ def shard(spec: ModelSpec, fused: Fused, values: Callable[[str], Tensor], rank: 
     return torch.cat(own)
 
 
-def initial_values(spec: ModelSpec, seed: int) -> Callable[[str], Tensor]:
+def dense(workload: Workload) -> ModelSpec:
+    """Return the dimensions of a workload's GPT or LLaMA; of a mixture of experts, those of its dense layers."""
+    model = workload.text_model
+    return model.dense if isinstance(model, MixtureSpec) else model
+
+
+def initial_values(spec: ModelSpec | MixtureSpec, seed: int) -> Callable[[str], Tensor]:
     """The workload's, whole, by canonical name."""
     shapes: Mapping[str, Sequence[int]] = parameter_shapes(spec)
     return lambda name: initial_value(spec, name, shapes[name], seed=seed)

@@ -83,6 +83,15 @@ def norms_marked() -> contextlib.AbstractContextManager[object]:
     return _replaced(transformer_block, LayerNormImpl=MarkedNorm)
 
 
+def route_without_transformer_engine() -> None:
+    """Let megatron-core's gates compute by PyTorch where Transformer Engine is not installed: they ask whether its
+    product is None, and the name is not defined (adapters/gaps/megatron_gate_without_transformer_engine.py)."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not moe_utils.HAVE_TE:
+        vars(moe_utils).setdefault("te_general_gemm", None)
+
+
 def checkpointing_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Checkpoints wait for CUDA and put a flag on its current device; without CUDA, neither."""
     if device.type == "cuda":

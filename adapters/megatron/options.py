@@ -235,8 +235,9 @@ class FP16Engine(GPTModelEngine):
         with cuda_is(self.context.device):
             stepped, norm, _ = self.optimizer.step()
             self.optimizer.zero_grad()
-        if self.learning_rates and stepped:
-            self.learning_rates.step()
+        if stepped:
+            for schedule in self.learning_rates:
+                schedule.step()
         return None if norm is None or self.case.workload.optimizer.clip_norm is None else torch.as_tensor(norm)
 
 

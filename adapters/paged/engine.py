@@ -31,7 +31,7 @@ class Sample:
     waits_for_copies: bool = False
     """True until the prompt is computed, if parallel samples or beams are to follow it."""
     logprobs: list[float] = field(default_factory=list)
-    """Of a beam's generated tokens."""
+    """Log probabilities of the tokens that a beam has generated."""
     row: Tensor | None = None
     """Log probabilities of a beam's next token, until all beams of its request have theirs."""
 

@@ -33,7 +33,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What a step computes, on every rank."""
+    """Inputs of one step, equal on every rank."""
 
     spans: tuple[Span, ...]
     copies: tuple[tuple[int, int], ...] = ()
@@ -141,7 +141,7 @@ class PagedLlama:
 
     @property
     def scale(self) -> float:
-        """What scores are multiplied by."""
+        """Factor of attention scores."""
         return float(self.head_size**-0.5)
 
     def spread(self, held: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from benchmarks.chaos.campaign import Results, Trial, run_session
 from benchmarks.chaos.deck import Deck
 from benchmarks.chaos.faults import Fault, Filled, ResultsGone
 from benchmarks.chaos.nodes import NodeStruck, run_nodes
-from benchmarks.chaos.page import Sitting, is_good, page, read_series, write_line
+from benchmarks.chaos.page import CampaignStart, is_good, page, read_series, write_line
 from benchmarks.chaos.session import ROOT, Session
 from benchmarks.chaos.settings import PLAIN, Setting
 from meshmark.environment import describe
@@ -56,16 +56,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed.results.mkdir(parents=True, exist_ok=True)
     series = parsed.results / f"{time.strftime('%Y%m%d-%H%M%S')}-seed{parsed.seed}.jsonl"
     here = describe("cpu", "gloo", 1, command=["make", "chaos"])
-    sitting = Sitting(
+    start = CampaignStart(
         seed=parsed.seed, faults=parsed.faults, root=root, environment=here, limit_factor=parsed.limit_factor
     )
-    write_line(series, sitting)
+    write_line(series, start)
     until = time.monotonic() + 60 * parsed.minutes
-    Campaign(folder, series, sitting, until=until).run(parsed.tracks)
+    Campaign(folder, series, start, until=until).run(parsed.tracks)
     if root and (left := [path.name for path in Path("/dev/shm").iterdir()]):
         write_line(series, Results(complaints=[f"left shared memory {left}"]))
-    sittings, sessions = read_series(sorted(parsed.results.glob("*.jsonl")))
-    parsed.output.write_text(page(sittings, sessions))
+    starts, sessions = read_series(sorted(parsed.results.glob("*.jsonl")))
+    parsed.output.write_text(page(starts, sessions))
     good = is_good(sessions)
     print(f"{parsed.output}: {'all is well' if good else f'see it, and {folder}'}")
     if good:
@@ -76,11 +76,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class Campaign:
     """Sessions until all faults have been tried."""
 
-    def __init__(self, folder: Path, series: Path, sitting: Sitting, *, until: float) -> None:
+    def __init__(self, folder: Path, series: Path, start: CampaignStart, *, until: float) -> None:
         """Sessions work in `folder`; each appends a line to the file `series`, so that a campaign may be cut off."""
         self._folder, self._series, self._until = folder, series, until
-        self._seed, self._root, self._limit_factor = sitting.seed, sitting.root, sitting.limit_factor
-        self._deck = Deck(sitting.faults, random.Random(sitting.seed), root=sitting.root)
+        self._seed, self._root, self._limit_factor = start.seed, start.root, start.limit_factor
+        self._deck = Deck(start.faults, random.Random(start.seed), root=start.root)
         self._numbers: Iterator[int] = count()
         self._lock = threading.Lock()
         self._sessions = self._trials = 0

@@ -40,7 +40,7 @@ class Trial:
 
 @dataclass(kw_only=True)
 class Results:
-    """What became of one session, or of many."""
+    """Results of one session, or of many."""
 
     trials: list[Trial] = field(default_factory=list)
     unharmed: int = 0
@@ -48,7 +48,7 @@ class Results:
     resumed: int = 0
     """Runs that a fault ended, and that `--resume` completed."""
     complaints: list[str] = field(default_factory=list)
-    """What was wrong and belongs to no fault."""
+    """Complaints that belong to no fault."""
 
 
 def run_session(session: Session, plan: Sequence[Fault | None], draw: random.Random) -> Results:

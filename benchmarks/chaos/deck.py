@@ -22,9 +22,9 @@ from benchmarks.chaos.nodes import NodeStruck
 from benchmarks.chaos.settings import SETTINGS, Setting
 
 CASES = 20
-"""Of one session, at most."""
+"""Most cases of one session."""
 _UNHARMED = 8
-"""Of so many cases, one is left alone."""
+"""One case of so many is left alone."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What is done to a session, and what its record must say then."""
+"""Faults that strike a session, and what its record must then say."""
 
 from __future__ import annotations
 

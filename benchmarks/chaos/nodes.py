@@ -27,7 +27,7 @@ PORT = 29500
 
 @dataclass(kw_only=True)
 class NodeStruck(Fault):
-    """What happens, in words."""
+    """A fault of a whole node, described by `what`."""
 
     what: str
     ends_session = True
@@ -60,7 +60,7 @@ def two_networks() -> Iterator[list[int]]:
 
 
 def enter(network: int) -> list[str]:
-    """What a command begins with that is to run there."""
+    """Return the first words of a command that is to run there."""
     return ["nsenter", f"--net=/proc/{network}/ns/net"]
 
 

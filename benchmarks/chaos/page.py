@@ -1,4 +1,4 @@
-"""What became of the faults, as a page."""
+"""The page of the faults and their outcomes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshmark.serial import decode, encode
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sitting:
+class CampaignStart:
     """How a series of faults was made: the first line of its file. The other lines are `Results`, one a session."""
 
     seed: int
@@ -29,20 +29,20 @@ class Sitting:
     """The time limits of cases are so many times those of a quiet machine."""
 
 
-def write_line(file: Path, line: Sitting | Results) -> None:
+def write_line(file: Path, line: CampaignStart | Results) -> None:
     """Append a line to a file of a series."""
     with open(file, "a") as output:
         output.write(json.dumps(encode(line)) + "\n")
 
 
-def read_series(files: Sequence[Path]) -> tuple[list[Sitting], list[Results]]:
+def read_series(files: Sequence[Path]) -> tuple[list[CampaignStart], list[Results]]:
     """Return how each series was made, and what became of all their sessions."""
-    sittings, sessions = list[Sitting](), list[Results]()
+    starts, sessions = list[CampaignStart](), list[Results]()
     for file in files:
         first, *lines = file.read_text().splitlines()
-        sittings.append(decode(Sitting, json.loads(first)))
+        starts.append(decode(CampaignStart, json.loads(first)))
         sessions += [decode(Results, json.loads(line)) for line in lines]
-    return sittings, sessions
+    return starts, sessions
 
 
 def is_good(sessions: Sequence[Results]) -> bool:
@@ -50,7 +50,7 @@ def is_good(sessions: Sequence[Results]) -> bool:
     return all(not s.complaints and all(t.survived and t.named for t in s.trials) for s in sessions)
 
 
-def page(sittings: Sequence[Sitting], sessions: Sequence[Results]) -> str:
+def page(starts: Sequence[CampaignStart], sessions: Sequence[Results]) -> str:
     """Return the page in Markdown."""
     trials = [trial for session in sessions for trial in session.trials]
     complaints = [complaint for session in sessions for complaint in session.complaints]
@@ -61,7 +61,7 @@ def page(sittings: Sequence[Sitting], sessions: Sequence[Results]) -> str:
         f"{s.environment.machine}, {s.environment.num_cpus} CPUs, {s.environment.system}"
         + (f", time limits times {s.limit_factor:g}" if s.limit_factor != 1.0 else "")
         + ("" if s.root else ", without root, so that no disk was filled and no node or link was lost")
-        for s in sittings
+        for s in starts
     )
     parts = [
         "# Chaos",

@@ -29,7 +29,7 @@ class Rank:
     pid: int
     rank: int
     folder: Path
-    """Of its launch."""
+    """Folder of the process's launch."""
 
     @property
     def reported(self) -> bool:

@@ -135,6 +135,7 @@ class Session:
 
 
 def _heed_signals() -> None:
-    """What a shell starts in the background ignores Ctrl-C, and so would all that it starts."""
+    """Restore the handling of Ctrl-C, which processes that a shell starts in the background ignore, as would their
+    children."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)

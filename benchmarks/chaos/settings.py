@@ -18,7 +18,7 @@ class Setting:
     bases: tuple[str, ...] = _BASES
     """Adapters, written as in `benchmarks.chaos.adapters`."""
     options: tuple[str, ...] = ()
-    """Of pytest."""
+    """Options of pytest."""
     workload: str = "gpt-mini"
     num_ranks: int = 2
     limit_seconds: float = 12.0

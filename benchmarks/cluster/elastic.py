@@ -69,7 +69,7 @@ def _elastic(folder: Path, networks: Sequence[int], adapter: str) -> Row:
 
 
 def run(nodes: Nodes, request: Request, ends_as: Task | None = None) -> tuple[RankReport, float, list[str]]:
-    """What rank 0 reports at its end, seconds, and what was wrong."""
+    """Return rank 0's last report, the seconds that the run took, and the complaints."""
     ends_as = ends_as or request.task
     reports, checkpoint = nodes.trial.folder / f"reports-{request.task}", Path(request.checkpoint)
     for made in (reports, checkpoint):

@@ -25,13 +25,13 @@ from meshmark.serial import encode
 
 _PORT = 29700
 _NAMED = ("unshare", "--uts", "sh", "-c", 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"')
-"""What torchft asks peers to fetch a state from is its host's name, which is to be its node's address."""
+"""Command that sets the host's name, from which torchft's peers fetch a state: it must be the node's address."""
 _LIGHTHOUSE = ("torchft_lighthouse", "--min_replicas=2", f"--bind=0.0.0.0:{_PORT}")
 BACKWARD, UPDATE = "backward", "update"
 
 
 class Reducer(StrEnum):
-    """What of torchft reduces gradients."""
+    """Part of torchft that reduces gradients."""
 
     MANAGER = "Manager.allreduce"
     MODULE = "its own DDP"
@@ -101,7 +101,7 @@ def _differences(ddp: Sequence[str], whole: Sequence[Notes], lost: Sequence[Note
 
 
 def _run(nodes: Nodes, request: Request, reducer: Reducer) -> tuple[list[Notes], float, bool, list[str]]:
-    """What each replica noted, seconds, whether one fell by the known gap, and what was wrong."""
+    """Return each replica's notes, the seconds, whether one failed by the known gap, and the complaints."""
     folder = nodes.trial.folder / f"notes-{request.task}"
     folder.mkdir()
     (folder / "request.json").write_text(json.dumps(encode(request)))

@@ -1,4 +1,4 @@
-"""What slows nodes down, or starts them otherwise, and must change nothing."""
+"""Events that slow nodes down, or start them otherwise, and must change nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SLURM does to jobs: ends, requeues, cancels and drains them, and loses their nodes."""
+"""Events by which SLURM ends, requeues, cancels and drains jobs, and loses their nodes."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def _unshared(folder: Path, networks: Sequence[int]) -> Row:
 
 
 def _full_disk(folder: Path, networks: Sequence[int]) -> Row:
-    """Of node 1's temporary files."""
+    """Fill the disk that holds node 1's temporary files."""
     disk = folder / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=True)

@@ -1,4 +1,4 @@
-"""What users get wrong on a cluster: each ends at once, with what was got and what to do."""
+"""Mistakes of users on a cluster: each ends at once, with what was got and what to do."""
 
 from __future__ import annotations
 

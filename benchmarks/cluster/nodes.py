@@ -92,7 +92,7 @@ class Nodes:
         return self.output(node).read_text(errors="replace") if self.output(node).exists() else ""
 
     def code(self, node: int) -> int | None:
-        """What it ended with."""
+        """Exit code."""
         return self.running[node].poll()
 
     def await_end(self, node: int, seconds: float = BEGIN_SECONDS) -> bool:

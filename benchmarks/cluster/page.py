@@ -1,4 +1,4 @@
-"""What became of the trials, as a page."""
+"""The page of the trials and their outcomes."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from benchmarks.cluster.trial import BEGIN_SECONDS, END_SECONDS
 
 _PORT = 6399
 _PRIORITY = {"RAY_worker_niceness": "0"}
-"""Of what its daemons start: theirs."""
+"""Niceness of Ray's workers: that of the daemons that start them."""
 _EACH = 2
 """Ranks of a node."""
 _DAEMON = ("--block", "--num-cpus=4", "--object-store-memory=100000000", "--disable-usage-stats")

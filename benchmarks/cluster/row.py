@@ -1,4 +1,4 @@
-"""What was tried and what became of it: a line of reports/cluster.md."""
+"""One trial and its outcome: a line of reports/cluster.md."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Row:
     """From the fault until it was noticed; of a run without one, what it took."""
     told: str = ""
     lost: str = ""
-    """Of what had been recorded before the fault; empty where nothing could be."""
+    """Part of the earlier records that was lost; empty if nothing could be lost."""
     wrong: list[str] = field(default_factory=list)
-    """What should not have been."""
+    """Complaints about the trial."""
     commit: str = ""
-    """Of the checkout that it was tried in."""
+    """Commit of the checkout that the trial ran in."""
     date: str = ""
     """When, UTC; empty in older rows."""
 

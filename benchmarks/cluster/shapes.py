@@ -142,7 +142,7 @@ def _wait(slurm: Slurm, output: Path, command: list[str]) -> int:
 
 
 def _computed(folder: Path) -> dict[str, object]:
-    """What a run's cases came to, but for times."""
+    """Return the results of a run's cases, without times."""
     return {
         record.case.id: (record.outcome.status, record.training.losses, [(v.suite, v.passed) for v in record.verdicts])
         for record in read_records(folder).records

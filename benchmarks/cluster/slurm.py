@@ -24,7 +24,7 @@ KILL_SECONDS = 10
 """Between SLURM's SIGTERM and its SIGKILL; sites have 30."""
 NODES = ("node1", "node2")
 TOP, SWITCHES = "spine", ("leaf1", "leaf2")
-"""Of the network's tree: each node has a switch of its own."""
+"""Switches of the network's tree: each node has a switch of its own."""
 _CONF = """\
 ClusterName=meshmark
 SlurmctldHost={host}({address})
@@ -93,7 +93,7 @@ class Slurm:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of all that is started here."""
+        """Environment of everything that is started here."""
         known = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin"
         own = {"SLURM_CONF": str(self.folder / "slurm.conf"), processes.MARK: self.mark, "PATH": path}
@@ -172,7 +172,7 @@ class Slurm:
         return enter(self.networks[network]) if self.networks else []
 
     def ask(self, *command: str, check: bool = True) -> str:
-        """What a command of SLURM prints, asked on the first node."""
+        """Return what a command of SLURM prints on the first node."""
         done = subprocess.run(
             [*self._inside(0), *command], capture_output=True, text=True, env=self.environment, timeout=60
         )
@@ -202,7 +202,7 @@ class Slurm:
         return self.ask("sbatch", "--parsable", f"--chdir={ROOT}", exported, *arguments).strip()
 
     def job(self, number: str, field: str) -> str:
-        """Of what `scontrol show job` says."""
+        """Return a field of `scontrol show job`."""
         told = self.ask("scontrol", "show", "job", number, check=False)
         return match[1] if (match := re.search(rf"\b{field}=(\S+)", told)) else ""
 

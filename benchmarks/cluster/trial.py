@@ -40,7 +40,7 @@ class Trial:
         return {name: str(value) for name, value in own.items()}
 
     def arguments(self, ranks: int = 2) -> list[str]:
-        """Of pytest."""
+        """Return the arguments of pytest."""
         adapters = [part for name in _NAMES for part in ("--adapter", f"benchmarks.{name}")]
         options = ["--world", str(ranks), "--workload", "gpt-mini", "--steps", "3", "-k", "throughput"]
         return [*adapters, *options, "--timing-budget", "0", "--time-limit", "900", "-p", "no:cacheprovider", "-v"]
@@ -57,8 +57,8 @@ class Trial:
         return read_records(self.results)
 
     def complaints(self, *, repeated: int = 0) -> list[str]:
-        """Of a run that has come to its end, in one go or several: the case before the gate must have one record,
-        which later goes have kept, so often `repeated`; all three must be good."""
+        """Return the complaints about a run that ended, in one go or several: the case before the gate must have one
+        record, which later goes kept at least `repeated` times, and all three cases must be good."""
         reading = self.reading()
         good = [record for record in reading.records if record.outcome.status is Status.OK]
         found = Counter(record.case.adapter for record in good)

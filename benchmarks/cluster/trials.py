@@ -78,7 +78,8 @@ _PACKAGES = "apt-get install slurmctld slurmd slurm-client munge iproute2 iptabl
 
 
 class Ground:
-    """What trials run on, made when the first asks for it. Use as a context manager, which ends all of it."""
+    """Clusters that trials run on, each made when the first trial asks for it. Use as a context manager, which ends
+    them."""
 
     def __init__(self, folder: Path) -> None:
         """`folder`: with a short path, for sockets are in it."""
@@ -108,7 +109,7 @@ class Ground:
         return folder
 
     def left(self) -> list[str]:
-        """What should be gone, once this has been left."""
+        """Return complaints about processes that should be gone after exit."""
         pids = self.loopback.left() if "loopback" in vars(self) else []
         return [f"SLURM left processes {pids}"] if pids else []
 

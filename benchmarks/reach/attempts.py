@@ -1,4 +1,4 @@
-"""What became of mutants of the frameworks, and how those that survived are read."""
+"""Outcomes of mutants of the frameworks, and how the survivors are read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class End(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """What became of one mutant."""
+    """Outcome of one mutant."""
 
     framework: str
     version: str
@@ -39,7 +39,7 @@ class Attempt:
     by: str
     """Adapter and suite or clause that killed it."""
     message: str
-    """What that says, in one line."""
+    """The killer's message, in one line."""
     tried: list[str]
     """Passes that were run, in order."""
     seconds: float

@@ -43,7 +43,7 @@ class OptionReach:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What was run, and what it reached."""
+    """The units that were run, and what they reached."""
 
     made_on: str
     commit: str

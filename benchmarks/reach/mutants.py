@@ -37,7 +37,7 @@ PATIENCE_SECONDS = 25.0
 """Time limit of one pass. Unmutated, the passes that are chosen take a few seconds."""
 SEED = 20261124
 MOST_PASSES = 6
-"""Of the suites; clauses come on top."""
+"""Most passes of the suites for one mutant; clauses are added to these."""
 
 
 # --- Choosing.

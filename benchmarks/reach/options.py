@@ -29,11 +29,11 @@ class Kind(StrEnum):
     """Where a source's options are read from."""
 
     ARGUMENTS = "arguments"
-    """Of a function, or of a class's constructor."""
+    """Arguments of a function, or of a class's constructor."""
     FIELDS = "fields"
-    """Of a dataclass or pydantic model."""
+    """Fields of a dataclass or pydantic model."""
     ATTRIBUTES = "attributes"
-    """Of DeepSpeed's configuration, which is no model as a whole."""
+    """Attributes of DeepSpeed's configuration, which is no model as a whole."""
     METHODS = "methods"
     """Public methods of a class: modes that are switched by a call."""
 
@@ -384,7 +384,7 @@ def _subclasses(cls: type) -> list[type]:
 
 
 class OptionStatus(StrEnum):
-    """What is known of an option."""
+    """The facts that are known of an option."""
 
     JUDGED = "judged"
     REFUSED = "refused"
@@ -402,9 +402,10 @@ class Excluded:
     options: tuple[str, ...]
 
 
-def excluded() -> list[Excluded]:
+@functools.cache
+def excluded() -> tuple[Excluded, ...]:
     """Return the entries of the table."""
-    return [
+    return tuple(
         Excluded(
             source=entry["source"],
             status=OptionStatus(entry["standing"]),
@@ -412,7 +413,7 @@ def excluded() -> list[Excluded]:
             options=tuple(entry["options"]),
         )
         for entry in tomllib.loads(TABLE.read_text())["excluded"]
-    ]
+    )
 
 
 def status(source: str, option: str, default: str, values: Mapping[str, object]) -> tuple[OptionStatus, str]:

@@ -148,6 +148,8 @@ OF_LAYOUTS = (
     ("megatron-gpt-per-token", "dp2.mb2", Precision.FP32, workload("gpt-mini-plain-adam")),
     ("megatron-gpt-fp16", "dp2.mb2", Precision.FP16, _MINI),
     ("megatron-gpt-recommended", "dp2.zero1.mb2", Precision.FP32, _MINI),
+    ("megatron-gpt-experts", "dp2.mb2", Precision.FP32, workload("gpt-moe-mini")),
+    ("deepspeed-experts", "dp2.zero2.mb2", Precision.FP32, workload("gpt-moe-mini")),
     ("megatron-gpt-aligned", "dp2.pp2.1f1b.zero1.mb4", Precision.FP32, _MINI),
     ("megatron-gpt-aligned", "dp2.pp2.interleaved.v2.zero1.mb4", Precision.FP32, _DEEP),
 )
@@ -170,7 +172,7 @@ OPTIONS = RunOptions(time_limit_seconds=120.0 * TIMES, observed_steps=3)
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """What is run, or resumed, as a whole: the suites of one case, or the clauses of one base case."""
+    """A unit that runs, or resumes, as a whole: the suites of one case, or the clauses of one base case."""
 
     case: Case
     clauses: bool

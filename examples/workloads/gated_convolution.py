@@ -56,5 +56,5 @@ class GatedConvolution(meshmark.Workload):
         return total, (batch["targets"] != -100).sum()
 
     def layers(self, model: nn.Module) -> list[nn.Module]:
-        """What a pipeline is cut between: each takes what the one before it returns."""
+        """Return the layers that a pipeline may be cut between: each takes the output of the one before it."""
         return [model.tokens, *model.blocks, model.head]

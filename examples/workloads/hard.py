@@ -1,4 +1,4 @@
-"""What frameworks get wrong in one small model: reuse, ties, chunks, frozen parts, uneven sizes and groups.
+"""One small model of everything that frameworks get wrong: reuse, ties, chunks, frozen parts, uneven sizes and groups.
 
 `Hard` is what most of them take. `HardScalar` adds a parameter without a dimension, `HardUnused` one that no step uses.
 """

@@ -192,7 +192,7 @@ class Requirement:
 
     @property
     def missing(self) -> str | None:
-        """What to do if the package is not installed, or too old; None if it will do. Imports nothing."""
+        """Return what to do if the package is not installed or too old; None if it is usable. Imports nothing."""
         try:
             found = find_spec(self.module) is not None
         except ModuleNotFoundError:  # a dotted name whose parent is missing

@@ -94,11 +94,18 @@ def redirect_forward(shell: nn.Module) -> None:
     Lightning puts a function in the place of `forward` while a wrapper such as DDP is called. The function calls the
     method of the original module, not of the copy.
     """
-    code = getattr(shell.__dict__.get("forward"), "__code__", None)
-    if code is None or not {"method_name", "original_module"} <= set(code.co_freevars):
-        return
-    held = dict(zip(code.co_freevars, shell.__dict__["forward"].__closure__, strict=True))
-    shell.__dict__["forward"] = Redirected(shell, held["method_name"].cell_contents)
+    if method := redirected_to(shell):
+        shell.__dict__["forward"] = Redirected(shell, method)
+
+
+def redirected_to(module: nn.Module) -> str | None:
+    """Return the name of the method that Lightning has put in the place of `forward`, or None."""
+    forward = vars(module).get("forward")
+    code = getattr(forward, "__code__", None)
+    if forward is None or code is None or not {"method_name", "original_module"} <= set(code.co_freevars):
+        return None
+    held = dict(zip(code.co_freevars, forward.__closure__, strict=True))
+    return str(held["method_name"].cell_contents)
 
 
 def _log_nothing(*_: object, **__: object) -> None:

@@ -11,10 +11,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+import meshmark
 from meshmark.check.options import add_options, make_private, mistake_in
 from meshmark.check.rank import VERDICT
 from meshmark.check.verdict import Finding, Level, Outcome, Verdict
 from meshmark.errors import InputError
+from meshmark.interrupts import signals_end_like_ctrl_c
 
 EPILOG = """exit codes: 0 right, 1 wrong, 2 a mistake in the command, 3 cannot tell, 4 could not run"""
 
@@ -31,45 +33,66 @@ def add_check(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Start the ranks and wait for the verdict, which rank 0 prints."""
+    """Start the ranks and wait for the verdict, which rank 0 prints. No rank and no recording is left of it."""
     if parsed.nproc < 1:
         raise InputError(f"--nproc must be 1 or more, got {parsed.nproc}")
     if mistake := mistake_in(parsed):
         raise InputError(mistake)
-    place = Path(parsed.keep) if parsed.keep else Path(tempfile.mkdtemp(prefix="meshmark-check-"))
-    if parsed.keep:
-        make_private(place)
-    try:
-        ended = _start(parsed, place)
-        verdict = place / VERDICT
-        if verdict.exists():
-            outcome, _, text = verdict.read_text().partition("\n")
-            print(text)
-            return Outcome(outcome).code
-        failed = Verdict(script=Path(parsed.script).name)
-        text = "its ranks ended without a word" if ended else f"no verdict within {parsed.timeout:g} seconds"
-        failed.findings.append(Finding(level=Level.FAILED, fault="no verdict", text=text))
-        print(failed.text)
-        return failed.outcome.code
-    finally:
-        if not parsed.keep:
-            shutil.rmtree(place, ignore_errors=True)
+    with signals_end_like_ctrl_c():
+        place = Path(parsed.keep) if parsed.keep else Path(tempfile.mkdtemp(prefix="meshmark-check-"))
+        if parsed.keep:
+            make_private(place)
+        try:
+            return _judged(parsed, place)
+        finally:
+            if not parsed.keep:
+                shutil.rmtree(place, ignore_errors=True)
+
+
+def _judged(parsed: argparse.Namespace, place: Path) -> int:
+    """Run all ranks, print the verdict, and return its exit code."""
+    ended = _start(parsed, place)
+    verdict = place / VERDICT
+    if verdict.exists():
+        outcome, _, text = verdict.read_text().partition("\n")
+        print(text)
+        return Outcome(outcome).code
+    failed = Verdict(script=Path(parsed.script).name)
+    fault, text = (
+        ("no verdict", "its ranks ended without a word")
+        if ended
+        else ("time-out", f"no verdict within the {parsed.timeout:g} seconds of --timeout")
+    )
+    failed.findings.append(Finding(level=Level.FAILED, fault=fault, text=text))
+    print(failed.text)
+    return failed.outcome.code
+
+
+def _torchrun(place: Path, num_ranks: int) -> list[str]:
+    """Return torchrun's part of the command. Its agent meets with itself in a file of `place`, which nobody else can
+    open: by `--standalone` it would listen on all addresses, and unpickle what a stranger writes there.
+    """
+    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={place.absolute()}/rendezvous", "--rdzv-conf=store_type=file"]
+    where = ["--nnodes=1", "--local-addr=localhost", f"--nproc-per-node={num_ranks}", f"--log-dir={place.absolute()}"]
+    return ["-m", "torch.distributed.run", *meeting, *where, "--no-python"]
 
 
 def _start(parsed: argparse.Namespace, place: Path) -> bool:
     """Run all ranks, and return whether they ended in time."""
     options = ["--folder", str(place), "--steps", str(parsed.steps), "--max-disk", str(parsed.max_disk)]
+    options += ["--starter", str(os.getpid()), *([] if parsed.keep else ["--temporary"])]
     if parsed.objective:
         options += ["--objective", parsed.objective]
     if parsed.output:
         options += ["--output", str(Path(parsed.output).absolute())]
-    command = [sys.executable]
-    if parsed.nproc > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(parsed.nproc)]
-    command += ["-m", "meshmark.check", *options, parsed.script, *parsed.arguments]
-    environment = dict(os.environ)
+    python = [sys.executable, "-P"]  # without the working directory on the path, which may be a stranger's
+    command = [*python, *_torchrun(place, parsed.nproc), *python] if parsed.nproc > 1 else python
+    command = [*command, "-m", "meshmark.check", *options, parsed.script, *parsed.arguments]
+    root = str(Path(meshmark.__file__).parent.parent)  # of a checkout that is not installed
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), root]))}
     if parsed.nproc > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with five lines of warning
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the agent would listen, on all addresses
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
         process.wait(parsed.timeout)

@@ -17,9 +17,10 @@ from torch.overrides import TorchFunctionMode
 
 from meshmark.check.bare import bare_copy
 from meshmark.check.deepspeed_engine import keeping_activations
+from meshmark.check.host_random import set_host_random
 from meshmark.check.mixed_precision import cast_as_noted
 from meshmark.check.pieces import CannotTellError, bare_modules
-from meshmark.check.recorder import SKETCHED
+from meshmark.check.recorder import sketch
 from meshmark.check.recording import Call
 from meshmark.check.tree import tensors_in, with_tensors
 
@@ -40,6 +41,10 @@ _COMMUNICATES = (
     "irecv",
     "batch_isend_irecv",
 )
+
+
+class CommunicatesError(CannotTellError):
+    """The model itself communicates between ranks in its forward pass, which one process cannot recompute."""
 
 
 class _Doubles(TorchFunctionMode):
@@ -82,8 +87,9 @@ class Product:
 class Recomputer:
     """Copies of the models that a script called, and their parameters' names."""
 
-    def __init__(self, copies: Mapping[int, nn.Module]) -> None:
-        self.own = dict(copies)
+    def __init__(self, copies: Mapping[int, nn.Module], aliases: Mapping[str, str]) -> None:
+        """`aliases`: names of parameters that a model shares with an earlier one, and what they are called there."""
+        self.own, self.aliases = dict(copies), aliases
         self.exact: dict[int, nn.Module] = {}
         self.recomputes = False
         """Whether the script computes activations again, by `torch.utils.checkpoint`."""
@@ -93,8 +99,17 @@ class Recomputer:
                 if tensor.is_floating_point():
                     tensor.data = tensor.data.double()
             self.exact[root] = exact
+        both = [*self.own.values(), *self.exact.values()]
+        self.trains = {id(p): p.requires_grad for module in both for p in module.parameters()}
         self.recorded = {id(p): p.dtype for module in self.own.values() for p in module.parameters()}
-        self.dtypes = {root: cast_as_noted(module) for root, module in self.own.items()}
+        self.dtypes: dict[int, dict[int, torch.dtype]] = {
+            root: cast_as_noted(module) for root, module in self.own.items()
+        }
+
+    @property
+    def low(self) -> set[torch.dtype]:
+        """Dtypes to which wrappers cast parameters and buffers."""
+        return {dtype for dtypes in self.dtypes.values() for dtype in dtypes.values()}
 
     def _note_recomputation(self) -> None:
         self.recomputes = True
@@ -117,6 +132,7 @@ class Recomputer:
         model = (self.exact if exact else self.own)[call.root]
         prefix = "" if call.root == 0 else f"root{call.root}."
         parameters, dtypes = dict(_unique_parameters(model)), self.dtypes[call.root]
+        recorded = {name: self.aliases.get(prefix + name, prefix + name) for name in parameters}
 
         def nudged(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point():
@@ -127,11 +143,12 @@ class Recomputer:
             return tensor * (1 + signs * torch.finfo(tensor.dtype).eps)
 
         for name, parameter in parameters.items():
-            value = values.get(prefix + name)
+            value = values.get(recorded[name])
             if value is None:
-                raise CannotTellError(f"no rank recorded parameter {prefix + name}")
+                raise CannotTellError(f"no rank recorded parameter {recorded[name]}")
             value = nudged(value.detach().to(torch.float64 if exact else self.recorded[id(parameter)]))
             parameter.data = value if exact else value.to(dtypes.get(id(parameter), value.dtype))
+            parameter.requires_grad_(call.refrozen.get(name, self.trains[id(parameter)]))
         for (_, module), training in zip(bare_modules(model), call.training, strict=True):
             module.training = training
         buffers = {name: b for name, b in _named_buffers(model) if b is not None}
@@ -141,6 +158,7 @@ class Recomputer:
                 buffers[name].data = value.to(dtype, copy=True) if value.is_floating_point() else value.clone()
         args, kwargs = with_tensors(call.inputs, nudged)
         torch.set_rng_state(call.random_state)
+        set_host_random(call.host_random)
         keeping = contextlib.nullcontext() if recompute else _without_recomputation(self._note_recomputation)
         with _surroundings(exact, call.autocast), keeping, keeping_activations():
             outputs = model(*args, **kwargs)
@@ -150,10 +168,7 @@ class Recomputer:
                 f"the copy of the model has {len(found)} outputs with a gradient, "
                 f"the script's has {len(call.gradients)}"
             )
-        sketches = []
-        for output in found:
-            flat = output.detach().reshape(-1).double()
-            sketches.append(torch.cat([flat[:SKETCHED], flat.norm().reshape(1)]))
+        sketches = [sketch(output) for output in found]
         wanted = [(name, p) for name, p in parameters.items() if p.requires_grad]
         used = [(found[n], g.to(found[n].dtype)) for n, g in call.used_gradients]
         if call.nested:
@@ -165,7 +180,7 @@ class Recomputer:
         )
         return Product(
             gradients={
-                prefix + name: g.double() for (name, _), g in zip(wanted, gradients, strict=True) if g is not None
+                recorded[name]: g.double() for (name, _), g in zip(wanted, gradients, strict=True) if g is not None
             },
             outputs=sketches,
         )
@@ -239,13 +254,11 @@ def _without_recomputation(note: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _surroundings(exact: bool, autocast: torch.dtype | None) -> Iterator[None]:
-    """Set the dtype and autocast of a recomputation. Raise `CannotTellError` if the model communicates, which one
-    process cannot recompute.
-    """
+    """Set the dtype and autocast of a recomputation. Raise `CommunicatesError` if the model communicates."""
     import torch.distributed as dist
 
     def refuse(*_: Any, **__: Any) -> Any:  # noqa: ANN401
-        raise CannotTellError("the model itself communicates between ranks in its forward pass")
+        raise CommunicatesError("the model itself communicates between ranks in its forward pass")
 
     names = [name for name in _COMMUNICATES if hasattr(dist, name)]
     kept: dict[str, Callable[..., Any]] = {name: getattr(dist, name) for name in names}

@@ -14,6 +14,12 @@ from meshmark.judge.faults import Fault, named_factor
 Tensors = Mapping[str, Tensor]
 FACTOR = 8.0
 """Tolerances are this multiple of the noise, as in `meshmark.judge.tolerance_model` for single numbers."""
+CLAMPED = 1e-3
+"""Relative error up to which gradients are the right ones clipped by value, or each by a factor."""
+ROW = 4
+"""Smallest number of elements of a row of which it can be told whether it was multiplied by one factor."""
+SAME_FACTOR = 1e-3
+"""Relative difference up to which factors of gradients are the same."""
 LEFT_OVER = 0.05
 """Fraction of a deviation that an explanation may leave unexplained."""
 UNSEEN = 0.3
@@ -64,6 +70,137 @@ def compare(own: Tensors, exact: Tensors, noise: Mapping[str, float], eps: float
         widest=widest,
         unseen=float(np.sqrt(tolerances)) / whole,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Penalty:
+    """A penalty on weights, as found in gradients."""
+
+    gradients: dict[str, Tensor]
+    """Its gradients, by parameter."""
+    text: str
+    """Such as `an L2 penalty of 0.01 x the sum of squares of weight`. Empty if it is too small to be seen."""
+
+
+def penalty_in(
+    own: Tensors, parts: Sequence[Tensors], weights: Tensors, names: Sequence[str], noise: float
+) -> Penalty | None:
+    """Return the penalty on `names` that gradients hold beside any weighing of `parts`.
+
+    Its gradient is a multiple of the weights for an L2 penalty, and of their signs for an L1 penalty. The factor is
+    that of all parameters, or each has its own, as for a sum of norms. Returns None if gradients hold something else.
+    `noise` is the usual rounding of gradients, relative to their norm.
+    """
+    for kinds in (("L2",), ("L1",), ("L2", "L1")):
+        if found := _fitted_penalty(own, parts, weights, names, kinds, noise):
+            factors, gradients = found
+            told = [f"{_PENALTIES[kind].format(x, _named(names))}" for kind, x in factors.items()]
+            return Penalty(gradients=gradients, text=" and ".join(told) if gradients else "")
+    single = [_fitted_penalty(own, parts, weights, [name], ("L2",), noise) for name in names]
+    if not all(single):
+        return None
+    gradients = {name: g for found in single if found for name, g in found[1].items()}
+    norms = [float(gradients[name].norm()) for name in names if name in gradients]
+    if not norms:
+        return Penalty(gradients={}, text="")
+    if max(norms) - min(norms) <= 0.01 * max(norms):
+        return Penalty(
+            gradients=gradients, text=f"a penalty of {norms[0]:.4g} x the sum of the norms of {_named(names)}"
+        )
+    return Penalty(gradients=gradients, text=f"L2 penalties on {_named(names)}, each with a factor of its own")
+
+
+_PENALTIES = {
+    "L2": "an L2 penalty of {:.4g} x the sum of squares of {}",
+    "L1": "an L1 penalty of {:.4g} x the sum of absolute values of {}",
+}
+
+
+def _fitted_penalty(
+    own: Tensors,
+    parts: Sequence[Tensors],
+    weights: Tensors,
+    names: Sequence[str],
+    kinds: Sequence[str],
+    noise: float,
+) -> tuple[dict[str, float], dict[str, Tensor]] | None:
+    """Return the factor of each kind of penalty and the gradients of all, or None if they do not fit."""
+    target, weight = _flat(own, names, own), _flat(weights, names, own)
+    directions = {"L2": 2 * weight, "L1": weight.sign()}
+    columns = [_flat(part, names, own) for part in parts] + [directions[kind] for kind in kinds]
+    if target.numel() < 4 * len(columns):
+        return None
+    matrix = torch.stack(columns, 1)
+    solution = torch.linalg.lstsq(matrix, target.unsqueeze(1), driver="gelsd").solution.squeeze(1)
+    factors = dict(zip(kinds, solution[len(parts) :].tolist(), strict=True))
+    size = float(torch.stack([x * directions[kind] for kind, x in factors.items()]).sum(0).norm())
+    left = float((target - matrix @ solution).norm())
+    if left > LEFT_OVER * size:
+        # It may still be too small to be seen.
+        return (factors, {}) if left <= FACTOR * noise * float(target.norm()) else None
+    shapes = {name: own[name].shape for name in names}
+    gradients = {
+        name: sum(
+            (x * (2 * weights[name] if kind == "L2" else weights[name].sign()).double() for kind, x in factors.items()),
+            torch.zeros(shapes[name], dtype=torch.float64),
+        )
+        for name in names
+    }
+    return factors, gradients
+
+
+@dataclass(frozen=True, kw_only=True)
+class Single:
+    """Gradients of which the script has clipped each on its own, by parameter."""
+
+    gradients: dict[str, Tensor]
+    """The same before that."""
+    factors: list[float]
+    """Factors by which it has multiplied them, each once, from the smallest."""
+    text: str
+    """Such as `by factors of 0.1 to 0.5, each tensor by its own`."""
+
+
+def clipped_singly(own: Tensors, exact: Tensors, names: Sequence[str]) -> Single | None:
+    """Return what tells of tensors, or rows of tensors, that factors of at most 1 make of the exact ones.
+
+    Adaptive gradient clipping (Brock et al., 2021) has one for each unit: a row of a matrix. Returns None if something
+    else has changed a gradient, or if all gradients have the same factor, which clipping by the norm of all makes too.
+    """
+    gradients, factors, by_row = {}, [], False
+    for name in names:
+        if name not in own or not own[name].any() or not exact[name].any():
+            return None
+        found = _factors(own[name].double(), exact[name], ())
+        if found is None and exact[name].dim() > 1 and exact[name][0].numel() >= ROW:
+            by_row, found = True, _factors(own[name].double(), exact[name], tuple(range(1, exact[name].dim())))
+        if found is None:
+            return None
+        gradients[name] = own[name].double() / found
+        factors += found.reshape(-1).tolist()
+    low, high = min(factors), max(factors)
+    rest = sum(float(x.square().sum()) for name, x in exact.items() if name not in names)
+    whole = sum(float(x.square().sum()) for x in exact.values())
+    if high - low <= SAME_FACTOR * high and rest <= (SAME_FACTOR**2) * whole:
+        return None
+    once = sorted({float(f"{x:.6g}") for x in factors})
+    told = f"by {once[0]:.3g}" if len(once) == 1 else f"by factors of {low:.3g} to {high:.3g}"
+    told += f", each {'row' if by_row else 'tensor'} by its own" if len(once) > 1 else ""
+    return Single(gradients=gradients, factors=once, text=told)
+
+
+def _factors(own: Tensor, exact: Tensor, within: tuple[int, ...]) -> Tensor | None:
+    """Return the factors of `exact` that make `own`, one for the whole or one for each row, or None."""
+    if not within:
+        own, exact = own.reshape(1, -1), exact.reshape(1, -1)
+        factors = _factors(own, exact, (1,))
+        return None if factors is None else factors.reshape(())
+    squares = (exact * exact).sum(within, keepdim=True)
+    factors = torch.where(squares > 0, (own * exact).sum(within, keepdim=True) / squares, torch.ones(()).double())
+    left = float((own - factors * exact).norm())
+    if left > CLAMPED * float(own.norm()) or float(factors.min()) <= 0.0 or float(factors.max()) > 1.0 + CLAMPED:
+        return None
+    return factors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,10 +300,14 @@ def _explain(
             fault=Fault.DROPPED,
             detail=f"only the last of {max(last.values()) + 1} micro-batches is in {where} (cleared between them?)",
         )
-    if several and others and all(near(weights[key], 0.0) for key in early if key[0] in others):
+    number = max(last.values()) + 1
+    alone = [c for c in range(number) if all(near(weights[k], 0.0) for k in weights if k[1] == c and k[0] in others)]
+    kept = [c for c in alone if any(not near(weights[k], 0.0) for k in weights if k[1] == c and k[0] in ranks)]
+    if several and others and kept and len(alone) < number:
+        reduced = ["the last" if c == number - 1 else f"number {c + 1}" for c in range(number) if c not in alone]
         return Explanation(
             fault=Fault.NOT_REDUCED,
-            detail=f"of {max(last.values()) + 1} micro-batches only the last is reduced over ranks ({where})",
+            detail=f"of {number} micro-batches only {' and '.join(reduced)} is reduced over ranks ({where})",
         )
     gone = [rank for rank in sorted(everyone) if all(near(weights[k], 0.0) for k in weights if k[0] == rank)]
     if gone:

@@ -4,30 +4,47 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from meshmark.check.exact import Product, Recomputer
-from meshmark.check.gradients import FACTOR, LEFT_OVER, UNSEEN, Comparison, Expected, compare, explain
-from meshmark.check.objective import MEANS, Objective, UnseenError, objective_of, scaled_total
+from meshmark.check.exact import CommunicatesError, Product, Recomputer
+from meshmark.check.gradients import (
+    CLAMPED,
+    FACTOR,
+    LEFT_OVER,
+    UNSEEN,
+    Comparison,
+    Expected,
+    clipped_singly,
+    compare,
+    explain,
+    penalty_in,
+)
+from meshmark.check.objective import MEANS, SAME, Objective, UnseenError, objective_of, scaled_total
+from meshmark.check.overwritten import change_of
 from meshmark.check.pieces import CannotTellError
-from meshmark.check.recording import Call, Clip
-from meshmark.check.rows import repeated_rows, shared_rows
+from meshmark.check.recorder import beside_outputs
+from meshmark.check.recording import Call, Clip, Step
+from meshmark.check.rows import rows_of
 from meshmark.check.run import Moment, Run
 from meshmark.check.updates import UnknownOptimizerError, Updates, explain_update
 from meshmark.check.verdict import Finding, Level, Verdict
-from meshmark.judge.faults import Fault
+from meshmark.judge.faults import Fault, named_factor
 
-CLAMPED = 1e-3
-"""Relative error up to which gradients are the right ones clipped by value."""
+CLIPPED_EARLY = 1e-3
+"""Relative error up to which gradients are those of the ranks, each clipped on its own and then added up."""
 DRAWS = 3
 """Number of recomputations with rounding, for each micro-batch, from which the noise is measured."""
 
 
+ALONG = 0.99
+"""Cosine from which on weights were moved along a gradient. Ranks may each follow their own."""
+SAME_METRIC = 1e-6
+"""Relative difference up to which ranks' metrics count as equal."""
 _NOT_FINITE = "not finite"
 
 
@@ -52,6 +69,16 @@ class Judge:
     """Gradients of every replica as they were before this step, if nothing has cleared them."""
     widest: str = ""
     """The parameter for which that error is needed."""
+    rounded: str = ""
+    """Precision in which the gradients were judged, if rounding moves them too far from float64's."""
+    penalty: str = ""
+    """A penalty on weights that the loss holds."""
+    num_micro: int = 0
+    """Number of micro-batches of the first step."""
+    usual_calls: int = 0
+    """Number of calls of models in the last step in which all ranks had as many."""
+    repaired: bool = False
+    """Whether replicas that differ after the optimizer's step are equal when the next begins."""
     clips: list[str] = field(default_factory=list)
     factor: float = 1.0
     """Factor by which the reduction multiplies each rank's gradient."""
@@ -69,10 +96,16 @@ class Judge:
             run.check()
             self._go()
         except CannotTellError as reason:
+            if isinstance(reason, CommunicatesError):  # its ranks may hold other parts by design
+                verdict.findings = [f for f in verdict.findings if f.fault != Fault.DRIFT]
             self.add(Level.UNKNOWN, "not judged", str(reason))
-        micro = _micro_batches(run.folder.step(0, 0).calls) if run.num_steps else 0
-        if 0 < run.num_steps < self.asked:
-            self.add(Level.NOTE, "fewer steps", f"the script took {run.num_steps}, and {self.asked} were asked for")
+        micro = self.num_micro or (_micro_batches(run.folder.step(0, 0).calls) if run.num_steps else 0)
+        if 0 < run.num_steps < self.asked and not any(f.end == "still running" for f in run.facts):
+            who = "the script"
+            if len({f.num_steps for f in run.facts}) > 1:  # ranks may run out of batches one by one, as with `Join`
+                who = f"rank {min(run.facts, key=lambda f: f.num_steps).rank}"
+            told = f"{who} took {run.num_steps}, and {self.asked} were asked for"
+            self.add(Level.NOTE, "fewer steps", told)
         together = max(len(f.partners) for f in run.facts)
         parts = [f"tensor parallelism over {together}"] if together > 1 else []
         wrapped = ", ".join([*run.wrappers, *parts]) or "no wrapper"
@@ -82,43 +115,55 @@ class Judge:
 
     def _go(self) -> None:
         run = self.run
-        recomputer = Recomputer(self.copies)
+        recomputer = Recomputer(self.copies, run.facts[0].aliases)
         updates = [Updates(f.rank) for f in run.facts]
         previous: Moment | None = None
         unknown_optimizer = ""
         same: list[bool] = []
-        repeats: list[bool] = []
+        repeats: list[list[bool]] = []
+        rows: list[Counter[bytes]] = []
         for number in range(run.num_steps):
             moment = run.moment(number)
             if not number:
                 self._report_strange_tensors()
                 self._report_bypass()
-                self._replicas(moment.before, moment, "before the first step")
-            same.append(shared_rows([s.calls for s in moment.readers]))
+            self._judge_replicas(previous, moment)
+            if number < 2:
+                self._report_copies(previous, moment)
+            rows_before, rows = rows, [rows_of(s.calls) for s in moment.readers]
+            same.append(bool(rows[0]) and all(own == rows[0] for own in rows) and _same_targets(moment))
             if previous is not None:
-                repeats.append(repeated_rows(previous.ranks[0].calls, moment.ranks[0].calls))
-                if any(s.changed for s in moment.ranks):
-                    self.add(
-                        Level.NOTE, "parameters changed between steps",
-                        "something other than the optimizer changed them (averaging, reset, loaded?)", number,
-                    )  # fmt: skip
+                repeats.append([before == now for before, now in zip(rows_before, rows, strict=True)])
+                self._overwritten(previous, moment)
             if self._is_not_finite(moment):
                 break
-            self._gradients(recomputer, moment)
-            self._clipping(moment)
+            self._modes(moment)
+            if self._skips(moment):
+                break
+            early = self._clipped_early(moment)
+            if early and moment.gradients is not moment.clipped:
+                self.unseen = "gradients are clipped before they are reduced"
+            else:
+                self._gradients(recomputer, moment)
+            if not early:
+                self._clipping(moment)
+            self._schedules(moment)
             try:
                 for rank, (step, own) in enumerate(zip(moment.ranks, updates, strict=True)):
-                    wrong = own.compare(step, moment.before_parts[rank])
+                    before = moment.before_parts[rank] | step.stepped_from
+                    wrong = own.compare(step, before)
                     if wrong:
-                        told = explain_update(step, moment.before_parts[rank], wrong)
+                        told = explain_update(step, before, wrong)
                         fault = Fault.NEVER_UPDATED if "did not move" in told else Fault.UPDATE
                         self.add(Level.WRONG, fault, f"rank {rank}: {told}", number)
             except UnknownOptimizerError as error:
                 unknown_optimizer = str(error)
-            self._replicas(moment.after, moment, "after the step")
             previous = moment
             self._crossing(moment)
             self._buffers(moment)
+        else:  # no step was the last to be judged
+            if not self.repaired:
+                self._replicas(moment.after, moment, "after the step")
         self._data(same, repeats)
         self._renewed(updates, moment)
         if not_finite := _NOT_FINITE in self.seen:
@@ -131,11 +176,14 @@ class Judge:
                 f"in the gradient of {self.widest}, rounding would hide errors of less than {self.detects:.2g} (a run "
                 "in float32 shows more)",
             )  # fmt: skip
+        truth = f"one process's in {self.rounded}" if self.rounded else "float64's"
         self.verdict.lines["gradients"] = (
-            f"off by {self.worst:.2g} of float64's at most; an error of {self.detects:.2g} would be seen"
+            f"off by {self.worst:.2g} of {truth} at most; an error of {self.detects:.2g} would be seen"
             if self.detects
             else "right but for their size, which the script changes"
             if "scaled by the script" in self.seen
+            else "not judged, as said above"
+            if self.seen & {"gradients changed by the script", "a communication hook", "copies are stepped"}
             else "wrong on every rank and step, as said above"
         )
         if self.clips:
@@ -151,6 +199,28 @@ class Judge:
 
     # The parts of a step
 
+    def _overwritten(self, previous: Moment, moment: Moment) -> None:
+        """Report weights that the optimizer has stepped and that something else has changed since."""
+        if not any(s.changed for s in moment.ranks):
+            return
+        owner = self.run.owners[0]
+        now, held = moment.before[owner], previous.after[owner]
+        stepped = [n for g in previous.ranks[0].groups for n in g.names if n in previous.ranks[0].gradients]
+        names = [n for n in stepped if n in held and not torch.equal(now[n], held[n])]
+        if not names:
+            return
+        change = change_of({n: now[n] for n in names}, self.run.history(moment.number, owner, names))
+        subject = names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        told = f"something other than the optimizer has set {subject} to {change.text}"
+        if change.averaged:
+            self.add(
+                Level.WRONG, "trained on averaged weights",
+                f"{told}, and the script trains on (an average of weights that is not kept apart, or not taken back?)",
+                moment.number,
+            )  # fmt: skip
+        else:
+            self.add(Level.NOTE, "parameters changed between steps", told, moment.number)
+
     def _is_not_finite(self, moment: Moment) -> bool:
         """Add a finding, and return True, if the optimizer steps on gradients that are not finite."""
         for owner, gradients in moment.gradients.items():
@@ -161,17 +231,78 @@ class Judge:
                 return True
         return False
 
+    def _skips(self, moment: Moment) -> bool:
+        """Add a finding, and return True, if the optimizer of one rank steps after other calls than another's.
+
+        Ranks may have other numbers of micro-batches, but they step together: they then hold the same parameters.
+        """
+        counts = [len(step.calls) for step in moment.readers]
+        usual = self.usual_calls
+        if len(set(counts)) == 1:
+            self.usual_calls = counts[0]
+            return False
+        if not usual or min(counts) != usual or max(counts) % usual:
+            return False
+        if _all_equal(moment.after) or not _all_equal(moment.before):
+            return False
+        few, many = (self.run.readers[counts.index(of(counts))] for of in (min, max))
+        self.add(
+            Level.WRONG, "a step of some ranks only",
+            f"rank {few} takes this step after {_count(min(counts), 'call')} of the model, and rank {many} after "
+            f"{max(counts)}: they then hold other parameters (does one rank skip a step that others take?)",
+            moment.number,
+        )  # fmt: skip
+        self.unseen = "ranks step at different times"
+        self.verdict.lines.pop("replicas", None)
+        return True
+
+    def _clipped_early(self, moment: Moment) -> bool:
+        """Return whether each rank clips its own gradient, and the script adds them up only then."""
+        if len(moment.gradients) < 2 or not all(step.clips for step in moment.ranks):
+            return False
+        owners = list(moment.gradients)
+        names = sorted(set.intersection(*(set(of[o]) for of in (moment.gradients, moment.clipped) for o in owners)))
+        if not names:
+            return False
+        own, stepped = ([_flat(of[o], names) for o in owners] for of in (moment.gradients, moment.clipped))
+        alike = SAME_METRIC * float(own[0].norm())
+        if float((own[1] - own[0]).norm()) <= alike or any(float((x - stepped[0]).norm()) > alike for x in stepped):
+            return False
+        if _multiple(own[1], own[0])[1] <= CLIPPED_EARLY * float(own[1].norm()):  # one gradient, scaled by each rank
+            return False
+        matrix = torch.stack(own, 1)
+        weights = torch.linalg.lstsq(matrix, stepped[0].unsqueeze(1), driver="gelsd").solution.squeeze(1)
+        left = float((stepped[0] - matrix @ weights).norm())
+        if left > CLIPPED_EARLY * float(stepped[0].norm()) or float(weights.min()) <= CLIPPED_EARLY:
+            return False
+        told = "every rank clips the gradient of its own rows, by its own norm, before gradients are reduced over ranks"
+        if float(weights.max() - weights.min()) <= CLIPPED_EARLY * float(weights.max()):
+            self.add(
+                Level.NOTE, "clipped before reduction", f"{told} (without effect: the norms are below the bound)",
+                moment.number,
+            )  # fmt: skip
+            moment.gradients = moment.clipped
+        else:
+            self.add(Level.WRONG, "clipped before reduction", told, moment.number)
+        return True
+
     def _gradients(self, recomputer: Recomputer, moment: Moment) -> None:
         run, number = self.run, moment.number
         eps = max(torch.finfo(d).eps for d in run.facts[0].dtypes.values())
+        self._perturbed(recomputer, moment)
+        beside = {name for step in moment.ranks for name in step.beside}
         parts: list[list[dict[str, Tensor]]] = []
+        drawn: list[list[dict[str, Tensor]]] = []
         noisy: list[dict[str, Tensor]] = [{} for _ in range(DRAWS)]
+        low = {dtype for step in moment.readers for call in step.calls if (dtype := call.autocast)}
+        low |= {d for d in [*run.facts[0].dtypes.values(), *recomputer.low] if torch.finfo(d).bits < 32}
         for rank, step in enumerate(moment.ranks):
             parts.append([])
-            values = moment.before[run.owners[rank]]
+            drawn.append([])
             for index, call in enumerate(step.calls if rank in run.readers else ()):
                 if not call.used_gradients:
                     continue
+                values = moment.weights(run.owners[rank], step.calls_before + index)
                 right = recomputer.product(call, values)
                 draws = []
                 for draw in range(DRAWS):
@@ -179,14 +310,21 @@ class Judge:
                     draws.append(recomputer.product(call, values, nudges=torch.Generator().manual_seed(seed)))
                 self._forward(call.outputs, right, draws, f"rank {rank}, micro-batch {index}")
                 parts[-1].append({name: g / call.scale for name, g in right.gradients.items()})
+                if low:
+                    sums = {n: sum((d.gradients[n] for d in draws), torch.zeros(())) for n in right.gradients}
+                    drawn[-1].append({n: g / (DRAWS * call.scale) for n, g in sums.items()})
                 for total, product in zip(noisy, draws, strict=True):
                     for name, g in product.gradients.items():
                         total[name] = total[name] + g / call.scale if name in total else g / call.scale
-        stepped = [name for g in moment.ranks[0].groups for name in g.names]
+        stepped = dict.fromkeys(name for step in moment.ranks for g in step.groups for name in g.names)
         names = [name for name in stepped if any(name in part for of_rank in parts for part in of_rank)]
-        if not stepped and Fault.NEVER_UPDATED in self.seen:
-            return  # the optimizer holds no parameter of the model, which is said
+        if not stepped and run.facts[0].strangers:
+            self.unseen = "the optimizer steps on no gradient of the model"
+            return
         if not any(parts) or not names:
+            self.unseen = "no gradient was seen"
+            if beside:
+                raise CannotTellError(beside_outputs(min(beside)))
             self.add(
                 Level.UNKNOWN, "no gradient seen",
                 "the model was called, but nothing that it returned was differentiated before the optimizer's step",
@@ -199,33 +337,71 @@ class Judge:
             squares = [float((d[name] - x).norm()) ** 2 for d in noisy]
             noise[name] = float(np.sqrt(np.mean(squares))) / (float(x.norm()) or 1.0)
         owned = {owner: [r for r, o in enumerate(run.owners) if o == owner] for owner in dict.fromkeys(run.owners)}
-        scaled = moment.ranks[0].clips[-1].scaled if moment.ranks[0].clips else 1.0
-        if scaled != 1.0:
+        still = moment.ranks[0].still_scaled
+        if still != 1.0:
+            self.add(
+                Level.WRONG, Fault.SCALED,
+                f"the optimizer steps on gradients that a GradScaler has multiplied by {still:g}: call "
+                "scaler.step(optimizer) in the place of optimizer.step()", number,
+            )  # fmt: skip
+        scaled = moment.ranks[0].clips[-1].scaled if moment.ranks[0].clips else still
+        if moment.ranks[0].clips and scaled != 1.0:
             self.add(
                 Level.WRONG, Fault.CLIPPING,
                 f"gradients are clipped while they are {scaled:g} times too large: call scaler.unscale_ before "
                 "clip_grad_norm_", number,
             )  # fmt: skip
+        if (missing := moment.ranks[0].not_scaled) != 1.0 and scaled == 1.0:
+            self.add(
+                Level.WRONG, Fault.SCALED,
+                f"a GradScaler divides gradients by {missing:g}, and the loss was not multiplied by it "
+                "(scaler.scale(loss).backward()?)", number,
+            )  # fmt: skip
+            scaled = 1.0 / missing
         gradients = {
             owner: {n: g.double() / scaled for n, g in moment.gradients[owner].items() if n in total} for owner in owned
         }
+        if beside:
+            for owner, own in gradients.items():
+                gradients[owner] = self._without_penalty(own, moment.before[owner], parts, noise, beside)
         if not number:
-            self.factor = _factor(gradients, total, len(run.readers))
-        exact = {name: self.factor * x for name, x in total.items()}
+            self.factor = _factor(gradients, total, moment.readers)
+        factor = self._own_factor(moment, gradients, total) or self.factor
+        products = {name: factor * x for name, x in total.items()}
+        for name in beside & products.keys():  # rounded at the size of the sum, of which the penalty may be most
+            sizes = [float(of[name].double().norm()) / scaled for of in moment.gradients.values() if name in of]
+            noise[name] = max(noise[name], eps * max(sizes, default=0.0) / (float(products[name].norm()) or 1.0))
         micro = max(_micro_batches(step.calls) for step in moment.readers)
+        self.num_micro = self.num_micro or micro
         known = self._known(micro)
         found: dict[int, Comparison] = {}
         again: dict[str, Tensor] | None = None
         for owner, ranks in owned.items():
-            found[owner] = comparison = compare(gradients[owner], exact, noise, eps)
+            held = {name for rank in ranks for g in moment.ranks[rank].groups for name in g.names}
+            exact = {name: x for name, x in products.items() if name in held}  # ranks may step a part each
+            comparison = compare(gradients[owner], exact, noise, eps)
+            given = parts
             if comparison.unseen > UNSEEN:
-                raise CannotTellError(
-                    f"rounding moves the gradients by {comparison.unseen / FACTOR:.2g} of their size, which would hide "
-                    "errors of 30 %"
-                )
+                rounding, given = comparison.unseen / FACTOR, drawn if low else parts
+                near = self._near(gradients[owner], noisy, [*exact], low) if low else None
+                if near is not None:
+                    self.rounded = " and ".join(sorted(str(d).removeprefix("torch.") for d in low))
+                    self.add(
+                        Level.NOTE, "coarse rounding",
+                        f"in {self.rounded}, rounding alone, as of a ReLU's input around 0, moves the gradients by "
+                        f"{100 * rounding:.2g} % from float64's; they are judged by those of one process in the same "
+                        "precision", number,
+                    )  # fmt: skip
+                    comparison = near
+                elif not comparison.wrong:
+                    raise CannotTellError(
+                        f"rounding alone moves the gradients by {100 * rounding:.2g} % from float64's, so that only an "
+                        f"error of {100 * comparison.unseen:.2g} % would be seen; a verdict needs one of "
+                        f"{100 * UNSEEN:.0f} % to be seen (run the script in float32)"
+                    )
+            found[owner] = comparison
             if not comparison.wrong:
-                self.worst = max(self.worst, comparison.worst)
-                self.detects, self.widest = max((self.detects, self.widest), (comparison.detects, comparison.widest))
+                self._count_in(comparison)
                 continue
             before = self.uncleared.get(owner)
             if recomputer.recomputes and again is None:
@@ -251,8 +427,21 @@ class Judge:
                     "summand (SequenceParallel missing?)", number,
                 )  # fmt: skip
                 continue
-            expected = Expected(ranks=ranks, factor=self.factor, known=known)
-            told = explain(gradients[owner], parts, before, comparison.wrong, expected)
+            if factors := self._scaled_by_rank(moment, exact, comparison.wrong):
+                shown = ", ".join(f"{x:.4g}" for x in factors)
+                shards = any(run.facts[0].pieces[n].ranks for n in comparison.wrong)
+                each = (
+                    f"each rank scales {'its own part of ' if shards else ''}the gradients by its own factor ({shown})"
+                )
+                if shards:
+                    each += ", as by the norm of that part; the norm of all gradients is the same on all ranks"
+                else:
+                    each += ", after they are reduced (a number of its own rows or tokens, in the place of all ranks'?)"
+                self.add(Level.WRONG, Fault.CLIPPING if shards else Fault.SCALED, each, number)
+                self.unseen = "each rank scales gradients by a factor of its own"
+                continue
+            expected = Expected(ranks=ranks, factor=factor, known=known)
+            told = explain(gradients[owner], given, before, comparison.wrong, expected)
             detail = told.detail + f"; off by {min(comparison.worst, 1e9):.2g}"
             if bound := _clamped(gradients[owner], exact):
                 told_bound = (
@@ -261,6 +450,19 @@ class Judge:
                 self.add(Level.NOTE, "scaled by the script", told_bound, number)
                 self.unseen = self.unseen or "the script clips gradients itself"
                 continue
+            edited = set.intersection(*(step.edited for step in moment.ranks))
+            single = clipped_singly(gradients[owner], exact, comparison.wrong) if edited else None
+            if single and edited.issuperset(comparison.wrong):
+                before_that = compare(gradients[owner] | single.gradients, exact, noise, eps)
+                if not before_that.wrong:
+                    self.add(
+                        Level.NOTE, "gradients clipped one by one",
+                        f"{_named(comparison.wrong)} the right gradient, which the script has multiplied {single.text} "
+                        "(clipping one by one, which is not judged)", number,
+                    )  # fmt: skip
+                    self._count_in(before_that)
+                    found[owner] = before_that
+                    continue
             if told.fault == Fault.SCALED and self._clipped_by_hand(gradients[owner], exact):
                 told_norm = _norm(gradients[owner])
                 self.add(
@@ -270,15 +472,155 @@ class Judge:
                 )  # fmt: skip
                 self.unseen = self.unseen or "the script scales gradients itself"
                 continue
+            own_factor = told.fault == Fault.SCALED and not any(name in detail for name in known)
+            if (own_factor or told.fault in (Fault.BACKWARD, Fault.UNEXPLAINED)) and edited.issuperset(
+                comparison.wrong
+            ):
+                self.add(
+                    Level.UNKNOWN, "gradients changed by the script",
+                    "the script changes gradients in a hook or after the backward pass; "
+                    f"{_named(comparison.wrong)} not judged", number,
+                )  # fmt: skip
+                self.unseen = self.unseen or "the script changes gradients itself"
+                continue
+            hooks = " and ".join(run.facts[0].hooks)
+            if hooks and told.fault in (Fault.PRECISION, Fault.BACKWARD, Fault.UNEXPLAINED):
+                level = Level.NOTE if told.fault == Fault.PRECISION else Level.UNKNOWN
+                self.add(
+                    level, "a communication hook",
+                    f"gradients pass DDP's communication hook {hooks}, which may change them: off by "
+                    f"{min(comparison.worst, 1e9):.2g} (not judged)", number,
+                )  # fmt: skip
+                self.unseen = self.unseen or "a communication hook changes gradients"
+                continue
             self.add(Level.WRONG, told.fault, detail, number)
         self._note_uncleared(moment, parts)
         if not any(c.wrong for c in found.values()):
             try:
-                self.objectives.append(objective_of(moment.readers, self.factor))
+                self.objectives.append(objective_of(moment.readers, factor))
             except UnseenError as reason:
                 self.unseen = str(reason)
         else:
             self.unseen = self.unseen or "gradients are not those of the recorded rows"
+
+    def _count_in(self, right: Comparison) -> None:
+        """Let the verdict's largest error, and the largest that would not be seen, cover gradients that are right."""
+        self.worst = max(self.worst, right.worst)
+        self.detects, self.widest = max((self.detects, self.widest), (right.detects, right.widest))
+
+    def _own_factor(
+        self, moment: Moment, gradients: Mapping[int, Mapping[str, Tensor]], total: Mapping[str, Tensor]
+    ) -> float | None:
+        """Return the factor by which the script itself multiplies all gradients, if that makes the loss a mean.
+
+        Losses may be added up and the gradients divided, by the number of micro-batches or of targets, only after the
+        backward pass. That is the same as dividing the losses.
+        """
+        factors = []
+        for own in gradients.values():
+            names = [name for name in total if name in own]
+            if len(names) < len(total):
+                return None
+            flat = _flat(own, names)
+            factor, left = _multiple(flat, _flat(total, names))
+            if factor <= 0.0 or left > SAME * float(flat.norm()):
+                return None
+            factors.append(factor)
+        if max(factors) > (1 + SAME) * min(factors) or abs(factors[0] / self.factor - 1) <= SAME:
+            return None
+        try:
+            found = objective_of(moment.readers, factors[0])
+        except UnseenError:
+            return None
+        return factors[0] / found.total if abs(found.total - 1) <= SAME else None
+
+    def _scaled_by_rank(self, moment: Moment, exact: Mapping[str, Tensor], wrong: list[str]) -> list[float]:
+        """Return the factor by which each rank has scaled the gradients that it holds; empty if they do not differ."""
+        factors = []
+        for f, step in zip(self.run.facts, moment.ranks, strict=True):
+            names = [n for n in wrong if n in step.complete_gradients and n not in f.gradient_pieces]
+            if not names or f.partial:
+                return []
+            parts = {n: step.complete_gradients[n] for n in names}
+            own, right = _flat(parts, names), _flat({n: f.pieces[n].take(exact[n], x) for n, x in parts.items()}, names)
+            factor, left = _multiple(own, right)
+            if factor <= 0.0 or left > CLAMPED * float(own.norm()):
+                return []
+            factors.append(factor)
+        return factors if max(factors) - min(factors) > CLAMPED * max(factors) else []
+
+    def _near(
+        self, own: Mapping[str, Tensor], noisy: list[dict[str, Tensor]], names: list[str], low: set[torch.dtype]
+    ) -> Comparison | None:
+        """Return the comparison with the same computation in the script's own precision, if they are the same."""
+        mean = {n: sum((d[n] for d in noisy), torch.zeros(())) / DRAWS for n in names}
+        spread = {}
+        for name, x in mean.items():
+            squares = [float((d[name] - x).norm()) ** 2 for d in noisy]
+            spread[name] = float(np.sqrt(sum(squares) / (DRAWS - 1))) / (float(x.norm()) or 1.0)
+        exact = {name: self.factor * x for name, x in mean.items()}
+        comparison = compare(own, exact, spread, max(torch.finfo(dtype).eps for dtype in low))
+        return None if comparison.wrong or comparison.unseen > UNSEEN else comparison
+
+    def _without_penalty(
+        self,
+        own: dict[str, Tensor],
+        weights: Mapping[str, Tensor],
+        parts: list[list[dict[str, Tensor]]],
+        noise: Mapping[str, float],
+        beside: set[str],
+    ) -> dict[str, Tensor]:
+        """Return gradients without that of a penalty on weights. Raise `CannotTellError` if there is no penalty."""
+        names = sorted(beside & own.keys() & weights.keys())
+        flat = [part for of_rank in parts for part in of_rank]
+        penalty = penalty_in(own, flat, weights, names, float(np.median(list(noise.values()))))
+        if penalty is None:
+            raise CannotTellError(beside_outputs(min(beside)))
+        self.penalty = self.penalty or penalty.text
+        if penalty.text:
+            self.add(Level.NOTE, "a penalty on weights", f"beside the model's outputs, the loss holds {penalty.text}")
+        return {name: g - penalty.gradients[name] if name in penalty.gradients else g for name, g in own.items()}
+
+    def _perturbed(self, recomputer: Recomputer, moment: Moment) -> None:
+        """Leave calls out of a step that were made before its weights were changed, if the gradients are without them.
+
+        Sharpness-aware minimization (Foret et al., 2021) moves weights along the gradient of a first pass, and steps on
+        that of a second.
+        """
+        first = {rank: _calls_before(step) for rank, step in enumerate(moment.ranks)}
+        if not any(first.values()):
+            return
+        owner, number = self.run.owners[0], moment.number
+        sums: list[dict[str, Tensor]] = [{}, {}]
+        for rank in self.run.readers:
+            for index, call in enumerate(moment.ranks[rank].calls):
+                if call.used_gradients:
+                    product = recomputer.product(call, moment.weights(self.run.owners[rank], index))
+                    total = sums[index >= first[rank]]
+                    for name, g in product.gradients.items():
+                        total[name] = total.get(name, torch.zeros(())) + g / call.scale
+        if not sums[0]:  # passes without a gradient
+            return
+        own = {n: g.double() for n, g in moment.gradients[owner].items() if n in sums[1]}
+        both = {n: x + sums[0].get(n, torch.zeros(())) for n, x in sums[1].items()}
+        moved = {n: x.double() - moment.before[owner][n].double() for n, x in moment.weights(owner, first[0]).items()}
+        along = _angle(moved, sums[0]) > ALONG
+        if not own or _angle(own, sums[1]) < _angle(own, both):
+            if along:
+                self.add(
+                    Level.WRONG, Fault.NOT_CLEARED,
+                    "the gradient of a first pass, along which the weights are then moved, is still in that of the "
+                    "second (zero_grad missing between the passes of sharpness-aware minimization?)", number,
+                )  # fmt: skip
+            return
+        for rank, step in enumerate(moment.ranks):
+            step.calls, step.calls_before = step.calls[first[rank] :], first[rank]
+        told = f"moved by {_norm(moved):.4g}{'' if along else ', and not'} along the gradient of the first"
+        self.add(
+            Level.NOTE, "two passes a step",
+            f"the optimizer steps on the gradients of a second pass, for which the weights were {told}"
+            + (" (sharpness-aware minimization)" if along else ""), number,
+        )  # fmt: skip
 
     def _note_uncleared(self, moment: Moment, parts: list[list[dict[str, Tensor]]]) -> None:
         """Note what gradients hold if nothing clears them: of parameters that are not stepped, everything so far."""
@@ -310,12 +652,80 @@ class Judge:
                 "add to the loss has no gradient on any rank, and the objective is that of each rank's own loss "
                 "(torch.distributed.nn.functional has collectives that gradients pass)", moment.number,
             )  # fmt: skip
+        self._gathers(moment)
+        again = next((s.epoch_again for s in moment.ranks if s.epoch_again is not None), None)
+        if again is not None:
+            self.add(
+                Level.NOTE, "the same order again",
+                f"a DistributedSampler begins epoch {again} again, with the same order of rows (sampler.set_epoch "
+                "missing?)", moment.number,
+            )  # fmt: skip
         steps = max(step.schedule_steps for step in moment.ranks)
         if steps > 1:
-            self.add(
-                Level.NOTE, "schedule steps",
-                f"the learning-rate schedule takes {steps} steps for one of the optimizer", moment.number,
-            )  # fmt: skip
+            told = f"the learning-rate schedule takes {steps} steps for one of the optimizer"
+            if steps == max(step.schedule_steps_by_design for step in moment.ranks):
+                told += (
+                    ", one a process, as Accelerate's prepared schedules do: it must be made for as many times the "
+                    "steps, or by an Accelerator with split_batches=True"
+                )
+            self.add(Level.NOTE, "schedule steps", told, moment.number)
+
+    def _gathers(self, moment: Moment) -> None:
+        """Judge functions of the script's own that gather tensors: their gradient is the sum over the ranks' losses.
+
+        If every rank computes the whole loss, that is a multiple of the gradient of its own.
+        """
+        world = len(moment.ranks)
+        for gathers in zip(*(step.gathers for step in moment.ranks), strict=False):
+            if len({g.result.shape for g in gathers}) > 1:
+                continue
+            allowed = max(SAME, 4 * torch.finfo(gathers[0].given.dtype).eps)
+            whole = torch.stack([g.result.double() for g in gathers]).sum(0)
+            given = torch.stack([g.given.double() for g in gathers])
+            if _is_near(given, whole, allowed):
+                continue
+            alone = torch.stack([g.result[rank].double() for rank, g in enumerate(gathers)])
+            told = "an autograd function of the script's own gathers values over ranks, and its backward pass "
+            told += (
+                "leaves out the gradients of other ranks' losses"
+                if _is_near(given, alone, allowed)
+                else "does not add up the gradients of the ranks' losses"
+            )
+            is_mean = bool(self.objectives) and abs(self.objectives[-1].total - 1) <= SAME
+            if is_mean and self.factor != 1.0 and _is_near(world * given, whole, allowed):
+                self.add(
+                    Level.WRONG, Fault.SCALED,
+                    f"{told}: every rank computes the loss of all rows, and after the average over ranks the gradient "
+                    f"that passes it is {named_factor(1 / world, self._known(1))} times the right one", moment.number,
+                )  # fmt: skip
+            else:
+                if _is_near(given, alone, allowed):
+                    told += " (each rank's loss takes other ranks' values for constants)"
+                self.add(Level.NOTE, "values cross ranks", told, moment.number)
+
+    def _schedules(self, moment: Moment) -> None:
+        """Report hyperparameters that differ between ranks' optimizers, and what will make them differ."""
+        first, *others = moment.ranks
+        options = {name: group.options for group in first.groups for name in group.names}
+        for rank, step in enumerate(others, start=1):
+            for group in step.groups:
+                for name in group.names:
+                    for key, value in group.options.items():
+                        own = options.get(name, {}).get(key, value)
+                        if isinstance(value, bool | int | float | tuple) and own != value:
+                            self.add(
+                                Level.WRONG, "hyperparameters differ",
+                                f"rank 0's optimizer steps {name} with {key} = {_shown(own)}, and rank {rank}'s with "
+                                f"{_shown(value)}", moment.number,
+                            )  # fmt: skip
+            for own, metric in zip(first.metrics, step.metrics, strict=False):
+                if abs(own - metric) > SAME_METRIC * max(abs(own), abs(metric)):
+                    self.add(
+                        Level.WRONG, "a schedule follows other metrics",
+                        f"ReduceLROnPlateau is given {own:.4g} on rank 0 and {metric:.4g} on rank {rank}, so that "
+                        "their learning rates will not be lowered at the same steps (average it over ranks first)",
+                        moment.number,
+                    )  # fmt: skip
 
     def _buffers(self, moment: Moment) -> None:
         """Note buffers, such as running statistics, that ranks hold other values of, or take from the first rank."""
@@ -411,7 +821,7 @@ class Judge:
             names = [n for n in clip.names if n in own and n in gradients]
             if not names:  # of an optimizer that holds other tensors
                 return
-            norm = _norm({n: gradients[n] for n in names})
+            norm = _norm({n: gradients[n] for n in clip.names if n in gradients})
             norms.append(norm)
             before = torch.cat([gradients[n].double().reshape(-1) for n in names])
             after = torch.cat([own[n].double().reshape(-1) for n in names])
@@ -426,10 +836,22 @@ class Judge:
             left_over = float((after - factor * before).norm()) / (float(after.norm()) or 1.0)
             if left_over > allowed:
                 told = "the optimizer steps on other gradients than those that were clipped"
+                if parts := _norms_of_parts(moment.ranks, clip, allowed):
+                    shown = ", ".join(f"{x:.4g}" for x in parts)
+                    told = (
+                        f"each rank clips by the norm of its own part of the gradients ({shown}); that of all is "
+                        f"{norm:.4g} (call the wrapper's own clip_grad_norm_)"
+                    )
                 self.add(Level.WRONG, Fault.CLIPPING, told, moment.number)
+                return
             elif abs(factor / right - 1) > allowed:
                 used = clip.max_norm / factor if factor < 1 else norm
                 told = f"scaled by {factor:.4g}, as by a norm of {used:.4g}; the norm of all gradients is {norm:.4g}"
+                if abs(factor - 1) <= allowed:
+                    told = (
+                        f"the optimizer steps on gradients of norm {norm:.4g}, which are not clipped to "
+                        f"{clip.max_norm:g} (clip_grad_norm_ after the step, or of other tensors?)"
+                    )
                 self.add(Level.WRONG, Fault.CLIPPING, told, moment.number)
         if clip.by_value:
             shown = f"elements clipped to {clip.max_norm:g}"
@@ -454,38 +876,87 @@ class Judge:
             )  # fmt: skip
 
     def _report_strange_tensors(self) -> None:
-        """Report tensors of the optimizers that no model has, and parameters of a model that are in no optimizer."""
-        strangers, held = self.run.facts[0].strangers, set(self.run.facts[0].held)
-        left = [name for name in self.run.trained if name not in held]
-        if strangers and left:
-            self.add(
-                Level.WRONG, Fault.NEVER_UPDATED,
-                f"the optimizer holds {_count(strangers, 'tensor')} that no model has, and {len(left)} of the model's "
-                f"{_count(len(self.run.trained), 'parameter')} ({left[0]}) are in no optimizer: was it made before the "
-                "model was wrapped or copied?", 0,
-            )  # fmt: skip
-        elif left:
+        """Note parameters of a model that are in no optimizer. Where it holds others, `_report_copies` judges."""
+        left = self._left_out()
+        if left and not self.run.facts[0].strangers:
             told = f"{len(left)} of {_count(len(self.run.trained), 'parameter')} are in no optimizer ({left[0]})"
             self.add(Level.NOTE, "not trained", told)
 
+    def _left_out(self) -> list[str]:
+        """Return the parameters of models that are in no optimizer of any rank."""
+        held = {name for f in self.run.facts for name in f.held}
+        return [name for name in self.run.trained if name not in held]
+
+    def _report_copies(self, previous: Moment | None, moment: Moment) -> None:
+        """Report an optimizer of tensors that no model has, beside parameters that are in no optimizer.
+
+        If these change all the same from one step to the next, the script copies what it has stepped into the model, as
+        with masters in float32 that are kept by hand.
+        """
+        strangers, left = self.run.facts[0].strangers, self._left_out()
+        if not strangers or not left:
+            return
+        told = (
+            f"the optimizer holds {_count(strangers, 'tensor')} that no model has, and {len(left)} of the model's "
+            f"{_count(len(self.run.trained), 'parameter')} ({left[0]}) are in no optimizer"
+        )
+        owner = self.run.owners[0]
+        if previous is None:
+            if self.run.num_steps == 1:
+                self.add(Level.UNKNOWN, "copies are stepped", f"{told}; two steps would tell whether they change")
+        elif all(torch.equal(previous.before[owner][n], moment.before[owner][n]) for n in left):
+            self.add(
+                Level.WRONG, Fault.NEVER_UPDATED, f"{told}: was it made before the model was wrapped or copied?", 0
+            )
+        else:
+            self.add(
+                Level.UNKNOWN, "copies are stepped",
+                f"{told}. Yet they change: the script steps on copies, such as masters in float32 or a flat buffer of "
+                "which they are views. Gradients of copies, and what is written into the model, are not judged", 0,
+            )  # fmt: skip
+
+    def _judge_replicas(self, previous: Moment | None, moment: Moment) -> None:
+        """Report replicas that differ when a step begins.
+
+        After the optimizer's own step they may: a script may let each rank step a part and broadcast it then.
+        """
+        if previous is None:
+            self._replicas(moment.before, moment, "before the first step")
+        elif _drifted(previous.after) and not _drifted(moment.before):
+            self.repaired = True
+            self.verdict.lines["replicas"] = (
+                f"{len(set(self.run.owners))}, equal bit for bit before every step (the script makes them so after the "
+                "optimizer's step)"
+            )
+        else:
+            self._replicas(previous.after, previous, "after the step")
+            self._replicas(moment.before, moment, "before the step")
+
     def _replicas(self, tensors: Mapping[int, Mapping[str, Tensor]], moment: Moment, when: str) -> None:
-        first, *others = tensors
-        for other in others:  # which may hold only what is not sharded
-            odd = [
-                n for n, x in tensors[first].items() if n in tensors[other] and not torch.equal(x, tensors[other][n])
-            ]
-            if odd:
-                far = max(float((tensors[first][n].double() - tensors[other][n].double()).abs().max()) for n in odd)
-                told = f"ranks {first} and {other} hold other parameters {when}: {odd[0]}"
-                told += f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-                self.add(Level.WRONG, Fault.DRIFT, f"{told}, by up to {far:.2g}", moment.number)
-                self.verdict.lines.pop("replicas", None)
-                return
+        if drifted := _drifted(tensors):
+            first, other, odd = drifted
+            far = max(float((tensors[first][n].double() - tensors[other][n].double()).abs().max()) for n in odd)
+            told = f"ranks {first} and {other} hold other parameters {when}: {odd[0]}"
+            told += f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+            self.add(Level.WRONG, Fault.DRIFT, f"{told}, by up to {far:.2g}", moment.number)
+            self.verdict.lines.pop("replicas", None)
+            return
         replicas = len(set(self.run.owners))
         if replicas > 1 and Fault.DRIFT not in self.seen:
             self.verdict.lines["replicas"] = f"{replicas}, equal bit for bit before and after every step"
 
-    def _data(self, same: list[bool], repeats: list[bool]) -> None:
+    def _modes(self, moment: Moment) -> None:
+        """Report ranks of which one trains while another evaluates."""
+        readers = [[call.training for call in step.calls if call.used_gradients] for step in moment.readers]
+        for rank, modes in zip(self.run.readers, readers, strict=True):
+            if len(modes) == len(readers[0]) and modes != readers[0]:
+                self.add(
+                    Level.WRONG, "training mode differs",
+                    f"ranks {self.run.readers[0]} and {rank} call modules in other modes: one trains and one evaluates "
+                    "(model.train() missing after an evaluation?)", moment.number,
+                )  # fmt: skip
+
+    def _data(self, same: list[bool], repeats: list[list[bool]]) -> None:
         if len(self.run.readers) > 1 and same and all(same):
             self.add(
                 Level.WRONG, "ranks read the same rows",
@@ -494,7 +965,13 @@ class Judge:
             )  # fmt: skip
         elif len(self.run.readers) > 1:
             self.verdict.lines["data"] = "ranks read different rows"
-        if repeats and all(repeats):
+        stale = [rank for rank, of in zip(self.run.readers, zip(*repeats, strict=True), strict=False) if all(of)]
+        if stale and len(stale) < len(self.run.readers):
+            self.add(
+                Level.WRONG, "the same rows at every step",
+                f"rank {stale[0]} reads the batch of the step before at every step, and other ranks do not",
+            )  # fmt: skip
+        elif stale:
             self.add(Level.NOTE, "the same rows at every step", "each step reads the batch of the one before")
 
     def _renewed(self, updates: list[Updates], moment: Moment) -> None:
@@ -514,10 +991,19 @@ class Judge:
             elif len(self.run.readers) > 1 and self.factor == 1.0 and self.detects:
                 self.add(Level.NOTE, "summed over ranks", "right only if the script divides by the number of all rows")
             return
-        found = max(self.objectives, key=lambda o: o.high - o.low)
+        self._note_remainder()
+        most = max(len(o.counts) for o in self.objectives)
+        found = max((o for o in self.objectives if len(o.counts) == most), key=lambda o: o.high - o.low)
         candidates = [c for c in MEANS if all(c in o.candidates for o in self.objectives)]
         known = self._known(max(1, len(found.counts) // len(self.run.readers)))
         off = scaled_total(found.total, known) if not found.several_terms else None
+        if off and found.has_factor and found.total < 1.0:
+            self.add(
+                Level.NOTE, "a factor of the loss",
+                f"the script multiplies its loss by {found.multiplied:g}, which is {off} too", 0,
+            )  # fmt: skip
+        if found.has_factor or found.sums_in_rows:
+            off = None
         if off:
             cause = (
                 "losses of micro-batches or ranks are added up, not averaged"
@@ -538,13 +1024,112 @@ class Judge:
         if is_sum and found.num_targets > 1:
             told = f"a sum over {found.num_targets:,} targets, not a mean"
         elif abs(found.total - 1) > 1e-3 and not off:
-            told += f"; weights add up to {found.total:.4g}"
-        lines["objective"] = told
-        if self.objective and self.objective not in candidates:
+            told += f"; {self._told_size(found, known)}"
+        lines["objective"] = told + ("; plus the penalty on weights" if self.penalty else "")
+        if self.objective and self.objective not in candidates and found.reweighed:
+            self.add(
+                Level.UNKNOWN, "objective not judged",
+                f"the loss weighs single targets by itself, as a focal loss does: {uneven}",
+            )  # fmt: skip
+        elif self.objective and self.objective not in candidates:
             self.add(Level.WRONG, Fault.UNEVEN, f"asked for {MEANS[self.objective]}, the script optimises {told}")
         elif not self.objective and "tokens" not in candidates and not is_sum:
             kind = "a mean of means" if "ranks" in candidates else "another objective than the mean over targets"
             self.add(Level.NOTE, kind, f"{uneven}; `--objective tokens` makes it a failure")
+
+    def _note_remainder(self) -> None:
+        """Note a step of fewer micro-batches whose losses are divided by the number that other steps have.
+
+        Every micro-batch of the epoch then counts the same, as a script may mean it. It is not the mean over that
+        step's batch, which is what `--objective` asks for.
+        """
+        full = max(self.objectives, key=lambda o: len(o.counts))
+        for each in self.objectives:
+            share = len(each.counts) / max(1, len(full.counts))
+            if share < 1 and abs(each.total - share * full.total) <= SAME * full.total:
+                few, many = (len(o.counts) // len(self.run.readers) for o in (each, full))
+                self.add(
+                    Level.WRONG if self.objective else Level.NOTE, "a remainder of micro-batches",
+                    f"a step of {few} of {many} micro-batches counts {share:.3g} times as much as others: its losses "
+                    f"are divided by {many} too",
+                )  # fmt: skip
+
+    def _told_size(self, found: Objective, known: Mapping[str, float]) -> str:
+        """Say why the weights of targets do not add up to 1."""
+        if len(found.totals) > 1:
+            return f"its {len(found.totals)} terms weigh {', '.join(f'{x:.3g}' for x in found.totals)}"
+        told = f"it counts {found.total:.4g} times"
+        divisor = found.num_targets / found.total
+        if "tokens" in found.candidates and any(abs(divisor - x) < 1e-3 for x in known.values() if x > 1):
+            sums = {name: x for name, x in known.items() if x > 1}
+            return f"it is a sum over {found.num_targets:,} targets, divided by {named_factor(divisor, sums)}"
+        is_factor = abs(100 * found.total - round(100 * found.total)) < 1e-4  # such as 0.5, which a script may choose
+        is_number = abs(divisor - round(divisor)) < 1e-3 * abs(divisor - found.num_targets)
+        if is_factor or not is_number or "tokens" not in found.candidates:
+            return told
+        extra = round(divisor) - found.num_targets
+        told += f": the loss of {found.num_targets:,} targets is divided by {round(divisor):,}"
+        if extra == found.num_rows:
+            told += ", one more for each row (are labels counted before they are shifted?)"
+        level = Level.WRONG if self.objective else Level.NOTE
+        self.add(level, "divided by another number", told.partition(": ")[2], 0)
+        return told
+
+
+def _calls_before(step: Step) -> int:
+    """Return the number of calls after which the script has changed the weights for the last time."""
+    changes = [i for i in range(1, len(step.calls)) if not _equal(step.calls[i - 1].weights, step.calls[i].weights)]
+    return changes[-1] if changes else 0
+
+
+def _equal(first: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return first.keys() == other.keys() and all(torch.equal(x, other[name]) for name, x in first.items())
+
+
+def _is_near(own: Tensor, right: Tensor, allowed: float) -> bool:
+    return float((own - right).norm()) <= allowed * float(right.norm())
+
+
+def _same_targets(moment: Moment) -> bool:
+    """Return whether the losses of all ranks are of the same rows of the outputs, so far as zero gradients tell.
+
+    Ranks may share an input, such as a graph, of which each has other targets.
+    """
+
+    def scored(step: Step) -> list[list[bool]]:
+        gradients = (g for call in step.calls for _, g in call.used_gradients if g.dim())
+        return [g.flatten(1).any(1).tolist() if g.dim() > 1 else g.bool().tolist() for g in gradients]
+
+    first, *others = map(scored, moment.readers)
+    return all(other == first for other in others)
+
+
+def _drifted(replicas: Mapping[int, Mapping[str, Tensor]]) -> tuple[int, int, list[str]] | None:
+    """Return two replicas that differ, and in which parameters; None if there are none.
+
+    A replica may hold only what is not sharded.
+    """
+    first, *others = replicas
+    for other in others:
+        own, theirs = replicas[first], replicas[other]
+        if odd := [n for n, x in own.items() if n in theirs and not torch.equal(x, theirs[n])]:
+            return first, other, odd
+    return None
+
+
+def _all_equal(replicas: Mapping[int, Mapping[str, Tensor]]) -> bool:
+    first, *others = replicas.values()
+    return all(_equal(first, other) for other in others)
+
+
+def _angle(own: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """Return the cosine of the angle between two gradients."""
+    product = sum(float((own[n] * x).sum()) for n, x in other.items() if n in own)
+    return product / ((_norm(own) * _norm(other)) or 1.0)
+
+
+def _shown(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _micro_batches(calls: list[Call]) -> int:
@@ -552,28 +1137,47 @@ def _micro_batches(calls: list[Call]) -> int:
     return max(Counter(call.root for call in calls).values(), default=0)
 
 
-def _factor(gradients: Mapping[int, Mapping[str, Tensor]], total: Mapping[str, Tensor], world: int) -> float:
+def _factor(gradients: Mapping[int, Mapping[str, Tensor]], total: Mapping[str, Tensor], ranks: Sequence[Step]) -> float:
     """Return the weight of each rank's gradient: 1 if ranks are added up, 1 / `world` if they are averaged.
 
-    The sum is chosen only if it fits to 2 %; otherwise the mean is assumed.
+    Where neither fits all tensors to 2 %, some of them are wrong: it is then the one that makes the loss a mean over
+    targets, or the one that fits most tensors, or else the mean over ranks.
     """
+    world = len(ranks)
     if world == 1:
         return 1.0
     scale = sum(float((x * x).sum()) for x in total.values()) or 1.0
-    fits = []
+    fits, single = [], [0.0]
     for own in gradients.values():
-        fits.append(sum(float((own[n] * x).sum()) for n, x in total.items() if n in own) / scale)
-    found = float(np.mean(fits))
-    return 1.0 if abs(found - 1) < 0.02 else 1 / world
+        products = {n: float((own[n] * x).sum()) for n, x in total.items() if n in own}
+        fits.append(sum(products.values()) / scale)
+        single += [product / (float((total[n] * total[n]).sum()) or 1.0) for n, product in products.items()]
+    together = float(np.mean(fits))
+    for factor in (1.0, 1 / world):
+        if abs(together / factor - 1) < 0.02:
+            return factor
+    try:
+        means = [factor for factor in (1.0, 1 / world) if abs(objective_of(ranks, factor).total - 1) <= SAME]
+    except UnseenError:
+        means = []
+    if len(means) == 1:
+        return means[0]
+    return 1.0 if abs(float(np.median(single)) - 1) < 0.02 else 1 / world
 
 
 def _is_multiple(own: Mapping[str, Tensor], other: Mapping[str, Tensor], names: list[str]) -> bool:
     """Return whether the gradients of `names` are those of `other`, also if the script then scales them down."""
     if not all(n in own and n in other for n in names):
         return False
-    flat, right = (torch.cat([x[n].double().reshape(-1) for n in names]) for x in (own, other))
-    scale = float(flat @ right / (right @ right)) if right.any() else 0.0
-    return 0.0 < scale < 1.0 + LEFT_OVER and float((flat - scale * right).norm()) <= LEFT_OVER * float(flat.norm())
+    flat = _flat(own, names)
+    scale, left = _multiple(flat, _flat(other, names))
+    return 0.0 < scale < 1.0 + LEFT_OVER and left <= LEFT_OVER * float(flat.norm())
+
+
+def _multiple(own: Tensor, other: Tensor) -> tuple[float, float]:
+    """Return the multiple of `other` that is nearest to `own`, and the norm of the rest; 0 if `other` is all zero."""
+    factor = float(own @ other / (other @ other)) if other.any() else 0.0
+    return factor, float((own - factor * other).norm())
 
 
 def _clamped(own: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float | None:
@@ -585,6 +1189,29 @@ def _clamped(own: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float | 
         return None
     off = float((flat - right.clamp(-bound, bound)).norm()) / float(flat.norm())
     return bound if off < CLAMPED else None
+
+
+def _norms_of_parts(steps: Sequence[Step], clip: Clip, allowed: float) -> list[float]:
+    """Return the norm of each rank's own gradients if each was clipped by it; empty otherwise."""
+    norms, factors = [], []
+    for step in steps:
+        before = {n: g for c in step.clips if c.names == clip.names for n, g in c.gradients.items() if n in clip.names}
+        names = [n for n in before if n in step.gradients]
+        if not names:
+            return []
+        flat, own = _flat(before, names), _flat(step.gradients, names)
+        norms.append(float(flat.norm()))
+        factors.append(float(own @ flat / (flat @ flat)) if flat.any() else 1.0)
+        right = min(1.0, clip.max_norm / (norms[-1] + 1e-6))
+        if float((own - factors[-1] * flat).norm()) > allowed * float(own.norm()):
+            return []
+        if abs(factors[-1] / right - 1) > allowed:
+            return []
+    return norms if max(factors) > (1 + allowed) * min(factors) else []
+
+
+def _flat(tensors: Mapping[str, Tensor], names: list[str]) -> Tensor:
+    return torch.cat([tensors[n].double().reshape(-1) for n in names])
 
 
 def _named(names: list[str]) -> str:

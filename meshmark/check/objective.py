@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from meshmark.check.recording import Call, Step, Term
 from meshmark.check.tree import tensors_in
@@ -17,6 +19,8 @@ SAME = 1e-3
 Cross-entropy in 16 bits rounds its gradient to 4e-3. The gradient of a mean with respect to its result, however, is
 one number in fp32.
 """
+_TELLING = 8
+"""Fewest rows of which the same targets in the same order tell that they are the same rows."""
 MEANS = {
     "tokens": "a mean over all targets of the global batch",
     "rows": "a mean over rows of each row's mean",
@@ -40,6 +44,26 @@ class Objective:
     """Weights of single targets, as multiples of their mean."""
     counts: list[int] = field(default_factory=list)
     """Number of targets of every micro-batch."""
+    totals: list[float] = field(default_factory=list)
+    """Sum of the weights of each term."""
+    num_rows: int = 0
+    """Number of rows of the global batch, 0 if they are not known."""
+    multiplied: float = 1.0
+    """Number by which the script multiplies every loss, 1 if they differ."""
+    unreduced: bool = False
+    """Whether the script reduces single losses by itself."""
+    reweighed: bool = False
+    """Whether it then weighs targets of one row, or single rows of one micro-batch, by numbers of their own."""
+
+    @property
+    def has_factor(self) -> bool:
+        """Whether the sum of all weights is not 1 because the script multiplies its losses by a number."""
+        return self.multiplied not in (0.0, 1.0) and abs(self.total / self.multiplied - 1) <= SAME
+
+    @property
+    def sums_in_rows(self) -> bool:
+        """Whether the script adds up the losses of each row and takes the mean over rows."""
+        return self.unreduced and abs(self.total * self.num_rows - self.num_targets) <= SAME * self.num_targets
 
 
 class UnseenError(Exception):
@@ -50,14 +74,31 @@ def objective_of(ranks: Sequence[Step], factor: float) -> Objective:
     """Return the objective of one step.
 
     `factor` is the factor by which the reduction multiplied each rank's gradients. If a loss has several terms, each
-    is a mean of its own, whatever its weight. Raises `UnseenError` if no weights of targets were observed.
+    is a mean of its own, whatever its weight. So do calls whose losses are of other classes, or of the same rows once
+    more. Raises `UnseenError` if no weights of targets were observed.
     """
+    kinds = [_kinds(step) for step in ranks]
+    if len(set(kinds[0])) > 1 and all(own == kinds[0] for own in kinds):
+        found = [objective_of([_only(step, kind) for step in ranks], factor) for kind in dict.fromkeys(kinds[0])]
+        return _together(found)
     called = [[term.name for term in _differentiated(call)] for step in ranks for call in _last_calls(step)]
     if not all(called):
-        raise UnseenError("the loss is made by no loss function of torch.nn.functional")
+        raise UnseenError(
+            "the loss is made by none of the loss functions whose targets are counted, such as cross_entropy"
+        )
     if any(names != called[0] for names in called):
         raise UnseenError("the loss has other terms in other micro-batches")
-    found = [_objective_of_term(ranks, factor, number) for number in range(len(called[0]))]
+    numbers = range(len(called[0]))
+    found = [_objective_of_terms(ranks, factor, [number]) for number in numbers]
+    if len(set(called[0])) == 1 < len(found) and not _together(found).candidates:
+        # As in mixup, where the two targets of a row share its weight, by shares that micro-batches draw.
+        joined = _objective_of_terms(ranks, factor, numbers)
+        return joined if joined.candidates else _together(found)
+    return _together(found)
+
+
+def _together(found: list[Objective]) -> Objective:
+    """Return the objective whose terms are `found`."""
     return Objective(
         total=sum(each.total for each in found),
         candidates=[name for name in found[0].candidates if all(name in each.candidates for each in found)],
@@ -66,7 +107,35 @@ def objective_of(ranks: Sequence[Step], factor: float) -> Objective:
         low=min(each.low for each in found),
         high=max(each.high for each in found),
         counts=found[0].counts,
+        totals=[total for each in found for total in each.totals or [each.total]],
+        num_rows=found[0].num_rows,
+        multiplied=found[0].multiplied,
+        unreduced=any(each.unreduced for each in found),
+        reweighed=any(each.reweighed for each in found),
     )
+
+
+def _kinds(step: Step) -> list[str]:
+    """Return what tells calls apart that are no micro-batches of one loss: the number of classes, and repeated rows."""
+    found, seen = [], list[Tensor]()
+    for call in _last_calls(step):
+        scores = [g for _, g in call.used_gradients if g.dim() == 2 and g.shape[1] > 1]
+        if len(scores) != 1:
+            found.append("")
+            continue
+        [gradient] = scores
+        targets = gradient.argmin(1)  # of a cross-entropy, whose gradient is negative for the target alone
+        is_entropy = bool(((gradient < 0).sum(1) <= 1).all()) and len(targets) >= _TELLING
+        again = is_entropy and bool((targets != targets[0]).any()) and any(torch.equal(targets, own) for own in seen)
+        found.append(f"{gradient.shape[1]} classes{f', {len(seen)}' if again else ''}")
+        seen += [targets] if is_entropy else []
+    return found
+
+
+def _only(step: Step, kind: str) -> Step:
+    """Return a step with calls of one kind alone."""
+    calls = zip(_last_calls(step), _kinds(step), strict=True)
+    return replace(step, calls=[call for call, own in calls if own == kind])
 
 
 def _last_calls(step: Step) -> list[Call]:
@@ -78,16 +147,26 @@ def _differentiated(call: Call) -> list[Term]:
     return [term for term in call.terms if term.gradient is not None]
 
 
-def _objective_of_term(ranks: Sequence[Step], factor: float, number: int) -> Objective:
-    """Return what the weights of one term's targets say."""
+def _objective_of_terms(ranks: Sequence[Step], factor: float, numbers: Sequence[int]) -> Objective:
+    """Return what the weights of targets say: of one term's, or of those in the same places of several terms."""
+    reweighed = False
     weights: list[np.ndarray] = []
     rows: list[np.ndarray] = []
+    terms: list[Term] = []
     for step in ranks:
         for call in _last_calls(step):
-            term = _differentiated(call)[number]
-            if term.weighted:
+            together = [_differentiated(call)[number] for number in numbers]
+            term = together[0]
+            terms.append(term)
+            if any(one.weighted for one in together):
                 raise UnseenError("classes or targets have weights of their own")
-            each, by_row = _weights_of(term, call)
+            parts = [_weights_of(one, call) for one in together]
+            if len({(own.size, of_rows.size) for own, of_rows in parts}) > 1:
+                raise UnseenError("the loss has terms of different numbers of targets")
+            each, by_row = (np.sum(part, axis=0) for part in zip(*parts, strict=True))
+            single = each.size == by_row.size or not by_row.size  # one target a row
+            varies = term.reduction == "none" and not _equal(each)
+            reweighed |= varies and (single or each.size % by_row.size == 0 and not _equal_in_rows(each, by_row.size))
             weight = factor / call.scale * (1.0 if term.inside else call.entering)
             weights.append(each * weight)
             rows.append(by_row * weight)
@@ -114,6 +193,10 @@ def _objective_of_term(ranks: Sequence[Step], factor: float, number: int) -> Obj
         low=float(relative.min()),
         high=float(relative.max()),
         counts=[int(w.size) for w in weights],
+        num_rows=int(by_row.size),
+        multiplied=terms[0].multiplied if len({term.multiplied for term in terms}) == 1 else 1.0,
+        unreduced=terms[0].reduction == "none",
+        reweighed=reweighed,
     )
 
 
@@ -141,6 +224,10 @@ def _weights_of(term: Term, call: Call) -> tuple[np.ndarray, np.ndarray]:
         full = np.where(counted, gradient, 0.0) if gradient.size == counted.size else np.zeros(counted.size)
     by_row = full.reshape(num_rows, -1).sum(1) if num_rows and full.size % num_rows == 0 else np.zeros(0)
     return full[counted], by_row
+
+
+def _equal_in_rows(values: np.ndarray, num_rows: int) -> bool:
+    return all(_equal(row) for row in values.reshape(num_rows, -1))
 
 
 def _equal(values: np.ndarray) -> bool:

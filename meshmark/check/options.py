@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from meshmark.errors import InputError
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that `meshmark check` and `python -m meshmark.check` share."""
@@ -40,8 +42,8 @@ def mistake_in(parsed: argparse.Namespace) -> str | None:
 
 
 def make_private(path: Path) -> None:
-    """Make a folder that only this user can read. Raises `SystemExit` if it cannot be made."""
+    """Make a folder that only this user can read. Raises `InputError` if it cannot be made."""
     try:
         path.mkdir(mode=0o700)
     except OSError as error:
-        raise SystemExit(f"meshmark: the folder {path} for recordings cannot be made: {error.strerror}") from None
+        raise InputError(f"the folder {path} for recordings cannot be made: {error.strerror}") from None

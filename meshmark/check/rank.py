@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import select
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import types
@@ -17,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from meshmark.check.options import add_options, make_private, mistake_in
 from meshmark.check.verdict import Finding, Level, Outcome, Verdict
+from meshmark.errors import InputError
 
 if TYPE_CHECKING:
     from meshmark.check.recorder import Recorder
@@ -24,6 +29,8 @@ if TYPE_CHECKING:
 
 VERDICT = "verdict.txt"
 """File in the folder that `meshmark check` reads. Its first line is the outcome, and the text follows."""
+LATE_SECONDS = 5.0
+"""Seconds to wait for them if the first rank has waited for the others before, in vain."""
 WAIT_SECONDS = 60.0
 """Seconds to wait for the recordings of other ranks once the first rank has all its steps."""
 
@@ -33,12 +40,19 @@ def main(arguments: list[str]) -> NoReturn:
     parser = argparse.ArgumentParser(prog="python -m meshmark.check", description=__doc__)
     add_options(parser)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--starter", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--temporary", action="store_true", help=argparse.SUPPRESS)
     parsed = parser.parse_args(arguments)
     script = Path(parsed.script)
     if mistake := mistake_in(parsed):
         parser.error(mistake)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    place = Path(parsed.folder) if parsed.folder else _meeting_folder(parsed, rank)
+    try:
+        place = Path(parsed.folder) if parsed.folder else meeting_folder(parsed, rank)
+    except InputError as error:
+        parser.error(str(error))  # a code of its own: the script has not been run
+    if parsed.starter:
+        threading.Thread(target=_end_with, args=(parsed.starter, place, parsed.temporary), daemon=True).start()
     outcome = Outcome.COULD_NOT_RUN
     try:
         outcome = run(parsed, script, place, rank, world)
@@ -46,17 +60,34 @@ def main(arguments: list[str]) -> NoReturn:
         traceback.print_exc()  # a defect of Meshmark's own
     if rank == 0 and not parsed.folder and not parsed.keep:
         shutil.rmtree(place, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None where whoever started this has closed it
+        with contextlib.suppress(OSError):
+            stream.flush()
     started_by_check = parsed.folder and outcome is not Outcome.COULD_NOT_RUN
     # Threads and process groups of a script that was stopped may never end. torchrun reports a rank that ends with
     # another code than 0 in thirty lines, which would bury the verdict.
     os._exit(0 if started_by_check else outcome.code)
 
 
-def _meeting_folder(parsed: argparse.Namespace, rank: int) -> Path:
-    """Return the folder that all ranks of one torchrun write to. Rank 0 makes it."""
+def _end_with(starter: int, place: Path, temporary: bool) -> None:
+    """End this process as soon as `starter`, the process of `meshmark check`, has ended, as by SIGKILL.
+
+    It ends its ranks and removes a `temporary` folder itself where it can.
+    """
+    if not hasattr(os, "pidfd_open"):
+        return
+    with contextlib.suppress(ProcessLookupError):
+        select.select([os.pidfd_open(starter)], [], [])
+    while temporary and place.exists():  # other ranks may still write to it
+        shutil.rmtree(place, ignore_errors=True)
+    with contextlib.suppress(OSError):  # torchrun's agent has ended
+        if b"torch.distributed.run" in Path(f"/proc/{os.getppid()}/cmdline").read_bytes():
+            os.kill(os.getppid(), signal.SIGKILL)  # without its folder it would wait for minutes
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def meeting_folder(parsed: argparse.Namespace, rank: int) -> Path:
+    """Return the folder that all ranks of one torchrun write to. Rank 0 makes it. Raises `InputError` if it cannot."""
     path = (
         Path(parsed.keep)
         if parsed.keep
@@ -65,13 +96,43 @@ def _meeting_folder(parsed: argparse.Namespace, rank: int) -> Path:
     )
     if rank == 0:
         make_private(path)
-    elif not _wait(path.is_dir, WAIT_SECONDS) or path.stat().st_uid != os.getuid():
-        raise SystemExit(f"meshmark: rank 0 has made no folder {path} of this user's: ranks must share a file system")
+        if not parsed.keep:
+            _remove_at_end(path)
+    elif not _wait(path.is_dir, WAIT_SECONDS) or path.is_symlink() or path.stat().st_uid != os.getuid():
+        raise InputError(f"rank 0 has made no folder {path} of this user's: ranks must share a file system")
     return path
+
+
+_JANITOR = """
+import os, shutil, sys, time
+sys.stdin.buffer.read()  # until the rank has ended
+end = time.monotonic() + 60  # other ranks may still write
+while os.path.exists(sys.argv[1]) and time.monotonic() < end:
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
+    time.sleep(0.05)
+"""
+_janitors: list[subprocess.Popen[bytes]] = []
+"""Held until this process ends, and with them their standard input."""
+
+
+def _remove_at_end(folder: Path) -> None:
+    """Have another process remove `folder` when this one ends, which torchrun kills if another rank fails."""
+    command = [sys.executable, "-I", "-S", "-c", _JANITOR, str(folder)]
+    quiet = subprocess.DEVNULL
+    _janitors.append(
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True)
+    )
 
 
 def run(parsed: argparse.Namespace, script: Path, place: Path, rank: int, world: int) -> Outcome:
     """Observe the script, and judge it on rank 0."""
+    return observe(parsed, script.name, lambda: execute(script, parsed.arguments), place, rank, world)
+
+
+def observe(
+    parsed: argparse.Namespace, name: str, train: Callable[[], object], place: Path, rank: int, world: int
+) -> Outcome:
+    """Observe what `train` does, which the verdict calls `name`, and judge it on rank 0."""
     from meshmark.check.recorder import EnoughError, Recorder, SpawnsError, install
     from meshmark.check.recording import Folder
 
@@ -80,14 +141,17 @@ def run(parsed: argparse.Namespace, script: Path, place: Path, rank: int, world:
     install(recorder)
     end, detail = "script ended", ""
     try:
-        execute(script, parsed.arguments)
+        train()
     except EnoughError:
         end = "enough"
     except SpawnsError as reason:
         recorder.refuse(str(reason))
     except BaseException as error:
+        first = folder.facts(0) if rank and folder.has_facts(0) else None
         if isinstance(error, SystemExit) and error.code in (None, 0):
             pass
+        elif first is not None and first.end == "enough":
+            end = "left behind"  # rank 0 has all its steps, and takes no part in collectives any more
         elif recorder.reason or not recorder.active:
             end = "enough"  # it was stopped, and raised something of its own on the way out
         else:
@@ -95,7 +159,7 @@ def run(parsed: argparse.Namespace, script: Path, place: Path, rank: int, world:
             traceback.print_exc()
     recorder.finish(end, detail)
     if end == "raised":
-        verdict = Verdict(script=script.name)
+        verdict = Verdict(script=name)
         verdict.findings.append(
             Finding(level=Level.FAILED, fault="the script raised", text=f"on rank {rank}: {detail}")
         )
@@ -103,8 +167,8 @@ def run(parsed: argparse.Namespace, script: Path, place: Path, rank: int, world:
     if rank:
         _wait(lambda: all(folder.has_facts(r) for r in range(world)), WAIT_SECONDS)
         return Outcome.RIGHT  # rank 0 has the verdict
-    _wait(lambda: all(folder.has_facts(r) for r in range(world)), WAIT_SECONDS)
-    verdict = _verdict(parsed, script, folder, recorder, world)
+    _wait(lambda: all(folder.has_facts(r) for r in range(world)), WAIT_SECONDS if recorder.met else LATE_SECONDS)
+    verdict = _verdict(parsed, name, folder, recorder, world)
     return _deliver(parsed, place, verdict)
 
 
@@ -122,19 +186,25 @@ def _deliver(parsed: argparse.Namespace, place: Path, verdict: Verdict) -> Outco
     return verdict.outcome
 
 
-def _verdict(parsed: argparse.Namespace, script: Path, folder: Folder, recorder: Recorder, world: int) -> Verdict:
+def _verdict(parsed: argparse.Namespace, name: str, folder: Folder, recorder: Recorder, world: int) -> Verdict:
     """Return the verdict on the recordings."""
     from meshmark.check.judge import Judge
     from meshmark.check.run import Run
 
-    verdict = Verdict(script=script.name)
+    verdict = Verdict(script=name)
+    facts = [folder.facts(r) for r in range(world)]
     silent = [r for r in range(world) if not folder.has_facts(r)]
     if silent:
-        told = f"rank {silent[0]} has not ended {WAIT_SECONDS:.0f} seconds after rank 0"
-        verdict.findings.append(Finding(level=Level.UNKNOWN, fault="not judged", text=told))
-        return verdict
+        told = f"rank {silent[0]} does not end: rank 0 has waited {WAIT_SECONDS:.0f} seconds for it"
+        if None in facts:
+            told = f"rank {facts.index(None)} has taken no step of an optimizer, and does not end: rank 0 has waited "
+            told += f"{WAIT_SECONDS:.0f} seconds for it"
+            verdict.findings.append(Finding(level=Level.UNKNOWN, fault="not judged", text=told))
+            return verdict
+        told += "; steps that all ranks have ended are judged"
+        verdict.findings.append(Finding(level=Level.NOTE, fault="not the same number of steps", text=told))
     judge = Judge(
-        run=Run(folder=folder, facts=[folder.facts(r) for r in range(world)]),
+        run=Run(folder=folder, facts=[f for f in facts if f is not None]),
         copies=recorder.copies,
         objective=parsed.objective,
         asked=parsed.steps,
@@ -159,7 +229,7 @@ def execute(script: Path, arguments: list[str]) -> None:
     module.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = module
     sys.argv = [str(script), *arguments]
-    sys.path[0] = str(script.parent.resolve())
+    sys.path[: not sys.flags.safe_path] = [str(script.parent.resolve())]  # in the place of the working directory
     code = compile(script.read_bytes(), str(script), "exec")
     exec(code, module.__dict__)
 

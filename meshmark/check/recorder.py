@@ -11,6 +11,7 @@ import functools
 import inspect
 import threading
 import time
+import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
@@ -25,7 +26,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from meshmark.check.bare import bare_copy
+from meshmark.check.bare import bare_copy, redirected_to
 from meshmark.check.deepspeed_engine import (
     engine_in,
     observe_clipping,
@@ -33,6 +34,7 @@ from meshmark.check.deepspeed_engine import (
     refuse_unseen,
     zero_pieces,
 )
+from meshmark.check.host_random import host_random
 from meshmark.check.pieces import (
     CannotTellError,
     Piece,
@@ -44,10 +46,10 @@ from meshmark.check.pieces import (
     piece_of,
     unwrapped,
 )
-from meshmark.check.recording import Call, Clip, Facts, Folder, Group, Step, Term
+from meshmark.check.recording import Call, Clip, Facts, Folder, Gather, Group, Step, Term
 from meshmark.check.tensor_parallel import partners
 from meshmark.check.tree import tensors_in, with_tensors
-from meshmark.check.wrappers import wrapper_around, wrappers_in
+from meshmark.check.wrappers import communication_hooks, wrapper_around, wrappers_in
 
 LOSSES = (
     "cross_entropy",
@@ -63,6 +65,8 @@ DIFFERENTIATES = (
     "the script differentiates a gradient (create_graph=True), as a gradient penalty does: what that adds to the "
     "gradients of parameters passes no output of the model, where gradients are recorded"
 )
+_FEW_OPERATIONS = 8
+"""Operations between what a `GradScaler` returns and the loss that a script differentiates, at most."""
 SKETCHED = 512
 """Number of elements kept of each output."""
 MEET_SECONDS = 60.0
@@ -85,8 +89,15 @@ class Recorder:
         self.folder, self.rank, self.world, self.steps, self.left = folder, rank, world, steps, limit
         self.active = True
         self.depth = 0
+        """Number of modules that are being called, one inside the other."""
+        self.inside_model = False
+        """Whether the outermost of them is recorded. Others have no parameters, as loss functions have none."""
         self.in_backward = False
         self.thread = threading.get_ident()
+        self.trains_at_first: dict[int, dict[str, bool]] = {}
+        """By outermost module, whether each parameter required a gradient when it was first called."""
+        self.aliases: dict[str, str] = {}
+        """Names of parameters that an outermost module shares with an earlier one, and what they are called there."""
         self.roots: list[nn.Module] = []
         """Outermost modules that the script calls, without their wrappers."""
         self.outers: list[nn.Module] = []
@@ -116,12 +127,25 @@ class Recorder:
         """Parameters that an optimizer holds."""
         self.strangers = 0
         """Number of tensors that an optimizer holds in one group and that belong to no model that was called."""
+        self.root_of: dict[str, int] = {}
+        """Number of the outermost module of each parameter."""
+        self.trained_roots: set[int] = set()
+        """Numbers of outermost modules that were called with gradients. An average of weights is not among them."""
         self.scheduled: dict[int, int] = {}
+        self.epochs: dict[int, tuple[int, int]] = {}
+        """Epoch of the last iterator of every shuffling `DistributedSampler`, and the number of steps before it."""
+        self.epoch_again: int | None = None
+        self.marks: dict[str, tuple[int, ...]] = {}
+        """What tells of every parameter whether it was written to since the step began."""
+        self.inside_loop: nn.Module | None = None
+        """Module of Lightning's whose `training_step` runs backward and the optimizer itself."""
         self.number = 0
         self.step: Step | None = None
         self.stepped = False
         self.scale = 1.0
         self.unscaled = True
+        self.scaled: list[Any] = []
+        """Nodes of this step's losses that a `GradScaler` has multiplied."""
         self.opened: tuple[Call, nn.Module] | None = None
         """The call of the outermost module that has just begun, and that module without wrappers."""
         self.differentiates = False
@@ -137,8 +161,16 @@ class Recorder:
         self.ends: dict[tuple[int, int], tuple[Any, Call, int]] = {}
         self.inner_terms: list[tuple[Term, tuple[int, int]]] = []
         """Results of loss functions inside the outermost module, in the call that has just begun."""
+        self.gradient_marks: dict[str, tuple[int, ...]] = {}
+        """Marks of the gradients when the last backward pass ended."""
+        self.reduces = False
+        """Whether the script has called a collective since that pass began."""
+        self.terms: dict[tuple[Any, int], Term] = {}
+        """Results of loss functions that were not differentiated yet, by their node of the autograd graph."""
         self.old_ends: dict[tuple[int, int], tuple[Any, Call, int]] = {}
         """The same of the step before."""
+        self.met = True
+        """Whether all ranks came to the end of their last step in time."""
         self.device = "cpu"
         self.reason = ""
         self.record_seconds = 0.0
@@ -154,6 +186,7 @@ class Recorder:
             or threading.get_ident() != self.thread
             or not any(p.requires_grad for p in module.parameters())
             or any(is_lazy(p) for p in module.parameters())  # their shapes come from this call
+            or type(module).__name__ == "ParametrizationList"  # a weight that is computed where it is looked up
         ):
             self._look_inside(module, args, kwargs)
             self.depth += 1
@@ -161,14 +194,30 @@ class Recorder:
                 return original(module, *args, **kwargs)
             finally:
                 self.depth -= 1
+        if runs_the_loop(module):
+            if type(module).__name__ == "FullyShardedDataParallel":
+                self.refuse("Lightning's manual optimization under FSDP1, whose parts do not hold their parameters")
+            outside, self.inside_loop = self.inside_loop, unwrapped(module)
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                self.inside_loop = outside
+        call = None
         with self._timed():
-            root = self._root(module)
-            call = self._begin(root, module, args, kwargs) if torch.is_grad_enabled() else None
-        self.depth += 1
+            if is_functional(args, kwargs):
+                if torch.is_grad_enabled():
+                    self.refuse("torch.func calls the model with tensors that stand in for its parameters or inputs")
+            elif torch.is_grad_enabled():
+                number = self._root(module)
+                self.trained_roots.add(number)
+                call = self._begin(number, module, args, kwargs)
+            else:
+                self._root(module)
+        self.depth, self.inside_model = self.depth + 1, True
         try:
             outputs = original(module, *args, **kwargs)
         finally:
-            self.depth -= 1
+            self.depth, self.inside_model = self.depth - 1, False
         if call is not None:
             with self._timed():
                 self._observe_outputs(call, outputs)
@@ -210,16 +259,21 @@ class Recorder:
             if kwargs.get("create_graph") or (len(args) > 3 and args[3]):
                 self.refuse(DIFFERENTIATES)
             self._look_past_outputs(tensors)
+            self._look_for_multipliers(tensors)
             if self.step is not None:
                 self.step.losses += [float(t.detach()) for t in tensors if t.numel() == 1]
+                scale = self.scale if self._are_scaled(tensors) else 1.0
+                self.step.not_scaled = self.scale / scale
                 for call in self.step.calls:
                     if not any(g is not None for g in call.gradients):
-                        call.scale = self.scale
-        self.in_backward = True
+                        call.scale = scale
+        self.in_backward, self.reduces = True, False
         try:
             return original(*args, **kwargs)
         finally:
             self.in_backward = False
+            with self._timed():
+                self.gradient_marks = self._gradient_marks() if self.active else {}
 
     def saw_loss(self, name: str, args: Any, kwargs: Any, result: Any) -> None:  # noqa: ANN401
         if not self.active or self.in_backward or not isinstance(result, Tensor) or not result.requires_grad:
@@ -245,6 +299,8 @@ class Recorder:
             if all(p.grad is None for p in given):
                 self.step.clipped_nothing += names
                 return
+            if not self.step.clips:
+                self._note_edits(names)
             self.step.clips.append(
                 Clip(
                     names=names,
@@ -264,6 +320,17 @@ class Recorder:
             yield
         finally:
             self.clips_inside = False
+
+    def _are_scaled(self, tensors: Iterable[Tensor]) -> bool:
+        """Return whether losses are made of what a `GradScaler` has multiplied, in a few operations."""
+        ends = {id(end) for end in self.scaled}
+        level = {id(t.grad_fn): t.grad_fn for t in tensors if t.grad_fn is not None}
+        for _ in range(_FEW_OPERATIONS):
+            if ends & level.keys():
+                return True
+            children = (child for node in level.values() for child, _ in node.next_functions)
+            level = {id(child): child for child in children if child is not None}
+        return not ends
 
     def saw_scaling(self, factor: float) -> None:
         """Note the factor of the gradient that enters an output of a wrapper next."""
@@ -335,21 +402,38 @@ class Recorder:
             for group, names in groups:
                 held = group["params"]
                 options = {k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")}
+                if hasattr(optimizer, "adam_w_mode"):  # DeepSpeed's compiled Adam, which keeps it out of its groups
+                    options["adam_w_mode"] = bool(optimizer.adam_w_mode)
                 self.held.update(names)
                 self.strangers = max(self.strangers, sum(id(p) not in self.names for p in held))
                 rule = type(getattr(optimizer, "optim", optimizer))  # ZeroRedundancyOptimizer has one inside
                 cls = f"{rule.__module__}.{rule.__qualname__}"
                 step.groups.append(Group(optimizer=which, cls=cls, names=names, options=options))
+                step.stepped_from |= self._changed_weights(names)
                 if not self.number:
                     for p in held:
                         for name in self._held([p]) if optimizer.state.get(p) else ():
                             step.state[name] = {k: self._state(name, p, v) for k, v in optimizer.state[p].items()}
                 step.gradients |= self._gradients(names)
+                if not self.unscaled and getattr(optimizer, "grad_scale", None) is None:
+                    step.still_scaled = self.scale
+                if not step.clips:
+                    self._note_edits(names)
+
+    def _note_edits(self, names: Iterable[str]) -> None:
+        """Note which gradients the script has changed since the backward pass, or changes in hooks."""
+        if self.step is None or self.reduces or self.scale != 1.0:
+            return
+        marks = self._gradient_marks()
+        self.step.edited |= {n for n in names if n in marks and marks[n] != self.gradient_marks.get(n)}
+        self.step.edited |= {n for n in names if getattr(self.parameters[n], "_backward_hooks", None)}
 
     def after_step(self, optimizer: Optimizer) -> None:
         if optimizer is not self.updating:
             return
         self.updating = None
+        if self.active and self.reason and self.step is None:  # nothing will be recorded
+            self._stop()
         if not self.active or self.step is None or not self.step.groups:
             return
         with self._timed():
@@ -357,20 +441,68 @@ class Recorder:
             self.last = self.step.after = self._values()
             self.ended = time.perf_counter()
 
-    def saw_collective(self, name: str, tensors: Iterable[Tensor]) -> None:
-        """Note a collective of the script's own that stands between forward and backward."""
+    def saw_collective(self, name: str, tensors: Iterable[Tensor], function: Any) -> None:  # noqa: ANN401
+        """Note a collective of the script's own that stands between forward and backward.
+
+        In the forward pass of an `autograd.Function`, which is given then, the gradients that pass it are recorded.
+        """
         step = self.step
-        if not self.active or self.depth or self.in_backward or step is None or not step.calls or step.groups:
+        if not self.active or self.inside_model or self.in_backward or step is None or not step.calls or step.groups:
             return
+        self.reduces = True
         values = [t for t in tensors if t.is_floating_point() and t.numel() > 1]
         if values and not any(g is not None for g in step.calls[-1].gradients):
-            step.gathered = step.gathered or name
+            if function is None:
+                step.gathered = step.gathered or name
+            elif name.startswith("all_gather"):
+                with self._timed():
+                    results: list[Tensor] = []  # copied at once: the backward pass may reduce them where they are
+                    function.register_prehook(functools.partial(self._saw_gathered, results))
+                    function.register_hook(functools.partial(self._saw_given, step, results))
 
-    def saw_schedule(self, schedule: Any) -> None:  # noqa: ANN401
-        """Count the steps of each learning-rate schedule for one step of the optimizer."""
+    def _saw_gathered(self, results: list[Tensor], gradients: tuple[Tensor | None, ...]) -> None:
+        """Keep the gradients of a gather's result."""
+        if self.active:
+            with self._timed():
+                results[:] = [_kept(g) for g in gradients if g is not None]
+
+    def _saw_given(
+        self, step: Step, results: list[Tensor], inputs: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]
+    ) -> None:
+        """Record the gradients of a gather's result and of what it was given, if their shapes tell which is whose."""
+        given = [g for g in inputs if g is not None]
+        if not self.active or len(given) != 1 or not results:
+            return
+        shape = tuple(given[0].shape)
+        with self._timed():
+            if len(results) == self.world and all(tuple(g.shape) == shape for g in results):
+                step.gathers.append(Gather(given=_kept(given[0]), result=torch.stack(results)))
+            elif len(results) == 1 and results[0].numel() == self.world * given[0].numel():
+                whole = results[0]
+                if tuple(whole.shape) in ((self.world, *shape), (self.world * shape[0], *shape[1:])):
+                    step.gathers.append(Gather(given=_kept(given[0]), result=whole.reshape(self.world, *shape)))
+
+    def saw_schedule(self, schedule: Any, by_design: int) -> None:  # noqa: ANN401
+        """Count the steps of each learning-rate schedule for one step of the optimizer, of which some are by design."""
         if self.active and self.step is not None:
             self.scheduled[id(schedule)] = self.scheduled.get(id(schedule), 0) + 1
             self.step.schedule_steps = max(self.scheduled.values())
+            self.step.schedule_steps_by_design = by_design
+
+    def saw_metric(self, metric: Any) -> None:  # noqa: ANN401
+        """Note what a schedule that follows a metric is given."""
+        if self.active and self.step is not None:
+            self.step.metrics.append(float(metric))
+
+    def saw_epoch(self, sampler: Any) -> None:  # noqa: ANN401
+        """Note that a shuffling sampler begins an epoch, and whether steps were taken in that epoch before."""
+        if not self.active or not getattr(sampler, "shuffle", False):
+            return
+        taken = self.number + self.stepped
+        epoch, before = self.epochs.get(id(sampler), (None, 0))
+        if epoch == sampler.epoch and taken > before:
+            self.epoch_again = sampler.epoch
+        self.epochs[id(sampler)] = sampler.epoch, taken
 
     # The steps
 
@@ -395,6 +527,7 @@ class Recorder:
         prefix = "" if number == 0 else f"root{number}."
         try:
             self._note_parameters(outer if unwrapped(outer) is bare else module, prefix)
+            self.root_of |= {name: number for name in self.parameters.keys() - self.root_of.keys()}
             self.partners = self.partners or partners(module)
             if engine_in(outer) is not None and unwrapped(outer) is not bare:
                 raise CannotTellError("the script calls a part of a DeepSpeed engine's model, not the engine")
@@ -425,6 +558,7 @@ class Recorder:
         """Forget the modules that were called so far. The script has only tried them out."""
         self.roots, self.outers, self.held_by, self.wrappers, self.copies = [], [], [], [], {}
         self.parameters, self.names, self.flats, self.pieces, self.ends = {}, {}, {}, {}, {}
+        self.root_of, self.trained_roots = {}, set()
         self.step = None
 
     def _note_parameters(self, module: nn.Module, prefix: str) -> None:
@@ -447,6 +581,8 @@ class Recorder:
                 self.names[id(parameter)] = prefix + name
                 self.parameters[prefix + name] = parameter
                 self.pieces[prefix + name] = piece_of(prefix + name, parameter)
+            elif self.names.get(id(parameter), prefix + name) != prefix + name:
+                self.aliases[prefix + name] = self.names[id(parameter)]
 
     def _begin(self, root: int, module: nn.Module, args: Any, kwargs: Any) -> Call:  # noqa: ANN401
         """Begin the record of a call of the outermost module, and of a new step if the optimizer has stepped since the
@@ -455,28 +591,33 @@ class Recorder:
         if self.stepped:
             self._close()
         if self.step is None:
-            self.step = Step()
+            self.step = Step(epoch_again=self.epoch_again)
+            self.epoch_again, self.scaled = None, []
             if not self.number:
                 self.began = time.perf_counter()
-            now = self._values()
-            self.step.changed = not all(_same(self.last[n], now[n]) for n in now if n in self.last)
-            if self.last.keys() != now.keys() or self.step.changed:
-                self.step.before = now
+            self.step.changed = any(self._differs(n, self.last[n]) for n in self.parameters if n in self.last)
+            if self.last.keys() != self.parameters.keys() or self.step.changed:
+                self.step.before = self._values()
+            self.marks = self._marks()
         elif new := self.parameters.keys() - (self.step.before or self.last).keys():  # of a model not called before
             self.step.before = (self.step.before or self.last) | self._values(new)
+            self.marks = self._marks() | self.marks
         if root not in self.copies and self.rank == 0:
             outer = self.outers[root]
             self.copies[root] = bare_copy(outer if unwrapped(outer) is self.roots[root] else module)
         bare, outer = unwrapped(module), self.outers[root]
-        if module is bare and outer is not bare:
+        if module is bare and outer is not bare and unwrapped(outer) is not self.inside_loop:
             self.bypassed = type(outer).__name__
         call = Call(
             root=root,
             inputs=with_tensors((args, dict(kwargs)), _kept),
             random_state=torch.get_rng_state(),
+            host_random=host_random(),
             training=[m.training for _, m in bare_modules(bare)],
+            refrozen=self._refrozen(root, bare),
             autocast=self._autocast(),
             buffers=_buffers(bare),
+            weights=self._changed_weights(self.parameters),
         )
         self.step.calls.append(call)
         self.inner_terms = []
@@ -489,11 +630,19 @@ class Recorder:
                     earlier.feeds = True
         return call
 
+    def _refrozen(self, root: int, bare: nn.Module) -> dict[str, bool]:
+        """Return which parameters have been frozen or unfrozen since a module was first called."""
+        now = {name: p.requires_grad for name, p in named_parameters(bare).items()}
+        first = self.trains_at_first.setdefault(root, now)
+        return {name: trains for name, trains in now.items() if first.get(name, trains) != trains}
+
     def _observe_outputs(self, call: Call, outputs: Any) -> None:  # noqa: ANN401
         for number, output in enumerate(t for t in tensors_in(outputs) if t.requires_grad and t.grad_fn is not None):
-            flat = local(output).reshape(-1)
-            norm = flat.double().norm().reshape(1).cpu()
-            call.outputs.append(torch.cat([flat[:SKETCHED].double().cpu(), norm]))
+            if is_dtensor(output) and not all(p.is_replicate() for p in output.placements):  # type: ignore[attr-defined]
+                call.output_pieces[number] = piece_of(f"output {number}", output)
+                call.outputs.append(_kept(output))
+            else:
+                call.outputs.append(sketch(local(output)))
             call.gradients.append(None)
             self.ends[id(output.grad_fn), output.output_nr] = output.grad_fn, call, number
             for term, end in self.inner_terms:
@@ -504,6 +653,11 @@ class Recorder:
     def _saw_gradient(self, call: Call, number: int, gradient: Tensor) -> None:
         if self.active:
             with self._timed():
+                if is_dtensor(gradient):
+                    placed: Any = gradient
+                    if any(p.is_partial() for p in placed.placements):
+                        self.refuse("the gradient that enters an output is a sum that ranks have not added up yet")
+                    call.gradient_pieces[number] = piece_of(f"output {number}", gradient)
                 new, old = _kept(gradient), call.gradients[number]
                 call.gradients[number] = new if old is None else old + new
                 call.entering, self.entering = self.entering, 1.0
@@ -549,16 +703,25 @@ class Recorder:
                 break
             variable = getattr(node, "variable", None)
             if isinstance(variable, nn.Parameter) and not leaves:
-                name = self.names.get(id(variable), f"a parameter of shape {tuple(variable.shape)}")
-                self.refuse(
-                    DIFFERENTIATES
-                    if self.differentiates
-                    else f"the loss reaches {name} by another way than the outputs of a module that the script calls, "
-                    "such as a penalty on weights or a value kept as an attribute"
-                )
+                name = self.names.get(id(variable)) or self._name_of(variable)
+                if self.differentiates:
+                    self.refuse(DIFFERENTIATES)
+                elif name is None or self.step is None:
+                    self.refuse(beside_outputs(name or f"a parameter of shape {tuple(variable.shape)}"))
+                else:  # it may be a penalty on weights, which the judge can tell
+                    self.step.beside.add(name)
+                    continue
                 break
             queue += [(inner, nr) for inner, nr in node.next_functions if inner is not None]
         return found
+
+    def _name_of(self, parameter: nn.Parameter) -> str | None:
+        """Return the name of a parameter that a wrapper has put in the place of that which was noted, as FSDP2 does."""
+        for number, root in enumerate(self.roots):
+            for name, own in named_parameters(root).items():
+                if own is parameter:
+                    return name if number == 0 else f"root{number}.{name}"
+        return None
 
     def _carried_over(self, call: Call) -> bool:
         """Count a call of the step before as one of this step, and return whether that is possible.
@@ -588,13 +751,39 @@ class Recorder:
         if reduction not in ("mean", "sum", "none") or legacy != (None, None):
             return
         term = Term(
-            name=name, reduction=reduction, scored=counted.cpu(), weighted=weight is not None, inside=self.depth > 0
+            name=name, reduction=reduction, scored=_kept(counted), weighted=weight is not None, inside=self.inside_model
         )
         if term.inside:
             self.inner_terms.append((term, (id(result.grad_fn), result.output_nr)))
         result.register_hook(functools.partial(self._saw_term_gradient, term))  # type: ignore[no-untyped-call]
+        self.terms[result.grad_fn, result.output_nr] = term
         if self.step is not None and self.step.calls:
             self.step.calls[-1].terms.append(term)
+
+    def _look_for_multipliers(self, tensors: Iterable[Tensor]) -> None:
+        """Note the numbers by which results of loss functions are multiplied on the way to what is differentiated."""
+        queue: list[tuple[Any, int, float]] = [
+            (t.grad_fn, t.output_nr, 1.0 / self.scale) for t in tensors if t.grad_fn is not None
+        ]
+        seen = set[tuple[Any, int]]()
+        while queue and len(seen) < MOST_NODES:
+            node, number, product = queue.pop()
+            if (node, number) in seen:
+                continue
+            seen.add((node, number))
+            if term := self.terms.pop((node, number), None):
+                term.multiplied = product
+                continue
+            if (id(node), number) in self.ends:
+                for term in self.ends[id(node), number][1].terms:
+                    if term.inside:
+                        term.multiplied = product
+                continue
+            if node.name() == "MulBackward0":
+                other = node._saved_other if node.next_functions[1][0] is None else node._saved_self
+                if isinstance(other, Tensor) and other.numel() == 1 and None in (f[0] for f in node.next_functions):
+                    product *= float(other)
+            queue += [(inner, nr, product) for inner, nr in node.next_functions if inner is not None]
 
     def _saw_term_gradient(self, term: Term, gradient: Tensor) -> None:
         if self.active:
@@ -616,11 +805,16 @@ class Recorder:
                 self.number += 1
             except (OSError, TypeError, AttributeError, ValueError) as error:
                 self.refuse(f"a step cannot be recorded: {type(error).__name__}: {error}")
-        self.old_ends, self.ends = self.ends, {}
+        self.old_ends, self.ends, self.terms = self.ends, {}, {}
         if self.reason or self._is_enough():
-            self.active = False
-            self.folder.meet(self.rank, self.world, MEET_SECONDS)
-            raise EnoughError
+            self._stop()
+        self.folder.write_facts(self._facts("still running"), so_far=True)
+
+    def _stop(self) -> NoReturn:
+        """End the script, once all ranks have come so far."""
+        self.active = False
+        self.met = self.folder.meet(self.rank, self.world, MEET_SECONDS)
+        raise EnoughError
 
     def _is_enough(self) -> bool:
         """Return whether every optimizer has taken its steps. Those that take turns get twice as many in all."""
@@ -637,27 +831,32 @@ class Recorder:
             if self.active and self.stepped:
                 self._close()
         self.active = False
-        self.folder.write_facts(
-            Facts(
-                rank=self.rank,
-                world=self.world,
-                wrappers=self.wrappers,
-                bypassed=self.bypassed,
-                partners=self.partners,
-                gradient_pieces=self.gradient_pieces,
-                partial=self.partial,
-                pieces=self.pieces,
-                trained=[n for n, p in self.parameters.items() if p.requires_grad],
-                held=sorted(self.held),
-                strangers=self.strangers,
-                device=self.device,
-                dtypes={n: p.dtype for n, p in self.parameters.items()},
-                end="refused" if self.reason else end,
-                detail=self.reason or detail,
-                script_seconds=self.ended - self.began,
-                record_seconds=self.record_seconds,
-                num_steps=self.number,
-            )
+        self.folder.write_facts(self._facts(end, detail))
+
+    def _facts(self, end: str, detail: str = "") -> Facts:
+        return Facts(
+            rank=self.rank,
+            world=self.world,
+            wrappers=self.wrappers,
+            bypassed=self.bypassed,
+            partners=self.partners,
+            gradient_pieces=self.gradient_pieces,
+            partial=self.partial,
+            pieces=self.pieces,
+            trained=[
+                n for n, p in self.parameters.items() if p.requires_grad and self.root_of.get(n) in self.trained_roots
+            ],
+            hooks=communication_hooks(self.outers),
+            held=sorted(self.held),
+            aliases=self.aliases,
+            strangers=self.strangers,
+            device=self.device,
+            dtypes={n: p.dtype for n, p in self.parameters.items()},
+            end="refused" if self.reason else end,
+            detail=self.reason or detail,
+            script_seconds=self.ended - self.began,
+            record_seconds=self.record_seconds,
+            num_steps=self.number,
         )
 
     # Tensors of this rank
@@ -673,6 +872,34 @@ class Recorder:
     def _values(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         wanted = self.parameters if names is None else names
         return {name: _kept(self._part(name, local(self.parameters[name]))) for name in wanted}
+
+    def _marks(self) -> dict[str, tuple[int, ...]]:
+        """Return address and version of every parameter. Every write changes them, but for one to `.data`.
+
+        A write to a DTensor does not change its local tensor's version, nor one to the local tensor the DTensor's. What
+        is written to parts of FSDP1's flat parameters changes neither.
+        """
+        own = {name: (p, getattr(p, "_local_tensor", p)) for name, p in self.parameters.items()}
+        return {name: (part.data_ptr(), part._version, p._version) for name, (p, part) in own.items()}
+
+    def _changed_weights(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return those of `names` that something has changed since the step began, other than an optimizer's step."""
+        now, held = self._marks(), (self.step.before if self.step is not None else {}) or self.last
+        written = [n for n in names if n in held and (n in self.flats or now[n] != self.marks[n])]
+        return self._values(n for n in written if self._differs(n, held[n]))
+
+    def _differs(self, name: str, value: Tensor) -> bool:
+        """Return whether a parameter has another value than this one."""
+        return not _same(self._part(name, local(self.parameters[name])).cpu(), value)
+
+    def _gradient_marks(self) -> dict[str, tuple[int, ...]]:
+        """Return the addresses and versions of all gradients."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name, p in self.parameters.items():
+            if p.grad is not None:
+                own = local(p.grad)
+                found[name] = own.data_ptr(), own._version, p.grad._version
+        return found
 
     def _gradients(self, names: Iterable[str]) -> dict[str, Tensor]:
         found = {}
@@ -704,8 +931,48 @@ class Recorder:
         begin = time.perf_counter()
         try:
             yield
+        except Exception as error:  # the script must not fail because it is observed
+            self.refuse(
+                f"Meshmark failed while it recorded the script ({type(error).__name__}: {error}); please report this"
+            )
         finally:
             self.record_seconds += time.perf_counter() - begin
+
+
+def sketch(output: Tensor) -> Tensor:
+    """Return the first elements of an output, and its norm."""
+    flat = output.detach().reshape(-1).double()
+    return torch.cat([flat[:SKETCHED], flat.norm().reshape(1)]).cpu()
+
+
+def beside_outputs(name: str) -> str:
+    """Return why a loss that reaches the parameter `name` by another way cannot be judged."""
+    return (
+        f"the loss reaches {name} by another way than the outputs of a module that the script calls, and not by a "
+        "penalty on weights: a value kept as an attribute, or a part of a model that is called by itself?"
+    )
+
+
+def runs_the_loop(module: nn.Module) -> bool:
+    """Return whether this call of a LightningModule is its `training_step`, with manual optimization.
+
+    It then holds forward, backward and the optimizer's step. What it calls is a script's outermost module.
+    """
+    bare = unwrapped(module)
+    return not getattr(bare, "automatic_optimization", True) and redirected_to(bare) is not None
+
+
+def is_functional(args: Any, kwargs: Any) -> bool:  # noqa: ANN401
+    """Return whether a call is one of `torch.func`'s: `functional_call`, or inside a transform such as `vmap`.
+
+    The module's parameters, or its inputs, are then others than the script's for the time of the call.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_functional_call" and frame.f_globals.get("__name__") == "torch.nn.utils.stateless":
+            return True
+        frame = frame.f_back
+    return any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors_in((args, kwargs)))
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -727,7 +994,9 @@ def _plain(value: Any) -> Any:  # noqa: ANN401
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+    return (a.dtype is b.dtype and torch.equal(a, b)) or (
+        a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+    )
 
 
 def install(recorder: Recorder) -> None:
@@ -783,6 +1052,7 @@ def install(recorder: Recorder) -> None:
 
     _observe_scaler(recorder)
     _observe_schedules(recorder)
+    _observe_epochs(recorder)
     _observe_collectives(recorder)
     _refuse_spawning()
     register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: recorder.before_step(optimizer, args, kwargs))
@@ -823,6 +1093,7 @@ def _observe_scaler(recorder: Recorder) -> None:
         found = scale(self, outputs)
         if self.is_enabled():
             recorder.scale, recorder.unscaled = float(self.get_scale()), False
+            recorder.scaled += [t.grad_fn for t in tensors_in(found)]
         return found
 
     def observed_unscale(self: Any, optimizer: Any) -> Any:  # noqa: ANN401
@@ -857,7 +1128,7 @@ def _observe_collectives(recorder: Recorder) -> None:
             frame = inspect.currentframe()
             caller = str(frame.f_back.f_globals.get("__name__", "")) if frame and frame.f_back else ""
             if not caller.startswith(_GRADIENTS_PASS):
-                recorder.saw_collective(name, tensors_in((args, kwargs)))
+                recorder.saw_collective(name, tensors_in((args, kwargs)), _function_around(frame))
             return function(*args, **kwargs)
 
         return call
@@ -866,16 +1137,60 @@ def _observe_collectives(recorder: Recorder) -> None:
         setattr(dist, name, observed(name, getattr(dist, name)))
 
 
+def _function_around(frame: types.FrameType | None) -> Any:  # noqa: ANN401
+    """Return the context of the `torch.autograd.Function` whose forward pass holds a frame. None if there is none."""
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and frame.f_code.co_argcount:
+            first = frame.f_locals.get(frame.f_code.co_varnames[0])
+            if isinstance(first, torch.autograd.function.BackwardCFunction):
+                return first
+        frame = frame.f_back
+    return None
+
+
 def _observe_schedules(recorder: Recorder) -> None:
     schedule: Any = torch.optim.lr_scheduler.LRScheduler
     step = schedule.step
 
     @functools.wraps(step)
     def observed_step(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        recorder.saw_schedule(self)
+        recorder.saw_schedule(self, _steps_by_design(inspect.currentframe()))
         return step(self, *args, **kwargs)
 
     schedule.step = observed_step
+
+    plateau: Any = torch.optim.lr_scheduler.ReduceLROnPlateau
+    follow = plateau.step
+
+    @functools.wraps(follow)
+    def observed_metric(self: Any, metrics: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        recorder.saw_metric(metrics)
+        return follow(self, metrics, *args, **kwargs)
+
+    plateau.step = observed_metric
+
+
+def _steps_by_design(frame: types.FrameType | None) -> int:
+    """Return how many steps a schedule takes at once by design, given the frame that observes it.
+
+    Accelerate's prepared schedules take one for each process: they are to be made for the steps of one process.
+    """
+    caller = frame.f_back if frame is not None else None
+    if caller is None or caller.f_globals.get("__name__") != "accelerate.scheduler":
+        return 1
+    return int(caller.f_locals.get("num_processes", 1))  # absent if batches are split
+
+
+def _observe_epochs(recorder: Recorder) -> None:
+    sampler: Any = torch.utils.data.DistributedSampler
+    begin = sampler.__iter__
+
+    @functools.wraps(begin)
+    def observed(self: Any) -> Any:  # noqa: ANN401
+        recorder.saw_epoch(self)
+        return begin(self)
+
+    sampler.__iter__ = observed
 
 
 class SpawnsError(BaseException):

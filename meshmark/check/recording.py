@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import io
+import math
 import os
+import pickle
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from meshmark.check.pieces import Piece
+from meshmark.check.tree import tensors_in
+
+ALIGNED = 64
+"""Tensors begin at multiples of this number of bytes in a file."""
 
 
 @dataclass(kw_only=True)
@@ -29,6 +35,8 @@ class Term:
     """Gradient of the loss that was differentiated, with respect to this function's result."""
     inside: bool = False
     """Whether the outermost module made the result, and made its outputs from that."""
+    multiplied: float = 1.0
+    """Product of the numbers by which the script has multiplied the result. Divisions do not count."""
 
 
 @dataclass(kw_only=True)
@@ -38,8 +46,12 @@ class Call:
     root: int
     inputs: tuple[tuple[Any, ...], dict[str, Any]]
     random_state: Tensor
+    host_random: dict[str, Any]
+    """States of the global generators of Python's `random` and of NumPy, which a module may draw from too."""
     training: list[bool]
     """Training mode of every module."""
+    refrozen: dict[str, bool]
+    """Whether a parameter requires a gradient, if that has changed since the module was first called."""
     autocast: torch.dtype | None
     buffers: dict[str, Tensor]
     replaced: list[str] = field(default_factory=list)
@@ -48,6 +60,10 @@ class Call:
     """The first elements of every output that has a gradient, with the output's norm appended."""
     gradients: list[Tensor | None] = field(default_factory=list)
     """Gradients of the loss that was differentiated, with respect to these outputs."""
+    output_pieces: dict[int, Piece] = field(default_factory=dict)
+    """Places of this rank's parts of sharded outputs, by number. `outputs` then holds the whole part."""
+    gradient_pieces: dict[int, Piece] = field(default_factory=dict)
+    """Places of this rank's parts of their gradients."""
     used: set[int] = field(default_factory=set)
     """Outputs that enter the loss directly, not through another output."""
     nested: bool = False
@@ -55,6 +71,8 @@ class Call:
     terms: list[Term] = field(default_factory=list)
     feeds: bool = False
     """Whether an output entered another module that the script called."""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """Parameters that the script has changed since the step began, as they were at this call."""
     scale: float = 1.0
     """Factor by which a `GradScaler` had multiplied the loss."""
     entering: float = 1.0
@@ -84,6 +102,16 @@ class Clip:
 
 
 @dataclass(kw_only=True)
+class Gather:
+    """Gradients that passed a `torch.autograd.Function` that gathers a tensor from all ranks."""
+
+    given: Tensor
+    """With respect to this rank's tensor."""
+    result: Tensor
+    """With respect to all ranks' tensors, of shape (world, ...), from the loss of this rank."""
+
+
+@dataclass(kw_only=True)
 class Group:
     """One group of parameters of one optimizer, at one step."""
 
@@ -100,7 +128,12 @@ class Step:
     """Record of one rank up to and including one optimizer step. Tensors are this rank's parts."""
 
     calls: list[Call] = field(default_factory=list)
+    calls_before: int = 0
+    """Number of calls that were left out before these, because their gradients were dropped."""
     clips: list[Clip] = field(default_factory=list)
+    edited: set[str] = field(default_factory=set)
+    """Parameters whose gradients the script has changed by itself, on this rank alone, in a hook or after the last
+    backward pass. Empty if it has called a collective since."""
     clipped_nothing: list[str] = field(default_factory=list)
     """Parameters that were clipped while none of them had a gradient."""
     groups: list[Group] = field(default_factory=list)
@@ -110,16 +143,32 @@ class Step:
     """Parameters when the step began. Empty if they are those after the step before."""
     changed: bool = False
     """Whether something other than the optimizer has changed parameters since the step before."""
+    stepped_from: dict[str, Tensor] = field(default_factory=dict)
+    """Parameters that the script has changed since the step began, as the optimizer found them."""
+    beside: set[str] = field(default_factory=set)
+    """Parameters that the loss reaches by another way than the outputs of a module, as a penalty on weights does."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """Gradients that the optimizer received."""
+    still_scaled: float = 1.0
+    """Factor by which a `GradScaler` had multiplied the gradients that the optimizer received."""
+    not_scaled: float = 1.0
+    """Factor of a `GradScaler` by which the last loss that was differentiated had not been multiplied."""
     after: dict[str, Tensor] = field(default_factory=dict)
     """Parameters after the optimizer's step."""
     losses: list[float] = field(default_factory=list)
     """Values of everything that was differentiated."""
     gathered: str = ""
     """Collective by which the script brought values together between forward and backward, if it did."""
+    gathers: list[Gather] = field(default_factory=list)
+    """The same in functions of the script's own that have a backward pass."""
     schedule_steps: int = 0
     """Most steps that one learning-rate schedule took for this step."""
+    schedule_steps_by_design: int = 1
+    """How many of them a schedule takes at once by design."""
+    metrics: list[float] = field(default_factory=list)
+    """What `ReduceLROnPlateau` was given after this step."""
+    epoch_again: int | None = None
+    """Epoch whose order a shuffling `DistributedSampler` has begun again since the step before, if it has."""
     skipped: int = 0
     """Number of steps before this one that a `GradScaler` skipped."""
     seconds: float = 0.0
@@ -157,12 +206,16 @@ class Facts:
     """Parameters that require a gradient."""
     held: list[str]
     """Parameters that an optimizer held at any step: optimizers may take turns."""
+    aliases: dict[str, str]
+    """Names of parameters that an outermost module shares with an earlier one, and what they are called there."""
     strangers: int
     """Most tensors that an optimizer held in one group and that belong to no model that was called."""
     device: str
     dtypes: dict[str, torch.dtype]
+    hooks: list[str]
+    """Names of DDP's communication hooks, which may change gradients on their way."""
     end: str
-    """Why recording ended: `enough`, `script ended`, `raised`, `refused`."""
+    """Why recording ended: `enough`, `script ended`, `raised`, `refused`, `left behind`; or `still running`."""
     detail: str = ""
     script_seconds: float = 0.0
     """Seconds from the first recorded step to the last."""
@@ -183,18 +236,22 @@ class Folder:
         """
         return self._write(f"rank{rank}-step{number}.pt", step, limit)
 
-    def write_facts(self, facts: Facts) -> None:
-        self._write(f"rank{facts.rank}.pt", facts, 1 << 40)
+    def write_facts(self, facts: Facts, *, so_far: bool = False) -> None:
+        """Write the facts about a rank, or those that are known `so_far`."""
+        self._write(f"rank{facts.rank}{'-so-far' if so_far else ''}.pt", facts, 1 << 40)
 
     def _write(self, name: str, value: object, limit: int) -> int:
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        size = buffer.tell()
+        size = sum(t.numel() * t.element_size() for t in tensors_in(value))
         if size > limit:
             raise OSError(f"a step of this rank takes {size:,} bytes, and {limit:,} are left of --max-disk")
         part = self.path / f".{name}.part"
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(buffer.getbuffer())
+            pickled = io.BytesIO()
+            _Pickler(pickled, file).dump(value)
+            end = file.tell()
+            file.write(pickled.getbuffer())
+            file.write(end.to_bytes(8, "little"))
+            size = file.tell()
         part.rename(self.path / name)
         return size
 
@@ -202,20 +259,23 @@ class Folder:
         """Return whether recording has ended on this rank."""
         return (self.path / f"rank{rank}.pt").exists()
 
-    def facts(self, rank: int) -> Facts:
-        return self._read(self.path / f"rank{rank}.pt")  # type: ignore[no-any-return]
+    def facts(self, rank: int) -> Facts | None:
+        """Return the facts about a rank, or those so far if it runs on. None if no step has ended."""
+        names = [f"rank{rank}.pt", f"rank{rank}-so-far.pt"]
+        return next((self._read(self.path / name) for name in names if (self.path / name).exists()), None)
 
-    def meet(self, rank: int, world: int, seconds: float) -> None:
-        """Wait until every rank is here or has ended.
+    def meet(self, rank: int, world: int, seconds: float) -> bool:
+        """Wait until every rank is here or has ended. Return whether they are.
 
         A rank that left earlier would break transfers that others still receive.
         """
         (self.path / f"rank{rank}.here").touch(mode=0o600)
         end = time.monotonic() + seconds
-        while time.monotonic() < end and not all(
-            (self.path / f"rank{r}.here").exists() or self.has_facts(r) for r in range(world)
-        ):
+        while not all((self.path / f"rank{r}.here").exists() or self.has_facts(r) for r in range(world)):
+            if time.monotonic() > end:
+                return False
             time.sleep(0.01)
+        return True
 
     def step(self, rank: int, number: int) -> Step:
         return self._read(self.path / f"rank{rank}-step{number}.pt")  # type: ignore[no-any-return]
@@ -228,4 +288,45 @@ class Folder:
         status = path.stat()
         if status.st_uid != os.getuid():
             raise OSError(f"{path} belongs to another user")
-        return torch.load(path, map_location="cpu", weights_only=False)
+        content = bytearray(path.read_bytes())
+        end = int.from_bytes(content[-8:], "little")
+        return _Unpickler(io.BytesIO(content[end:-8]), content).load()
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles values, and writes their tensors to a file as they are.
+
+    `torch.save` takes as long as a step of a small model.
+    """
+
+    def __init__(self, pickled: io.BytesIO, file: BinaryIO) -> None:
+        super().__init__(pickled, protocol=pickle.HIGHEST_PROTOCOL)
+        self.file = file
+        self.places: dict[int, tuple[Tensor, int]] = {}
+        """Tensors that were written, by id, and where."""
+
+    def persistent_id(self, value: Any) -> tuple[torch.dtype, tuple[int, ...], int] | None:  # noqa: ANN401
+        if type(value) is not Tensor or value.device.type != "cpu" or value.layout is not torch.strided:
+            return None
+        if value.requires_grad or value.is_quantized:
+            return None
+        if id(value) not in self.places:
+            self.file.write(bytes(-self.file.tell() % ALIGNED))
+            self.places[id(value)] = value, self.file.tell()
+            self.file.write(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return value.dtype, tuple(value.shape), self.places[id(value)][1]
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads what `_Pickler` has written."""
+
+    def __init__(self, pickled: io.BytesIO, content: bytearray) -> None:
+        super().__init__(pickled)
+        self.content = content
+
+    def persistent_load(self, place: tuple[torch.dtype, tuple[int, ...], int]) -> Tensor:
+        dtype, shape, begin = place
+        number = math.prod(shape)
+        if not number:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self.content, dtype=dtype, count=number, offset=begin).reshape(shape)

@@ -1,8 +1,9 @@
-"""Find which rows of data are shared between ranks or steps."""
+"""Tell the rows of data that enter a model, to find those that ranks or steps share."""
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -12,9 +13,9 @@ from meshmark.check.recording import Call
 from meshmark.check.tree import tensors_in
 
 
-def rows_of(calls: Sequence[Call]) -> set[bytes]:
-    """Return digests of the rows that entered the model."""
-    found = set()
+def rows_of(calls: Sequence[Call]) -> Counter[bytes]:
+    """Return how often each row entered the model, by its digest. Where few rows exist, batches share most of them."""
+    found = Counter[bytes]()
     for call in calls:
         tensors = [t for t in tensors_in(call.inputs) if t.dim()]
         if not tensors:
@@ -25,7 +26,7 @@ def rows_of(calls: Sequence[Call]) -> set[bytes]:
             digest = hashlib.sha256()
             for tensor in batched:
                 digest.update(_bytes(tensor[row]))
-            found.add(digest.digest())
+            found[digest.digest()] += 1
     return found
 
 
@@ -33,14 +34,3 @@ def _bytes(row: Tensor) -> bytes:
     return (
         bytes(row.contiguous().reshape(-1).view(torch.uint8).numpy().data) if row.dim() else repr(row.item()).encode()
     )
-
-
-def shared_rows(ranks: Sequence[Sequence[Call]]) -> bool:
-    """Return whether all ranks read exactly the same rows."""
-    first, *others = (rows_of(calls) for calls in ranks)
-    return bool(first) and all(own == first for own in others)
-
-
-def repeated_rows(before: Sequence[Call], now: Sequence[Call]) -> bool:
-    """Return whether two steps read exactly the same rows."""
-    return rows_of(before) == rows_of(now)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from meshmark.check.overwritten import Earlier
 from meshmark.check.pieces import CannotTellError, Piece, assembled
+from meshmark.check.recorder import sketch
 from meshmark.check.recording import Facts, Folder, Step
 from meshmark.check.tensor_parallel import check_inputs
 from meshmark.check.wrappers import NAMES, REFUSED
@@ -35,6 +38,12 @@ class Moment:
     """Gradients of parameters that every rank holds whole, added up over the first ranks that compute together."""
     before_parts: list[dict[str, Tensor]] = field(default_factory=list)
     """Parts that each rank holds before the step."""
+    moved: dict[int, dict[int, dict[str, Tensor]]] = field(default_factory=dict)
+    """Parameters at calls before which the script has changed some, by the number of the call."""
+
+    def weights(self, owner: int, call: int) -> dict[str, Tensor]:
+        """Return the parameters of a replica as they were at a call."""
+        return self.moved.get(call, self.before)[owner]
 
 
 @dataclass(kw_only=True)
@@ -132,6 +141,11 @@ class Run:
         before = whole(parts)
         if not number:
             _check_whole(before, parts)
+        moved = {}
+        for index in range(max(len(s.calls) for s in ranks)):
+            own = [s.calls[index].weights if index < len(s.calls) else {} for s in ranks]
+            if any(own):
+                moved[index] = whole([part | changed for part, changed in zip(parts, own, strict=True)])
         clipped = gradients([s.gradients for s in ranks])
         complete = gradients([s.complete_gradients for s in ranks])
         for f, step, owner in zip(self.facts, ranks, self.owners, strict=True):
@@ -139,6 +153,8 @@ class Run:
                 step.gradients[name] = f.pieces[name].take(clipped[owner][name], step.after[name])
             if len(f.partners) > 1:
                 check_inputs([ranks[r] for r in f.partners], f.partners)
+                if f.rank == f.partners[0]:
+                    _assemble_outputs([ranks[r] for r in f.partners])
         return Moment(
             number=number,
             ranks=ranks,
@@ -149,7 +165,45 @@ class Run:
             added=self._added(ranks),
             after=whole([s.after for s in ranks]),
             before_parts=parts,
+            moved=moved,
         )
+
+    def history(self, number: int, owner: int, names: Collection[str]) -> list[Earlier]:
+        """Return some parameters of a replica at the beginning and after each step before step `number`, and where
+        something else had changed them before a step.
+        """
+        again = Run(folder=self.folder, facts=self.facts)
+        found = []
+        for earlier in range(number):
+            moment = again.moment(earlier)
+            if not earlier or any(step.changed for step in moment.ranks):
+                values = {name: moment.before[owner][name] for name in names}
+                found.append(Earlier(when=f"before step {earlier}", values=values, begins=True))
+            values = {name: moment.after[owner][name] for name in names}
+            found.append(Earlier(when=f"after step {earlier}", values=values))
+        return found
+
+
+def _assemble_outputs(together: list[Step]) -> None:
+    """Give the first of ranks that compute together the whole outputs and gradients of which each has recorded a part,
+    as with `loss_parallel`.
+    """
+    for calls in zip(*(step.calls for step in together), strict=True):
+        first = calls[0]
+        for number in first.output_pieces:
+            first.outputs[number] = sketch(
+                _joined([(call.output_pieces[number], call.outputs[number]) for call in calls])
+            )
+        for number in first.gradient_pieces:
+            parts = [(call.gradient_pieces[number], call.gradients[number]) for call in calls]
+            first.gradients[number] = _joined([(piece, part) for piece, part in parts if part is not None])
+
+
+def _joined(parts: list[tuple[Piece, Tensor]]) -> Tensor:
+    whole = torch.empty(parts[0][0].shape, dtype=parts[0][1].dtype)
+    for piece, part in parts:
+        piece.put(whole, part)
+    return whole
 
 
 def _check_whole(found: dict[int, dict[str, Tensor]], parts: list[dict[str, Tensor]]) -> None:

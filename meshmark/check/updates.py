@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshmark.check.gradients import FACTOR
-from meshmark.check.recording import Step
+from meshmark.check.recording import Group, Step
 
 KNOWN = (
     torch.optim.SGD,
@@ -27,6 +27,8 @@ KNOWN = (
 )
 """Optimizers that work element by element, so that a shard is updated like the whole."""
 _BY_NAME = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in KNOWN}
+_COMPILED_ADAM = ("deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam", "deepspeed.ops.adam.fused_adam.FusedAdam")
+"""DeepSpeed's own, which is Adam or AdamW."""
 _HOW = {"foreach": False, "fused": None, "capturable": False, "differentiable": False}
 """Options that affect how a step is computed but not its result."""
 DRAWS = 3
@@ -48,11 +50,11 @@ class Rule:
         """Return the parameters of optimizer `which` after a step. Raises `UnknownOptimizerError`."""
         groups = [g for g in step.groups if g.optimizer == which and g.names]
         if self.optimizer is None:
-            cls = _BY_NAME.get(groups[0].cls)
-            if cls is None:
-                raise UnknownOptimizerError(groups[0].cls)
+            cls = _rule_of(groups[0])
             self._build(cls, step, groups, before)
         assert self.optimizer is not None
+        for group in groups[len(self.optimizer.param_groups) :]:  # `add_param_group` since the step before
+            self.optimizer.add_param_group(self._group(group, before))
         for own, group in zip(self.optimizer.param_groups, groups, strict=True):
             own.update({k: v for k, v in group.options.items() if k in own and k not in _HOW})
             for name in group.names:
@@ -70,21 +72,47 @@ class Rule:
         signs = torch.randint(-1, 2, gradient.shape, generator=self.nudges).to(dtype)
         return gradient * (1 + signs * torch.finfo(dtype).eps)
 
-    def _build(self, cls: Any, step: Step, groups: Any, before: Mapping[str, Tensor]) -> None:  # noqa: ANN401
-        def kept(value: Tensor) -> Tensor:
-            return value.double() if self.nudges is None and value.is_floating_point() else value.clone()
+    def _kept(self, value: Tensor) -> Tensor:
+        return value.double() if self.nudges is None and value.is_floating_point() else value.clone()
 
-        built = []
-        for group in groups:
-            own = [nn.Parameter(kept(before[name])) for name in group.names]
-            self.parameters |= dict(zip(group.names, own, strict=True))
-            built.append({"params": own} | {k: v for k, v in group.options.items() if k not in _HOW})
-        self.optimizer = cls(built, foreach=False)
+    def _group(self, group: Group, before: Mapping[str, Tensor]) -> dict[str, Any]:
+        own = [nn.Parameter(self._kept(before[name])) for name in group.names]
+        self.parameters |= dict(zip(group.names, own, strict=True))
+        return {"params": own} | {k: v for k, v in group.options.items() if k not in _HOW}
+
+    def _build(self, cls: Any, step: Step, groups: Any, before: Mapping[str, Tensor]) -> None:  # noqa: ANN401
+        self.optimizer = cls([self._group(group, before) for group in groups], foreach=False)
         for name, state in step.state.items():
             if name in self.parameters:
                 self.optimizer.state[self.parameters[name]] = {
-                    k: (v.clone() if k == "step" else kept(v)) if isinstance(v, Tensor) else v for k, v in state.items()
+                    k: torch.as_tensor(v, dtype=torch.float32).clone()
+                    if k == "step"
+                    else self._kept(v)
+                    if isinstance(v, Tensor)
+                    else v
+                    for k, v in state.items()
                 }
+
+
+def _rule_of(group: Group) -> Any:  # noqa: ANN401
+    """Return PyTorch's class of the same rule. Raises `UnknownOptimizerError`."""
+    if group.cls in _COMPILED_ADAM and group.options.get("bias_correction", True):
+        return torch.optim.AdamW if group.options["adam_w_mode"] else torch.optim.Adam
+    cls = _BY_NAME.get(group.cls)
+    if cls is None:
+        raise UnknownOptimizerError(group.cls)
+    return cls
+
+
+def _coarseness(group: Group) -> float:
+    """Return the relative rounding of a step of DeepSpeed's compiled Adam, beside that of the gradients.
+
+    It keeps the powers of both betas in float32, rounds them at every step, and divides by `1 - beta1**t` and by the
+    root of `1 - beta2**t`. Rounding of `t * eps / 2` moves `1 - beta**t` by up to `eps / 2 / (1 - beta)` of its size.
+    """
+    half = torch.finfo(torch.float32).eps / 2
+    beta1, beta2 = group.options["betas"]
+    return float(half / (1 - beta1) + half / (1 - beta2) / 2)
 
 
 class Updates:
@@ -102,6 +130,7 @@ class Updates:
     def compare(self, step: Step, before: Mapping[str, Tensor]) -> dict[str, tuple[float, Tensor]]:
         """Return the parameters whose update is wrong: by how many tolerances, and the right value."""
         wrong = {}
+        coarse = {name: _coarseness(g) for g in step.groups if g.cls in _COMPILED_ADAM for name in g.names}
         for which in dict.fromkeys(g.optimizer for g in step.groups if g.names):
             if which not in self.exact:
                 self.exact[which] = Rule()
@@ -118,9 +147,10 @@ class Updates:
                     continue
                 noise = max(float((d[name].double() - x).norm()) for d in draws)
                 eps = torch.finfo(step.after[name].dtype).eps
-                tolerance = FACTOR * max(noise, 0.5 * eps * float(x.norm())) + 1e-30
-                distance = float((y - x).norm())
                 moved = float((x - before[name].double()).norm())
+                noise = max(noise, 0.5 * eps * float(x.norm()), coarse.get(name, 0.0) * moved)
+                tolerance = FACTOR * noise + 1e-30
+                distance = float((y - x).norm())
                 if moved:
                     self.worst = max(self.worst, distance / max(moved, float(x.norm()) * eps))
                 if not distance <= tolerance:

@@ -50,7 +50,7 @@ class Verdict:
     findings: list[Finding] = field(default_factory=list)
     """Findings. The cause comes first."""
     lines: dict[str, str] = field(default_factory=dict)
-    """What was checked and the result, by subject."""
+    """Results by the subject that was checked."""
 
     @property
     def outcome(self) -> Outcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -43,3 +44,9 @@ def wrapper_around(module: nn.Module) -> nn.Module | None:
     found = [x for x in gc.get_objects() if type(x).__name__ in _AROUND and isinstance(x, nn.Module)]
     holders = [x for x in found if any(inner is module for inner in unwrapped(x).modules())]
     return min(holders, key=lambda x: len(list(layers(x))), default=None)
+
+
+def communication_hooks(modules: Iterable[nn.Module]) -> list[str]:
+    """Return the names of the hooks through which DDP wrappers among `modules` send their gradients."""
+    found = [hook for module in modules for inner in module.modules() for hook, _ in getattr(inner, "_comm_hooks", [])]
+    return list(dict.fromkeys(getattr(hook, "__name__", type(hook).__name__) for hook in found))

@@ -8,9 +8,11 @@ import errno
 import os
 import sys
 import textwrap
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, TextIO, cast
 
 from meshmark.errors import MeshmarkError
 from meshmark.text import pluralize
@@ -60,9 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     parsed = _parser().parse_args(arguments)
     try:
-        with _plain_warnings():
+        with _plain_warnings(), contextlib.redirect_stdout(cast(TextIO, _UnreadOutput(sys.stdout))):
             code = parsed.run(parsed) or 0
-        sys.stdout.flush()  # here, where a failure can still be reported
+            sys.stdout.flush()  # here, where a failure can still be reported
         return code
     except MeshmarkError as error:
         from meshmark.report.markdown import visible
@@ -73,12 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("meshmark: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read along, as `head` does, has enough
-        _silence_stdout()
-        return 0
     except OSError as error:
         if error.filename is not None or error.errno not in _UNWRITABLE:
-            raise
+            traceback.print_exc()
+            return 2  # Python's own code, 1, would say that a gate failed, or that a script trains wrong
         _silence_stdout()
         print(f"meshmark: what it found cannot be written: {error.strerror}", file=sys.stderr)
         return 2
@@ -102,6 +102,29 @@ def _plain_warnings() -> Iterator[None]:
         warnings.formatwarning = before
 
 
+class _UnreadOutput:
+    """Standard output that does not fail when its reader leaves, as `head` does: a gate still decides the exit code."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            _silence_stdout()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            _silence_stdout()
+
+
 _PACKAGE = Path(__file__).parent.parent
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EBADF, errno.EIO)
@@ -109,7 +132,7 @@ _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EBADF, errno.EIO)
 
 
 def _silence_stdout() -> None:
-    """Redirect stdout to /dev/null, because Python would flush it again at exit and fail again."""
+    """Redirect stdout to /dev/null, where all that is written from now on succeeds, and Python's flush at exit too."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -152,7 +152,8 @@ RUN_OPTIONS = (
     RunOption(
         name="localise",
         is_flag=True,
-        help="run a case that is not equivalent once more, and name the module in which it begins to deviate",
+        help="run every case that is not equivalent once more, and name the module in which it begins to deviate "
+        "(default: short ones whose diagnosis leaves that open)",
     ),
     RunOption(
         name="steps",
@@ -213,21 +214,23 @@ RUN_OPTIONS = (
         name="max-time",
         file=("cases",),
         metavar="30m",
-        help="begin no further test after so many seconds, m or h; one case of each adapter comes first",
+        help="start no further test after this time, such as 90s, 30m or 1h; one case of each adapter comes first",
     ),
     RunOption(name="baseline", metavar="NAME", help="fail tests that are worse than baselines/NAME, or a folder's"),
     RunOption(
         name="fail-on",
         default=DEFAULT_GATE,
         metavar="KIND,...",
-        help=f"beside --baseline: which changes fail, from which share on (default: {DEFAULT_GATE})".replace("%", "%%"),
+        help=f"with --baseline: kinds of changes that fail, and from which share on (default: {DEFAULT_GATE})".replace(
+            "%", "%%"
+        ),
     ),
     RunOption(name="across", is_flag=True, help="compare with --baseline though machine, versions or settings differ"),
     RunOption(
         name="known-gaps",
         file=("options",),
         metavar="FILE.toml",
-        help="failures that are known, beside those of the adapters",
+        help="known failures, in addition to those that adapters declare",
     ),
     RunOption(
         name="nnodes",

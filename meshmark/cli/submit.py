@@ -5,6 +5,7 @@ folder.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import shlex
 import subprocess
@@ -50,6 +51,8 @@ class Submission:
     options: tuple[str, ...]
     """Options for sbatch."""
     pytest: tuple[str, ...]
+    earlier: frozenset[str] = frozenset()
+    """Sessions that were in the folder before. They say nothing about this job."""
 
     @property
     def script(self) -> str:
@@ -78,8 +81,8 @@ class Submission:
             return Reading(records=[], complaints=[])
 
     def ended(self, task: int) -> int | None:
-        """Return pytest's exit code, or None if the task was cut off."""
-        sessions = self.reading(task).sessions
+        """Return pytest's exit code, or None if the task was cut off or never began."""
+        sessions = [session for session in self.reading(task).sessions if session.session not in self.earlier]
         return sessions[-1].exit_code if sessions else None
 
     def output_tail(self, task: int) -> str:
@@ -109,10 +112,13 @@ def submit(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         print(asked.script + "\n" + shlex.join(asked.command(range(1, asked.tasks + 1))))
         return 0
-    for task in range(1, asked.tasks + 1):
+    tasks = range(1, asked.tasks + 1)
+    for task in tasks:
         asked.task_folder(task).mkdir(parents=True, exist_ok=True)
+    earlier = frozenset(session.session for task in tasks for session in asked.reading(task).sessions)
+    asked = dataclasses.replace(asked, earlier=earlier)
     (asked.folder / "submit.sbatch").write_text(asked.script)
-    left = list(range(1, asked.tasks + 1))
+    left = list(tasks)
     for attempt in range(1 + arguments.retries):
         _follow(asked, left, _sbatch(asked.command(left)))
         left = [task for task in left if asked.ended(task) not in _ENDED_WELL]

@@ -14,6 +14,7 @@ from pathlib import Path, PurePath
 
 from meshmark.cli.run_options import RUN_OPTIONS
 from meshmark.errors import InputError, ResultsError, UnknownNameError, refuse_device
+from meshmark.interrupts import signals_end_like_ctrl_c
 from meshmark.records.record import SCHEMA
 from meshmark.records.record_file import Reading, RecordFile, read_records
 from meshmark.records.session import Attempt, Ending, Session, latest_attempts
@@ -108,6 +109,8 @@ _OWN = ("suites", "select")
 _SUITES = ("equivalence", "memory", "communication", "throughput", "conformance", "scale", "inference")
 _CHECK = ("script", "arguments", "nproc", "steps", "objective", "timeout")
 """Keys of a check: the options of `meshmark check`."""
+_END_SECONDS = 40.0
+"""How long a run or a check may take to end in good order."""
 _WORST = (3, 4, 2, 1, 5)
 """pytest's exit codes, the worst first: internal error, wrong usage, interruption, failures, no tests."""
 
@@ -280,7 +283,27 @@ def run_pytest(words: Sequence[str]) -> int:
     """Run pytest in a separate process, and print the command."""
     command = [sys.executable, "-m", "pytest", *words]
     print(shlex.join(["pytest", *words]), flush=True)
-    return subprocess.run(command).returncode
+    return _run_process(command)[0]
+
+
+def _run_process(command: Sequence[str], *, stdout: int | None = None) -> tuple[int, str]:
+    """Return a process's exit code, and its output where `stdout` is a pipe.
+
+    What ends this process ends that one too, in good order, so that it removes what it has made.
+    """
+    with signals_end_like_ctrl_c(), subprocess.Popen(command, stdout=stdout, text=True) as process:
+        try:
+            told, _ = process.communicate()
+            return process.returncode, told or ""
+        except KeyboardInterrupt as interrupt:
+            if interrupt.args:  # SIGTERM or SIGHUP; a terminal's Ctrl-C has reached it already
+                process.terminate()
+            for end in (process.terminate, process.kill):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_END_SECONDS)
+                    break
+                end()
+            raise
 
 
 def run_check(words: Sequence[str]) -> int:
@@ -293,11 +316,11 @@ def run_check(words: Sequence[str]) -> int:
     Path(page).parent.mkdir(parents=True, exist_ok=True)
     command = shlex.join(["meshmark", *words])
     print(command, flush=True)
-    done = subprocess.run([sys.executable, "-m", "meshmark", *words], stdout=subprocess.PIPE, text=True)
-    print(done.stdout, end="", flush=True)
-    if done.returncode in (0, 2):
-        return done.returncode
-    message = done.stdout.strip() or f"ended with exit code {done.returncode}"
+    code, told = _run_process([sys.executable, "-m", "meshmark", *words], stdout=subprocess.PIPE)
+    print(told, end="", flush=True)
+    if code in (0, 2):
+        return code
+    message = told.strip() or f"ended with exit code {code}"
     name = f"check[{Path(page).stem.removeprefix('check-')}]"
     failed = Attempt(test=name, case=name, conforming=False, ending=Ending.FAILED, message=message, command=command)
     report_to_github([failed], print)

@@ -37,7 +37,7 @@ PAIRS = 40
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionRecord(JudgedCase):
-    """What was found of a method.
+    """Results for one method.
 
     `speed` has milliseconds of a forward pass, the ratio original / compressed, and half its 95 % interval.
     """

@@ -1,4 +1,4 @@
-"""What methods that make models smaller promise, computed in float64 from the original weights.
+"""The promises of methods that make models smaller, computed in float64 from the original weights.
 
 Nothing here calls a package that is judged. Shape suffixes: O outputs, I inputs of a linear layer, N rows of inputs.
 """
@@ -117,7 +117,7 @@ def dynamic_codes(signed: bool) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ExactLayer:
-    """What a linear layer is after compression."""
+    """A linear layer after compression."""
 
     stored: Rounded
     """Weight that the layer keeps, [O, I]. Smaller than the original's if channels are removed."""
@@ -128,7 +128,7 @@ class ExactLayer:
 
 
 class Specification(ABC):
-    """What a method does with the linear layers of a model."""
+    """The effect of a method on the linear layers of a model."""
 
     rounds_inputs = False
     """True if each row of a layer's inputs is rounded as by `round_int8`."""

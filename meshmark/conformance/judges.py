@@ -80,7 +80,9 @@ def equivalent(record: Record) -> Finding:
 def verdict(suite: str, what: str) -> Judge:
     def judge(record: Record) -> Finding:
         verdict = record.verdict(suite)
-        assert verdict is not None
+        if verdict is None:
+            reasons = [why for why in record.not_judged if why.startswith(f"{suite}: ")]
+            return Finding(result=ClauseResult.UNSUPPORTED, evidence="; ".join(reasons) or f"{suite}: not judged")
         return _alone(record, what) or decide(verdict.passed, verdict.summary)
 
     return judge

@@ -23,7 +23,7 @@ from meshmark.inference.process import load_engine
 
 FOLDER = Path(__file__).parent.parent / "adapters" / "gaps"
 TRIALS = FOLDER / "tried.jsonl"
-"""What came of reproducers that were run under several versions: a line a run, by benchmarks/gap_versions.py."""
+"""Results of reproducers under several versions: one line a run, written by benchmarks/gap_versions.py."""
 _BLOCK = re.compile(r"^# /// script\n((?:#.*\n)+?)# ///\n", re.MULTILINE)
 _REQUIRED = ("title", "framework", "symptom", "cause", "processes")
 _OPTIONAL = ("upstream", "operators", "launcher", "environment", "processor", "gpu")
@@ -77,7 +77,7 @@ class Reproducer:
 
 
 class Outcome(StrEnum):
-    """What came of one run of a reproducer."""
+    """Result of one run of a reproducer."""
 
     SHOWS = "shows"
     """It ended with "expected: ...; got: ..."."""
@@ -93,7 +93,7 @@ class Trial:
 
     reproducer: str
     digest: str
-    """Of the script that was run: a trial of another script says nothing about this one."""
+    """Digest of the script that was run: a trial of another script says nothing about this one."""
     versions: Mapping[str, str]
     """Installed versions of the packages that the reproducer names."""
     outcome: Outcome

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Set
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.contract import Adapter
@@ -20,7 +21,7 @@ from meshmark.spec.algorithm import SYNCHRONOUS, algorithm_presets
 from meshmark.spec.case import Case, InvalidLayout, cell
 from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
 from meshmark.spec.model_config import Dataset
-from meshmark.spec.model_spec import ModelSpec
+from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload, workload
@@ -84,8 +85,15 @@ def _optimizing(change: Callable[[OptimizerSpec], OptimizerSpec]) -> Callable[[C
     return _training(lambda plain: replace(plain, optimizer=change(plain.optimizer)))
 
 
-def _modelling(change: Callable[[ModelSpec], ModelSpec]) -> Callable[[Case], Case]:
-    return _training(lambda plain: replace(plain, model=change(plain.transformer)))
+def _modelling(**sizes: Any) -> Callable[[Case], Case]:  # noqa: ANN401
+    """Return a function that changes dimensions of a case's model."""
+
+    def changed(plain: Workload) -> Workload:
+        if lacking := sizes.keys() - {field.name for field in fields(plain.text_model)}:
+            raise _NotInWorkload(f"{plain.model.name} has no {', '.join(sorted(lacking))}")
+        return replace(plain, model=replace(plain.text_model, **sizes))
+
+    return _training(changed)
 
 
 def _laying(change: Callable[[Layout], Layout]) -> Callable[[Case], Case]:
@@ -123,7 +131,7 @@ def _half(base: Case) -> Case:
 
 def _unmoved(base: Case) -> Case:
     still = OptimizerSpec(kind=OptimizerKind.SGD, learning_rate=0.0, weight_decay=0.0, clip_norm=None)
-    dropping = _modelling(lambda plain: replace(plain, dropout=DROPOUT))(base)
+    dropping = _modelling(dropout=DROPOUT)(base)
     return _optimizing(lambda _: still)(dropping)
 
 
@@ -150,7 +158,7 @@ def _shallow(base: Case) -> Case:
     """Return the case with one layer per stage. Leaks do not depend on depth, and many steps with ZeRO-3 are slow."""
     if base.workload.dataset is Dataset.OWN:
         return base
-    return _modelling(lambda plain: replace(plain, num_layers=base.layout.pp * base.layout.virtual_stages))(base)
+    return _modelling(num_layers=base.layout.pp * base.layout.virtual_stages)(base)
 
 
 def _resharded(base: Case) -> Case:
@@ -176,7 +184,7 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario(name="groups", vary=_decaying_by_group),
         Scenario(name="frozen", vary=_training(lambda plain: replace(plain, frozen=FROZEN)), varies_text=True),
         Scenario(name="schedule", vary=_scheduled, steps=RESUMED_STEPS),
-        Scenario(name="tied", vary=_modelling(lambda plain: replace(plain, tied_embeddings=True)), varies_text=True),
+        Scenario(name="tied", vary=_modelling(tied_embeddings=True), varies_text=True),
         Scenario(name="unused", vary=_training(lambda plain: replace(plain, skipped_block=1)), varies_text=True),
         Scenario(name="recompute", vary=_recomputed, metered=True),
         Scenario(name="bf16", vary=_low, metered=True),
@@ -237,9 +245,13 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
-def plain_workload() -> Workload:
-    """Return the workload that every scenario varies: equal numbers of tokens in every row, and no clipping."""
-    mini = workload("gpt-mini")
+def plain_workload(families: Set[Family] = frozenset(Family)) -> Workload:
+    """Return the workload that every scenario varies: equal numbers of tokens in every row, and no clipping.
+
+    It trains the first of a GPT, a LLaMA and a mixture of experts that is among `families`, or a GPT.
+    """
+    names = {Family.GPT: "gpt-mini", Family.LLAMA: "llama-mini", Family.MIXTURE: "gpt-moe-mini"}
+    mini = workload(next((name for family, name in names.items() if family in families), "gpt-mini"))
     return replace(mini, masked=False, optimizer=replace(mini.optimizer, clip_norm=None))
 
 
@@ -268,18 +280,19 @@ def _grown(plain: Workload, layout: Layout, global_batch: int | None) -> Workloa
     It gets a layer for every stage and heads for twice the tensor-parallel ranks (which resharding uses). Unless
     `global_batch` is given, it gets sequences for every micro-batch of every data-parallel rank.
     """
-    model = plain.transformer
+    model = plain.text_model
     layers, heads = max(model.num_layers, layout.pp * layout.virtual_stages), math.lcm(model.num_heads, 2 * layout.tp)
     batch = global_batch or math.lcm(plain.global_batch, layout.dp * MICRO_BATCHES, layout.num_micro_batches)
     sizes = {"l": (model.num_layers, layers), "h": (model.num_heads, heads), "b": (plain.global_batch, batch)}
-    larger = replace(
-        model,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=heads,
-        hidden=heads * model.head_dim,
-        ffn_hidden=heads * model.ffn_hidden // model.num_heads,
-    )
+    dimensions: dict[str, Any] = {
+        "num_layers": layers,
+        "num_heads": heads,
+        "hidden": heads * model.head_dim,
+        "ffn_hidden": heads * model.ffn_hidden // model.num_heads,
+    }
+    if isinstance(model, ModelSpec):
+        dimensions["num_kv_heads"] = heads
+    larger = replace(model, **dimensions)
     name = ".".join([plain.name, *(f"{letter}{now}" for letter, (was, now) in sizes.items() if now != was)])
     return replace(plain, name=name, model=larger, global_batch=batch)
 
@@ -312,7 +325,7 @@ def plain_cells(
     elif "dp" in can.degrees or not can.degrees:
         dp = world_size if can.degrees else 1
         layouts = [replace(plain, dp=dp, zero_stage=stage) for stage in sorted(can.zero_stages)]
-    trained = _by_algorithm(_plain(own) if own else plain_workload(), adapter)
+    trained = _by_algorithm(_plain(own) if own else plain_workload(can.families), adapter)
 
     def made(layouts: Iterable[Layout]) -> list[Case | InvalidLayout]:
         return [

@@ -1,4 +1,4 @@
-"""What engines must do, clause by clause: requests that show it, and the verdict on what came back."""
+"""Clauses for engines: requests that show a behaviour, and the verdict on the answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DRAWS = 256
 COPIES = 12
 """Parallel samples of a prompt: so many that not all of them can part by rounding, even in bf16."""
 TEMPERATURES = (0.5, 2.0)
-"""Of the draws: one that favours the most probable tokens, and one by which all are about as likely."""
+"""Temperatures of the draws: one favours the most probable tokens, the other makes all about as likely."""
 BAD = {
     "a prompt that is too long": (
         Request(name="too long", prompt=prompts([400])[0], max_new_tokens=4),
@@ -45,7 +45,7 @@ class Serves(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What an engine that is judged was built with."""
+    """Options that a judged engine was built with."""
 
     adapter: type[InferenceAdapter]
     options: EngineOptions
@@ -88,7 +88,7 @@ def judge_engine(engine: Serves, judge: Judge, setting: Setting) -> Iterator[Cas
     for clause in _CLAUSES.get(setting.variant, ()):
         if clause in (_beams, _eviction_of_beams) and "beams" not in adapter.promises:
             continue
-        yield clause(Around(engine=engine, judge=judge, setting=setting, served=served, noise=noise))
+        yield clause(ClauseContext(engine=engine, judge=judge, setting=setting, served=served, noise=noise))
     if adapter.pages:
         text = f"{engine.left} blocks in use after all requests of a load have ended"
         yield CaseVerdict(name="blocks left over", passed=engine.left == 0, text=text)
@@ -110,14 +110,14 @@ class _Watched:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Around:
-    """What a clause is judged with."""
+class ClauseContext:
+    """Everything that a clause is judged with."""
 
     engine: Serves
     judge: Judge
     setting: Setting
     served: Served
-    """What came of `requests_of()`."""
+    """Answers to `requests_of()`."""
     noise: Noise
 
 
@@ -139,25 +139,25 @@ def _step_tokens(requests: Sequence[Request], served: Served, most: int) -> Case
     return CaseVerdict(name="tokens of a step", passed=served.steps >= needed, text=text)
 
 
-def _alone(around: Around) -> CaseVerdict:
+def _alone(context: ClauseContext) -> CaseVerdict:
     requests = requests_of()
     alone = [dataclasses.replace(request, arrives=40 * index) for index, request in enumerate(requests)]
-    return around.judge.same("alone", requests, (around.served, around.engine.serve(alone)), around.noise)
+    return context.judge.same("alone", requests, (context.served, context.engine.serve(alone)), context.noise)
 
 
-def _arrival(around: Around) -> CaseVerdict:
+def _arrival(context: ClauseContext) -> CaseVerdict:
     requests = requests_of()
     backwards = [dataclasses.replace(request, arrives=2 * index) for index, request in enumerate(requests[::-1])]
-    served = around.engine.serve(backwards)
-    return around.judge.same("order and arrival", requests, (around.served, served), around.noise)
+    served = context.engine.serve(backwards)
+    return context.judge.same("order and arrival", requests, (context.served, served), context.noise)
 
 
-def _stops(around: Around) -> CaseVerdict:
+def _stops(context: ClauseContext) -> CaseVerdict:
     """Serve again with stop tokens that are known to come, and expect completions to end with the first of them.
 
     Each completion is held against its own tokens: near ties may give others than the run without stop tokens.
     """
-    request, tokens = requests_of()[5], around.served.completions[5].tokens
+    request, tokens = requests_of()[5], context.served.completions[5].tokens
     later = tokens[min(6, len(tokens) - 1)]
     stops = {"one": (later,), "several": (later, *tokens[2:4]), "first": (tokens[0],), "in prompt": (later,)}
     requests = [
@@ -166,13 +166,13 @@ def _stops(around: Around) -> CaseVerdict:
         else dataclasses.replace(request, name=name, stop=stop)
         for name, stop in stops.items()
     ]
-    served = around.engine.serve(requests)
+    served = context.engine.serve(requests)
     texts, stopped = _ends(requests, served)
     alike = [one for one in requests if one.name != "in prompt"]
-    bases = [dataclasses.replace(around.served.completions[5], request=one.name) for one in alike]
-    base = dataclasses.replace(around.served, completions=bases)
+    bases = [dataclasses.replace(context.served.completions[5], request=one.name) for one in alike]
+    base = dataclasses.replace(context.served, completions=bases)
     again = dataclasses.replace(served, completions=[c for c in served.completions if c.request != "in prompt"])
-    same = around.judge.same("stop tokens", alike, (base, again), around.noise)
+    same = context.judge.same("stop tokens", alike, (base, again), context.noise)
     text = "; ".join([*texts, f"{stopped} of {len(requests)} ended with a stop token", same.text])
     return dataclasses.replace(same, passed=same.passed and not texts and stopped > 0, text=text)
 
@@ -190,32 +190,32 @@ def _ends(requests: Sequence[Request], served: Served) -> tuple[list[str], int]:
     return texts, stopped
 
 
-def _stops_of_draws(around: Around) -> CaseVerdict:
+def _stops_of_draws(context: ClauseContext) -> CaseVerdict:
     """Draw again with stop tokens that are known to come, one by one and as parallel samples.
 
     A stop token is one that was drawn in the middle of a completion; of parallel samples, one from each.
     """
     requests = [*_drawn([8, 40, 3, 31], seed=1), _copies(4)]
-    free = around.engine.serve(requests)
+    free = context.engine.serve(requests)
     middle = {
         r.name: tuple(c.tokens[len(c.tokens) // 2] for c in free.completions if c.request == r.name and c.tokens)
         for r in requests
     }
     stopping = [dataclasses.replace(request, stop=middle[request.name]) for request in requests]
-    served = around.engine.serve(stopping)
+    served = context.engine.serve(stopping)
     texts, stopped = _ends(stopping, served)
-    same = around.judge.same("stop tokens of draws", stopping, (free, served), around.noise)
+    same = context.judge.same("stop tokens of draws", stopping, (free, served), context.noise)
     text = "; ".join([*texts, f"{stopped} of {len(served.completions)} ended with a stop token", same.text])
     return dataclasses.replace(same, passed=same.passed and not texts and stopped > 0, text=text)
 
 
-def _context_limit(around: Around) -> CaseVerdict:
+def _context_limit(context: ClauseContext) -> CaseVerdict:
     """Expect completions to end at the context limit, also where it leaves room for one token alone."""
     limit, texts = EngineOptions().context_limit, list[str]()
     requests = [
         Request(name=f"long-{length}", prompt=prompts([length])[0], max_new_tokens=40) for length in (250, limit - 1)
     ]
-    done = around.engine.serve(requests).completions
+    done = context.engine.serve(requests).completions
     for request, found in zip(requests, done, strict=True):
         text = f"{len(request.prompt)} + {len(found.tokens)} tokens of {limit}"
         texts.append(f"{text}, ended with {found.finish or found.error!r}")
@@ -223,20 +223,20 @@ def _context_limit(around: Around) -> CaseVerdict:
         (len(r.prompt) + len(c.tokens), c.finish) == (limit, "length") for r, c in zip(requests, done, strict=True)
     )
     if full:
-        told = around.judge.logprobs(requests, done, around.judge.noise(requests, done))
+        told = context.judge.logprobs(requests, done, context.judge.noise(requests, done))
         return dataclasses.replace(told, name="context limit", text="; ".join([*texts, told.text]))
     return CaseVerdict(name="context limit", passed=False, text="; ".join(texts))
 
 
-def seeds(around: Around) -> CaseVerdict:
+def seeds(context: ClauseContext) -> CaseVerdict:
     """Draw by seeds, and once more beside other requests and in another order."""
     sampled = _drawn([8, 40, 3, 17, 31, 5, 64, 12, 1, 2, 7, 16, 33, 9, 4, 20], seed=1)
-    drawn = around.engine.serve(sampled)
-    again = around.engine.serve([*requests_of()[:3], *sampled[::-1]])
-    found = around.judge.logprobs(sampled, drawn.completions, around.noise)
+    drawn = context.engine.serve(sampled)
+    again = context.engine.serve([*requests_of()[:3], *sampled[::-1]])
+    found = context.judge.logprobs(sampled, drawn.completions, context.noise)
     if not found.passed:  # two runs that serve nothing agree as well
         return dataclasses.replace(found, name="seeds", text=f"log probabilities: {found.text}")
-    return around.judge.same("seeds", sampled, (drawn, again), around.noise)
+    return context.judge.same("seeds", sampled, (drawn, again), context.noise)
 
 
 def _drawn(lengths: Sequence[int], seed: int) -> list[Request]:
@@ -251,61 +251,61 @@ def _copies(copies: int) -> Request:
     return Request(name="copies", prompt=prompt, max_new_tokens=NEW_TOKENS, seed=11, copies=copies, **_SAMPLED)  # type: ignore[arg-type]
 
 
-def _temperature(around: Around) -> CaseVerdict:
+def _temperature(context: ClauseContext) -> CaseVerdict:
     """Draw two tokens often, and hold frequencies and log probabilities against float64."""
     (prompt,) = prompts([20], seed=6)
     texts = list[str]()
     for temperature in TEMPERATURES:
         base = Request(name="", prompt=prompt, max_new_tokens=2, temperature=temperature, wants_prompt=False)
         requests = [dataclasses.replace(base, name=f"draw-{index}", seed=100 + index) for index in range(DRAWS)]
-        done = around.engine.serve(requests).completions
-        told = around.judge.logprobs(requests, done, around.noise)
+        done = context.engine.serve(requests).completions
+        told = context.judge.logprobs(requests, done, context.noise)
         if not told.passed:
             return dataclasses.replace(told, name="temperature", text=f"log probabilities: {told.text}")
-        found = around.judge.draws(requests, done)
+        found = context.judge.draws(requests, done)
         texts.append(f"at {temperature:g}: {found.text}")
         if not found.passed:
             break
     return dataclasses.replace(found, text="; ".join(texts))
 
 
-def parallel_samples(around: Around) -> CaseVerdict:
+def parallel_samples(context: ClauseContext) -> CaseVerdict:
     """Serve parallel samples, and hold them against requests of their own with `seed + index` where that is promised.
 
     Where the engine shares blocks, the peak must be what the samples need together.
     """
     copies = COPIES
     base = _copies(1)
-    together = around.engine.serve([_copies(copies)])
-    found = around.judge.logprobs([base], together.completions, around.noise)
-    if found.passed and around.setting.adapter.promises.get("copies") == "seed + index":
-        apart = around.engine.serve([dataclasses.replace(base, name=f"copy-{i}", seed=11 + i) for i in range(copies)])
+    together = context.engine.serve([_copies(copies)])
+    found = context.judge.logprobs([base], together.completions, context.noise)
+    if found.passed and context.setting.adapter.promises.get("copies") == "seed + index":
+        apart = context.engine.serve([dataclasses.replace(base, name=f"copy-{i}", seed=11 + i) for i in range(copies)])
         for index, completion in enumerate(apart.completions):
             completion.request, completion.copy = "copies", index
-        found = around.judge.same("parallel samples", [base], (together, apart), around.noise)
+        found = context.judge.same("parallel samples", [base], (together, apart), context.noise)
     distinct = len({tuple(c.tokens) for c in together.completions})
     passed, text, numbers = found.passed and distinct == copies, f"{found.text}; {distinct} distinct", found.numbers
-    if around.setting.adapter.pages:
-        size = around.setting.options.block_size
+    if context.setting.adapter.pages:
+        size = context.setting.options.block_size
         each, shared = -(-(len(base.prompt) + NEW_TOKENS - 1) // size), len(base.prompt) // size
         needed, used = shared + copies * (each - shared), max(together.used_blocks, default=0)
         text += f"; {used} blocks at the peak, {needed} with shared blocks, {copies * each} without"
-        if "sharing" in around.setting.adapter.promises:
+        if "sharing" in context.setting.adapter.promises:
             passed = passed and used == needed
         numbers = {**numbers, "blocks": used, "with_sharing": needed, "without_sharing": copies * each}
     return dataclasses.replace(found, name="parallel samples", passed=passed, text=text, numbers=numbers)
 
 
-def _beams(around: Around) -> CaseVerdict:
+def _beams(context: ClauseContext) -> CaseVerdict:
     """Search with beams beside other requests, and hold beams and log probabilities against float64.
 
     Where the engine pages, the blocks of the prompt must be there once.
     """
     request = Request(name="beams", prompt=prompts([77], seed=9)[0], max_new_tokens=8, beams=4, wants_prompt=False)
-    alone = around.engine.serve([request])
-    beside = around.engine.serve([*requests_of()[:3], request, *requests_of()[3:6]])
-    found = around.judge.beams(request, alone.completions, around.noise)
-    told = around.judge.logprobs([request], [*alone.completions, *beside.completions], around.noise)
+    alone = context.engine.serve([request])
+    beside = context.engine.serve([*requests_of()[:3], request, *requests_of()[3:6]])
+    found = context.judge.beams(request, alone.completions, context.noise)
+    told = context.judge.logprobs([request], [*alone.completions, *beside.completions], context.noise)
     again = [c.tokens for c in beside.completions if c.request == request.name]
     same = again == [c.tokens for c in alone.completions] or not found.numbers["decided"]
     passed, text = found.passed and told.passed and same, found.text
@@ -313,8 +313,8 @@ def _beams(around: Around) -> CaseVerdict:
         text += "; others beside other requests"
     if not told.passed:
         text += f"; log probabilities: {told.text}"
-    if around.setting.adapter.pages:
-        size = around.setting.options.block_size
+    if context.setting.adapter.pages:
+        size = context.setting.options.block_size
         each, shared = -(-(len(request.prompt) + request.max_new_tokens - 1) // size), len(request.prompt) // size
         most, used = shared + request.beams * (each - shared), max(alone.used_blocks, default=0)
         text += f"; {used} blocks at the peak, at most {most} if the prompt's are shared"
@@ -322,46 +322,46 @@ def _beams(around: Around) -> CaseVerdict:
     return dataclasses.replace(found, passed=passed, text=text)
 
 
-def _leaks(around: Around) -> CaseVerdict:
-    number = around.setting.num_leak
+def _leaks(context: ClauseContext) -> CaseVerdict:
+    number = context.setting.num_leak
     many = [
         Request(name=f"many-{index}", prompt=prompt, max_new_tokens=2, wants_prompt=False)
         for index, prompt in enumerate(prompts([3 + index % 40 for index in range(number)], seed=2))
     ]
-    after = around.engine.serve(many)
+    after = context.engine.serve(many)
     complete = sum(len(c.tokens) == 2 for c in after.completions)
-    right = around.judge.logprobs(many, after.completions[::19], around.noise)
+    right = context.judge.logprobs(many, after.completions[::19], context.noise)
     text = f"{complete} of {number} requests complete; blocks in use {after.blocks_before}, then {after.blocks_after}"
     if not right.passed:
         text += f"; log probabilities: {right.text}"
     passed = complete == number and after.blocks_after == after.blocks_before == 0 and right.passed
-    if around.setting.adapter.pages:
-        most = around.setting.options.max_batch
+    if context.setting.adapter.pages:
+        most = context.setting.options.max_batch
         needed = -(-2 * number // most)  # a step computes a token of each of `most` requests
         text += f"; {after.steps} steps, at least {needed} with {most} requests at once"
         passed = passed and after.steps >= needed
     return CaseVerdict(name="nothing leaks", passed=passed, text=text)
 
 
-def _prefix_caching(around: Around) -> CaseVerdict:
+def _prefix_caching(context: ClauseContext) -> CaseVerdict:
     bare = [dataclasses.replace(request, wants_prompt=False) for request in requests_of()]
-    first, second = around.engine.serve(bare), around.engine.serve(bare)
-    same = around.judge.same("prefix caching", bare, (first, second), around.noise)
+    first, second = context.engine.serve(bare), context.engine.serve(bare)
+    same = context.judge.same("prefix caching", bare, (first, second), context.noise)
     text = f"{same.text}; {second.cached_tokens} tokens of prompts came from the cache"
     return dataclasses.replace(same, passed=same.passed and second.cached_tokens > 0, text=text)
 
 
-def _cache_under_eviction(around: Around) -> CaseVerdict:
+def _cache_under_eviction(context: ClauseContext) -> CaseVerdict:
     """Serve the prompts twice from a prefix cache that cannot hold them, and hold both runs against float64.
 
     The second run is backwards: of a cache that forgets what was used longest ago, only the last blocks are left.
     """
     requests = [dataclasses.replace(request, wants_prompt=False) for request in requests_of()]
-    runs = [around.engine.serve(requests), around.engine.serve(requests[::-1])]
+    runs = [context.engine.serve(requests), context.engine.serve(requests[::-1])]
     done = [completion for run in runs for completion in run.completions]
     right, greedy = (
-        around.judge.logprobs(requests, done, around.noise),
-        around.judge.greedy(requests, done, around.noise),
+        context.judge.logprobs(requests, done, context.noise),
+        context.judge.greedy(requests, done, context.noise),
     )
     evicted, cached = sum(run.preemptions for run in runs), sum(run.cached_tokens for run in runs)
     text = f"{_evicted(evicted)}, {cached} tokens came from the cache; {right.text}"
@@ -381,7 +381,7 @@ def _evicted(number: int) -> str:
     return f"{number} requests were evicted" if number else "no request was evicted, so eviction is not judged"
 
 
-def _look_alike(around: Around) -> CaseVerdict:
+def _look_alike(context: ClauseContext) -> CaseVerdict:
     """Serve prompts that a careless key takes for one another, one after the other, and a conversation that goes on."""
     base, other = prompts([100, 100], seed=5)
     kinds = [
@@ -401,35 +401,35 @@ def _look_alike(around: Around) -> CaseVerdict:
         Request(name=f"alike-{i}", prompt=p, max_new_tokens=NEW_TOKENS, wants_prompt=False, arrives=40 * i)
         for i, p in enumerate(kinds)
     ]
-    done = around.engine.serve(requests).completions
+    done = context.engine.serve(requests).completions
     begun = Request(name="begun", prompt=other[:64], max_new_tokens=32, wants_prompt=False)
-    (start,) = around.engine.serve([begun]).completions
+    (start,) = context.engine.serve([begun]).completions
     goes_on = dataclasses.replace(begun, name="goes on", prompt=(*begun.prompt, *start.tokens, *base[:9]))
-    done += [start, *around.engine.serve([goes_on]).completions]
+    done += [start, *context.engine.serve([goes_on]).completions]
     requests += [begun, goes_on]
-    found = around.judge.logprobs(requests, done, around.judge.noise(requests, done))
+    found = context.judge.logprobs(requests, done, context.judge.noise(requests, done))
     return dataclasses.replace(found, name="prompts that look alike")
 
 
-def _eviction(around: Around) -> CaseVerdict:
+def _eviction(context: ClauseContext) -> CaseVerdict:
     """Serve more than the cache holds. Evicted requests go on as they were, also those that draw tokens.
 
     Of parallel samples some are evicted and others not.
     """
     name = "eviction"
-    if around.setting.options.max_step_tokens < 60:
+    if context.setting.options.max_step_tokens < 60:
         name = "eviction, prompts in chunks"
     draws = _drawn([60] * 6, seed=7)
     samples = [dataclasses.replace(r, name=f"copies-{i}", copies=3, seed=100 * i) for i, r in enumerate(draws[:2])]
-    evicted = {"": around.served.preemptions}
-    texts, verdicts = [_evicted(around.served.preemptions)], list[CaseVerdict]()
+    evicted = {"": context.served.preemptions}
+    texts, verdicts = [_evicted(context.served.preemptions)], list[CaseVerdict]()
     for kind, requests in {"those that draw tokens": draws, "parallel samples": samples}.items():
         try:
-            together = around.engine.serve(requests)
-            alone = around.engine.serve([dataclasses.replace(r, arrives=40 * i) for i, r in enumerate(requests)])
+            together = context.engine.serve(requests)
+            alone = context.engine.serve([dataclasses.replace(r, arrives=40 * i) for i, r in enumerate(requests)])
         except EngineError as error:
             return _ended(name, error)
-        same = around.judge.same(name, requests, (alone, together), around.noise)
+        same = context.judge.same(name, requests, (alone, together), context.noise)
         evicted[kind] = together.preemptions
         texts.append(f"of {kind}: {_evicted(together.preemptions)}; {same.text}")
         verdicts.append(dataclasses.replace(same, passed=same.passed and alone.preemptions == 0))
@@ -439,20 +439,22 @@ def _eviction(around: Around) -> CaseVerdict:
     return dataclasses.replace(verdicts[-1], text="; ".join(texts), numbers=numbers)
 
 
-def _eviction_of_beams(around: Around) -> CaseVerdict:
+def _eviction_of_beams(context: ClauseContext) -> CaseVerdict:
     """Search with beams for two requests at once, more than the cache holds, and hold both against float64."""
     requests = [
         Request(name=f"beams-{i}", prompt=prompt, max_new_tokens=12, beams=4, wants_prompt=False)
         for i, prompt in enumerate(prompts([60, 60], seed=36))
     ]
     try:
-        served = around.engine.serve(requests)
+        served = context.engine.serve(requests)
     except EngineError as error:
         return _ended("eviction of beams", error)
-    told = around.judge.logprobs(requests, served.completions, around.noise)
+    told = context.judge.logprobs(requests, served.completions, context.noise)
     texts, passed, decided = [_evicted(served.preemptions)], told.passed, True
     for request in requests:
-        found = around.judge.beams(request, [c for c in served.completions if c.request == request.name], around.noise)
+        found = context.judge.beams(
+            request, [c for c in served.completions if c.request == request.name], context.noise
+        )
         passed, decided = passed and found.passed, decided and bool(found.numbers["decided"])
         texts.append(f"{request.name}: {found.text}")
     if not told.passed:
@@ -484,7 +486,7 @@ def _bad_requests(
     return dataclasses.replace(same, text="; ".join(texts))
 
 
-_CLAUSES: dict[str, Sequence[Callable[[Around], CaseVerdict]]] = {
+_CLAUSES: dict[str, Sequence[Callable[[ClauseContext], CaseVerdict]]] = {
     "plain": (
         _alone,
         _arrival,

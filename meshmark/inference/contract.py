@@ -71,16 +71,16 @@ class Emitted:
     copy: int
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
-    """Of each of `tokens`, before temperature."""
+    """Log probability of each of `tokens`, before temperature."""
     prompt_logprobs: tuple[float, ...] | None = None
-    """Of all prompt tokens but the first, once."""
+    """Log probabilities of all prompt tokens but the first; given once."""
     finish: str = ""
     """"stop", "length" or "error" if the sequence has ended."""
 
 
 @dataclass(kw_only=True)
 class Completion:
-    """What came back for one sequence."""
+    """The answer for one sequence."""
 
     request: str
     copy: int = 0
@@ -108,7 +108,7 @@ class CacheUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """What came of serving some requests."""
+    """The result of serving some requests."""
 
     completions: list[Completion]
     seconds: float
@@ -177,8 +177,8 @@ class InferenceAdapter(ABC):
     """True if the cache has blocks that are given out one by one. Without, it is judged as one batch, padded to its
     longest sequence, with `num_blocks` tokens; or not at all, if `num_blocks` is 0, for an engine that keeps none."""
     promises: ClassVar[Mapping[str, str]] = {}
-    """What the engine says of itself: of "copies", seeds of parallel samples ("seed + index" is judged); of "sharing",
-    the blocks they share; of "beams", how it searches."""
+    """Behaviour that the engine declares: "copies" names the seeds of parallel samples ("seed + index" is judged),
+    "sharing" the blocks that they share, "beams" how it searches."""
     cache_rounding: ClassVar[str] = "nearest"
     """How keys and values become those of a narrower cache: "nearest", or "towards zero"."""
     spare_blocks: ClassVar[int] = 0

@@ -46,11 +46,11 @@ class Precision:
     """Formats of an engine's numbers."""
 
     dtype: torch.dtype
-    """Of computation; of weights and of the KV cache too, unless they are narrower."""
+    """Data type of the computation; also of weights and the KV cache, unless they are narrower."""
     weight_bits: int = 0
     """Bits of weights of linear layers in blocks: whole multiples of a scale. 0 if they are of `dtype`."""
     cache_dtype: torch.dtype | None = None
-    """Of keys and values in the cache, if it is another: they are rounded to it as they are, without a scale."""
+    """Data type of keys and values in the cache, if it differs. They are rounded to it without a scale."""
 
 
 PRECISIONS = {
@@ -73,12 +73,12 @@ AT_ONCE, WORTHWHILE = 0.1, 0.95
 """Shares of a sum of squared errors. A rounding that leaves less than the first is taken at once. One that leaves more
 than the second explains nothing: many leave a little less by chance."""
 _GAIN = 1.6
-"""Of queries and keys: the deviation of attention scores is its square."""
+"""Gain of queries and keys; the deviation of attention scores is its square."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What the size of a KV cache follows from."""
+    """The dimensions that determine the size of a KV cache."""
 
     layers: int
     kv_heads: int
@@ -231,7 +231,7 @@ class Truth:
 
 
 Place = tuple[int, int, int, int, int]
-"""Of an element in a KV cache: layer, 0 for keys and 1 for values, position, head, index in the head."""
+"""Index of an element in a KV cache: layer, 0 for keys or 1 for values, position, head, index in the head."""
 
 
 def narrowed(x: Tensor, dtype: torch.dtype, rounding: str = "nearest") -> Tensor:

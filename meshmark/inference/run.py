@@ -62,7 +62,7 @@ class InferenceCase:
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceRecord(JudgedCase):
-    """What was found of an engine."""
+    """Results for one engine."""
 
     error: str = ""
 

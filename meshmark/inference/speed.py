@@ -38,7 +38,7 @@ BASE = ("transformers-generate", "fp32")
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpeed:
-    """What one engine did, round by round."""
+    """Speeds of one engine, round by round."""
 
     engine: str
     precision: str

@@ -52,11 +52,11 @@ class Waste:
 
     block_size: int
     reserved_bytes: float
-    """Of blocks with an owner."""
+    """Bytes of blocks with an owner."""
     used_bytes: float
-    """Of the keys and values that sequences need."""
+    """Bytes of the keys and values that sequences need."""
     contiguous_bytes: float
-    """Of one reservation for `LIMIT` tokens for each sequence."""
+    """Bytes of one reservation of `LIMIT` tokens for each sequence."""
 
     @property
     def waste(self) -> float:

@@ -80,8 +80,8 @@ def describe(found: Sequence[Beginning], world_size: int) -> str:
     """Return a sentence on where a run begins to deviate. `found` is from the ranks that do."""
     if not found:
         return (
-            "every rank's forward pass, gradients of outputs and own gradients of parameters are right: look at what "
-            "comes after, the reduction over ranks, clipping and the update"
+            "in every rank's modules, the forward pass and the backward pass of the gradient that the engine's own "
+            "loss hands them are right: look at that loss, the reduction over ranks, clipping and the update"
         )
     first = min(found, key=lambda each: (each.step, each.place))
     alike = sorted(each.rank for each in found if (each.step, each.what) == (first.step, first.what))

@@ -9,23 +9,27 @@ diagnosis: fix it, and run again.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from meshmark import rank_progress
 from meshmark.judge.buffer_faults import explain_buffers
 from meshmark.judge.deviation import Deviations, Drift, Quantity, QuantityKind
-from meshmark.judge.failed_step import Explanation, FailedStep
+from meshmark.judge.failed_step import Explanation, FailedStep, block_of
 from meshmark.judge.faults import MOST_NAMES, Diagnosis, Fault, named_factor
 from meshmark.judge.gradient_faults import explain_gradients, low_precisions
 from meshmark.judge.owners import nobody_reduced, not_summed_over_tp, shards_of_owners
-from meshmark.judge.partial_faults import block_of, describe_region, on_ranks, wrong_region
+from meshmark.judge.partial_faults import describe_region, on_ranks, wrong_region
 from meshmark.judge.tolerance_model import TWINS, ToleranceModel, zeros
 from meshmark.judge.trace import Trace
+from meshmark.judge.truth import ExactOptimizer
 from meshmark.judge.twin import Twin
-from meshmark.judge.update_faults import explain_norm, explain_updates
+from meshmark.judge.update_faults import explain_norm, explain_updates, replay
 from meshmark.spec.case import Case
 from meshmark.text import pluralize
 
@@ -33,6 +37,7 @@ _UNKNOWN = (Fault.UNEXPLAINED, Fault.FORWARD, Fault.BACKWARD)
 """Faults that are reported if no hypothesis fits."""
 _NEAR = 1e-4
 """Relative error of a loss below which its difference is reported, not its ratio."""
+_GRADIENTS = (QuantityKind.GRADIENTS, QuantityKind.SCALE)
 RULED = 2
 """Number of correct updates before a step that confirm the rule.
 
@@ -58,7 +63,7 @@ def diagnose(
     first = min((step for _, step in wrong), default=None)
     drift = first_drift(drifts)
     if drift and (first is None or drift.step < first or (drift.step == first and not _wrong(wrong, first, drift))):
-        return drift
+        return _of_drifted(case, trace, drift, tolerance_model)
     if first is None:
         return None
     here = {q: e for (q, step), e in wrong.items() if step == first}
@@ -66,9 +71,15 @@ def diagnose(
     at = _WrongStep(step=first, excesses=here, drifted=drifted, twin=twin)
     found = _at(case, trace, deviations, tolerance_model, at)
     loss = min((step for q, step in wrong if q in (QuantityKind.LOSS.of(), QuantityKind.TWIN_LOSS.of())), default=first)
-    if found.fault is Fault.SCALED and loss > first:  # a bias that is added twice is zero at first
-        told = f"; from step {loss} on the loss is wrong too, so the forward pass or its batch is"
-        found = dataclasses.replace(found, detail=found.detail + told)
+    # A bias that is added twice, or left out, is zero at first.
+    if found.fault in (Fault.SCALED, Fault.MISSING) and loss > first:
+        told = f"from step {loss} on the loss is wrong too, so the forward pass or its batch is"
+        there = {q: e for (q, step), e in wrong.items() if step == loss}
+        later = _WrongStep(step=loss, excesses=there, drifted=False, twin=twin, begun=at.begun)
+        gradients = _without_zeros(_failed(case, trace, tolerance_model, later, *_GRADIENTS), deviations)
+        if gradients.names and (cause := explain_gradients(gradients)) and cause[0] is not found.fault:
+            told = f"step {loss} tells the cause: {cause[1]}"
+        found = dataclasses.replace(found, detail=f"{found.detail}; {told}")
     if not drift or drift.step != first:
         return found
     if found.fault in _UNKNOWN:
@@ -85,6 +96,31 @@ def diagnose(
         weights = found.detail.partition("; ")[2]
         return dataclasses.replace(found, detail=f"{reported}; on the lowest, {weights}" if weights else reported)
     return _on_compared_ranks(found, [each for each in drifts if set(each.ranks) <= set(drift.ranks)])
+
+
+def _of_drifted(case: Case, trace: Trace, drift: Diagnosis, tolerance_model: ToleranceModel) -> Diagnosis:
+    """Return the diagnosis of gradients that are right on the lowest rank, by what the drifting ranks hold instead."""
+    step, held = drift.step, trace.drifted
+    if not drift.detail.startswith("gradients"):
+        return drift
+    found = dict[int, Explanation]()
+    for rank, gradients in held.items():
+        theirs = dataclasses.replace(trace, gradients=[*trace.gradients[:step], {**trace.gradients[step], **gradients}])
+        tolerances = {n: tolerance_model.tolerance(QuantityKind.GRADIENTS.of(n), step) for n in gradients}
+        failed = FailedStep(case=case, trace=theirs, step=step, tolerances=tolerances, drifted=True)
+        off = {n: np.linalg.norm(gradients[n] - failed.exact[n]) / tolerances[n] for n in gradients}
+        worst = sorted((n for n in off if off[n] > 1), key=lambda n: -off[n])
+        failed = dataclasses.replace(failed, tolerances={n: tolerances[n] for n in worst})
+        explained = explain_gradients(failed) if worst else None
+        if explained is None:
+            return drift
+        found[rank] = explained
+    faults = {fault for fault, _ in found.values()}
+    if len(faults) != 1:
+        return drift
+    details = dict.fromkeys(detail for _, detail in found.values())
+    told = "; ".join(details if len(details) == 1 else (f"rank {rank}: {text}" for rank, (_, text) in found.items()))
+    return dataclasses.replace(drift, fault=faults.pop(), detail=f"{told}; on the lowest rank they are right")
 
 
 def _on_compared_ranks(found: Diagnosis, drifts: Sequence[Drift]) -> Diagnosis:
@@ -159,32 +195,16 @@ class _WrongStep:
     """True if gradients also differ between ranks."""
     twin: Twin | None
     """The twin with which the run's gradients were also compared."""
+    begun: float = field(default_factory=time.monotonic)
+    """When the search for its cause began."""
 
 
 def _at(case: Case, trace: Trace, deviations: Deviations, tolerance_model: ToleranceModel, at: _WrongStep) -> Diagnosis:
     """Return what is wrong at that step."""
     step, wrong = at.step, at.excesses
 
-    def failed(*kinds: QuantityKind) -> FailedStep:
-        worst: dict[str, float] = {}
-        for quantity, excess in wrong.items():
-            if quantity.kind in kinds:
-                worst[quantity.name] = max(worst.get(quantity.name, 0.0), excess)
-        names = sorted(worst, key=lambda name: -worst[name])
-        tolerances = {name: tolerance_model.tolerance(kinds[0].of(name), step) for name in names}
-        return FailedStep(
-            case=case,
-            trace=trace,
-            step=step,
-            tolerances=tolerances,
-            drifted=at.drifted,
-            loss_is_wrong=not wrong.keys().isdisjoint({QuantityKind.LOSS.of(), QuantityKind.TWIN_LOSS.of()}),
-        )
-
-    gradients, updates = failed(QuantityKind.GRADIENTS, QuantityKind.SCALE), failed(QuantityKind.PARAMETERS)
-    zero = {q.name for q in zeros(deviations)}
-    if solid := {name: t for name, t in gradients.tolerances.items() if name not in zero}:
-        gradients = dataclasses.replace(gradients, tolerances=solid)  # the others are all rounding
+    failed = functools.partial(_failed, case, trace, tolerance_model, at)
+    gradients, updates = _without_zeros(failed(*_GRADIENTS), deviations), failed(QuantityKind.PARAMETERS)
     of_twin = dataclasses.replace(failed(QuantityKind.TWIN, QuantityKind.TWIN_SCALE), twin=at.twin)
     if of_twin.names and (found := _explained(of_twin, deviations)).fault not in _UNKNOWN:
         return found
@@ -200,7 +220,8 @@ def _at(case: Case, trace: Trace, deviations: Deviations, tolerance_model: Toler
                 Fault.UPDATE,
                 "right up to the step before: its states are other ones now, or the rule has changed",
             )
-        return _diagnosis(explain_updates(updates) or unknown, step, updates.names)
+        explained = explain_updates(updates) or (unknown[0], f"{unknown[1]}; {_where_moved(updates)}")
+        return _diagnosis(explained, step, updates.names)
     if buffers := failed(QuantityKind.BUFFERS).names:
         explanation, ranks = explain_buffers(gradients, buffers)
         return dataclasses.replace(_diagnosis(explanation, step, buffers), ranks=ranks)
@@ -211,15 +232,52 @@ def _at(case: Case, trace: Trace, deviations: Deviations, tolerance_model: Toler
     return _diagnosis((Fault.LOSS, f"{factor} times the truth, while every gradient is right"), step, [])
 
 
+def _failed(
+    case: Case, trace: Trace, tolerance_model: ToleranceModel, at: _WrongStep, *kinds: QuantityKind
+) -> FailedStep:
+    """Return the step with its wrong quantities of these kinds, with tolerances of the first kind."""
+    worst: dict[str, float] = {}
+    for quantity, excess in at.excesses.items():
+        if quantity.kind in kinds:
+            worst[quantity.name] = max(worst.get(quantity.name, 0.0), excess)
+    names = sorted(worst, key=lambda name: -worst[name])
+    compared = {} if kinds[0] is QuantityKind.PARAMETERS else trace.gradients[at.step].keys() - worst.keys()
+    loss = QuantityKind.TWIN_LOSS if kinds[0] is QuantityKind.TWIN else QuantityKind.LOSS
+
+    def tolerance(quantity: Quantity) -> float:
+        return tolerance_model.tolerance(quantity, at.step) if quantity in tolerance_model.noise else math.inf
+
+    return FailedStep(
+        case=case,
+        trace=trace,
+        step=at.step,
+        tolerances={name: tolerance_model.tolerance(kinds[0].of(name), at.step) for name in names},
+        drifted=at.drifted,
+        loss_is_wrong=not at.excesses.keys().isdisjoint({QuantityKind.LOSS.of(), QuantityKind.TWIN_LOSS.of()}),
+        loss_tolerance=tolerance(loss.of()),
+        right={name: tolerance(kinds[0].of(name)) for name in compared},
+        begun=at.begun,
+    )
+
+
+def _without_zeros(failed: FailedStep, deviations: Deviations) -> FailedStep:
+    """Leave out gradients that are mathematically zero, which are all rounding, unless no others are wrong."""
+    zero = {q.name for q in zeros(deviations)}
+    solid = {name: t for name, t in failed.tolerances.items() if name not in zero}
+    return dataclasses.replace(failed, tolerances=solid) if solid else failed
+
+
 def _explained(failed: FailedStep, deviations: Deviations) -> Diagnosis:
     """Explain all wrong gradients by one hypothesis, or the worst one alone if they differ."""
     if found := explain_gradients(failed):
         return _diagnosis(found, failed.step, failed.names)
     worst = failed.names[0]
-    alone = dataclasses.replace(failed, tolerances={worst: failed.tolerances[worst]})
+    alone = dataclasses.replace(
+        failed, tolerances={worst: failed.tolerances[worst]}, right={**failed.right, **failed.tolerances}
+    )
     if len(failed.names) > 1 and not failed.loss_is_wrong and (found := explain_gradients(alone)):
         fault, detail = found
-        if fault is Fault.DROPPED and (owned := shards_of_owners(failed)):
+        if fault in (Fault.DROPPED, Fault.MISSING) and (owned := shards_of_owners(failed)):
             return _diagnosis(owned, failed.step, failed.names)
         return _diagnosis((fault, f"{detail} (the worst; the others are wrong otherwise)"), failed.step, failed.names)
     where = _where(failed, deviations)
@@ -248,6 +306,18 @@ def _where(failed: FailedStep, deviations: Deviations) -> str:
     steps = deviations.get(kind.of(failed.names[0]), [])[failed.step :]
     relative = [f"{d.distance / d.scale:.2g}" for d in steps if d.scale]
     return f"{wrong}; the worst is off by {', '.join(relative)} from step to step" if len(relative) > 1 else wrong
+
+
+def _where_moved(failed: FailedStep) -> str:
+    """Return the smallest part of the run that contains wrong updates without an explanation."""
+    after = failed.trace.parameters[failed.step + 1]
+    exact = replay(failed, ExactOptimizer(failed.case.workload.optimizer))
+    wrong = f"{len(failed.names)} of {pluralize(len(after), 'parameter')} wrong"
+    blocks = sorted({block_of(name) for name in failed.names})
+    if len(blocks) <= MOST_NAMES and len(blocks) < len({block_of(name) for name in after}):
+        wrong += f", all in {', '.join(blocks)}"
+    region = wrong_region(failed, after, exact)
+    return f"{wrong}, {describe_region(region)}" if region else wrong
 
 
 def _loss_factor(deviations: Deviations, step: int) -> float:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -14,11 +16,13 @@ from numpy.typing import NDArray
 
 from meshmark.adapter.arithmetic import Arithmetic, Casting
 from meshmark.judge.buffers import together
+from meshmark.judge.change import UNCHANGED, Change
 from meshmark.judge.deviation import Tensors, global_norm
 from meshmark.judge.faults import Fault
+from meshmark.judge.tolerance_model import ZERO
 from meshmark.judge.trace import Trace
-from meshmark.judge.truth import exact_gradients
-from meshmark.judge.twin import Twin
+from meshmark.judge.truth import Exact, exact_gradients
+from meshmark.judge.twin import Twin, TwinStep
 from meshmark.reference.data import Batch, make_batch
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
@@ -26,7 +30,7 @@ from meshmark.spec.precision import Precision
 
 LEFT_OVER = 0.05
 """Share of a deviation that may remain unexplained."""
-_SEARCH_SECONDS = 20.0
+_SEARCH_SECONDS = 60.0
 _CPU = torch.device("cpu")
 SAME = 0.02
 """Weights of sequences that differ by less, relative to the largest, count as equal."""
@@ -46,6 +50,11 @@ class FailedStep:
     drifted: bool = False
     """True if ranks that should hold the same gradient do not."""
     loss_is_wrong: bool = False
+    loss_tolerance: float = math.inf
+    right: Mapping[str, float] = field(default_factory=dict)
+    """Tolerances of the gradients that are right, by name."""
+    begun: float = field(default_factory=time.monotonic)
+    """When the search for the defect began, which may try the step with and without its twin."""
 
     @property
     def names(self) -> list[str]:
@@ -55,30 +64,64 @@ class FailedStep:
     def batch(self) -> Batch:
         return make_batch(self.case.workload, self.step)
 
-    def truth(self, step: int, batch: Batch, parameters: Tensors | None = None) -> Tensors:
-        """Return the right gradients for `batch` at the run's parameters before `step`, or at `parameters`."""
+    def truth(
+        self,
+        step: int,
+        batch: Batch,
+        parameters: Tensors | None = None,
+        backward: Tensors | None = None,
+        change: Change = UNCHANGED,
+    ) -> Tensors:
+        """Return the right gradients for `batch` at the run's parameters before `step`, or at `parameters`.
+
+        `backward` is parameters that the backward pass finds in place of those of the forward pass. `change` is
+        computed in place of the right function.
+        """
+        return self.computed(step, batch, parameters, backward, change).gradients
+
+    def computed(
+        self,
+        step: int,
+        batch: Batch,
+        parameters: Tensors | None = None,
+        backward: Tensors | None = None,
+        change: Change = UNCHANGED,
+    ) -> Exact | TwinStep:
+        """Return loss and gradients, as `truth` does."""
         at = self.trace.parameters[step] if parameters is None else parameters
         if self.twin:
-            return self.twin.step_of(self.trace, at, batch, self.step).gradients
-        return exact_gradients(self.case.workload, at, batch, self.case.layout).gradients
+            # Only parameters that the backward pass finds changed: each is written over in all micro-batches.
+            differ = {n: x for n, x in (backward or {}).items() if x is not at[n] and not np.array_equal(x, at[n])}
+            return self.twin.step_of(self.trace, at, batch, self.step, differ, change)
+        return exact_gradients(self.case.workload, at, batch, self.case.layout, backward, change)
 
     def affords(self, count: int) -> bool:
-        """Return whether `count` gradients of the batch can be computed in the seconds that a search may take.
+        """Return whether `count` more gradients of the batch can be computed in the seconds that a search may take.
 
         A case that is wrong must not come to its time limit while its defect is searched for.
         """
-        return count * self._timed[1] <= _SEARCH_SECONDS
+        seconds = self._timed_parts[1]
+        return time.monotonic() - self.begun + count * seconds <= _SEARCH_SECONDS
 
     @property
     def exact(self) -> Tensors:
         """The right gradients."""
-        return self._timed[0]
+        return self._right.gradients
+
+    @property
+    def loss(self) -> float:
+        """The right loss."""
+        return self._right.loss
+
+    @property
+    def loss_error(self) -> float:
+        """Difference of the run's loss from the right one."""
+        return self.trace.losses[self.step] - self._right.loss
 
     @functools.cached_property
-    def _timed(self) -> tuple[Tensors, float]:
-        """The right gradients, and the seconds that they took."""
-        begin = time.monotonic()
-        return self.truth(self.step, self.batch), time.monotonic() - begin
+    def _right(self) -> Exact | TwinStep:
+        """The right loss and gradients."""
+        return self.computed(self.step, self.batch)
 
     def in_bf16(self) -> Tensors:
         """Return the gradients of the batch under autocast to bf16, without the layout."""
@@ -86,15 +129,75 @@ class FailedStep:
         twin = Twin(case=alone, arithmetic=Arithmetic(casting=Casting.AUTOCAST, averages=False), device=_CPU)
         return twin.step(self.trace.parameters[self.step], self.batch).gradients
 
-    @functools.cached_property
+    @property
     def rank_parts(self) -> list[Tensors]:
         """The part of each data-parallel rank in the right gradients."""
-        return self.parts_of_ranks(self.step, self.batch)
+        return self._timed_parts[0]
 
-    def parts_of_ranks(self, step: int, batch: Batch, parameters: Tensors | None = None) -> list[Tensors]:
+    @functools.cached_property
+    def _timed_parts(self) -> tuple[list[Tensors], float]:
+        """`rank_parts`, and the seconds that they took, which are those of one gradient of the batch.
+
+        The first gradient takes longer than all later ones.
+        """
+        _ = self._right
+        begin = time.monotonic()
+        return self.parts_of_ranks(self.step, self.batch), time.monotonic() - begin
+
+    def parts_of_ranks(self, step: int, batch: Batch) -> list[Tensors]:
         """Return the part of each data-parallel rank in what `truth` returns."""
         dp = self.case.layout.dp
-        return [self.truth(step, batch.shard(rank, dp), parameters) for rank in range(dp)]
+        return [self.truth(step, batch.shard(rank, dp)) for rank in range(dp)]
+
+    @property
+    def splits(self) -> bool:
+        """Whether the parts of a rank's micro-batches add up to the part of the rank."""
+        layout, narrow = self.case.layout, self.case.precision.narrows_reduction
+        rows = layout.dp * layout.num_micro_batches
+        return layout.num_micro_batches > 1 and len(self.batch) % rows == 0 and not (self.twin and narrow)
+
+    def parts_of_micro_batches(
+        self, step: int, batch: Batch, parameters: Tensors | None = None, backward: Tensors | None = None
+    ) -> list[Tensors]:
+        """Return the part of each rank's micro-batches, rank by rank, in what `truth` returns; ranks' where they do not
+        add up."""
+        count = self.case.layout.dp * (self.case.layout.num_micro_batches if self.splits else 1)
+        return [self.truth(step, part, parameters, backward) for part in batch.micro_batches(count)]
+
+    @functools.cached_property
+    def micro_batch_parts(self) -> list[Tensors]:
+        """The part of each rank's micro-batches in the right gradients, rank by rank."""
+        return self.parts_of_micro_batches(self.step, self.batch) if self.splits else self.rank_parts
+
+    def in_micro_batches(self, indices: Sequence[int]) -> str:
+        """Return where parts of `micro_batch_parts` are, in words; empty for all of them."""
+        dp, count = self.case.layout.dp, len(self.micro_batch_parts) // self.case.layout.dp
+        ranks, micro = sorted({i // count for i in indices}), sorted({i % count for i in indices})
+        if len(indices) < len(ranks) * len(micro):
+            return f" in micro-batches {', '.join(map(str, indices))} of {dp * count}, counted rank by rank"
+        on = f" on data-parallel {_numbered('rank', ranks)}" if len(ranks) < dp else ""
+        return f"{on} in {_numbered('micro-batch', micro)}" if len(micro) < count else on
+
+    @functools.cached_property
+    def row_parts(self) -> list[Tensors]:
+        """The part of each of `parts` in the right gradients."""
+        return [self.truth(self.step, part) for part in self.parts(self.batch)]
+
+    def others_with(self, indices: Iterable[int]) -> int:
+        """Return how many right gradients have some of these `parts` in them."""
+        exact, count = self.exact, 0
+        least = ZERO * global_norm(exact)  # of a gradient that is zero but for rounding, every part is about as large
+        for name in exact.keys() - self.tolerances.keys():
+            if np.linalg.norm(exact[name]) < least:
+                continue
+            largest = max(float(np.abs(self.row_parts[i][name]).max(initial=0.0)) for i in indices)
+            count += largest > SAME * float(np.abs(exact[name]).max(initial=0.0)) > 0
+        return count
+
+    @property
+    def num_shards(self) -> int:
+        """Number of ranks that gather a weight from their rows of it, 1 if each holds it whole."""
+        return self.case.layout.dp if self.case.layout.zero_stage == 3 else self.case.layout.tp
 
     def parts(self, batch: Batch) -> list[Batch]:
         """Return the smallest parts whose gradients add up: single rows, or rows that are normalised together."""
@@ -132,6 +235,12 @@ class FailedStep:
             f"number of {unit}": batch.total_weight,
             f"unmasked part of the {unit}": batch.total_weight / batch.targets.numel(),
         }
+        for step, which in ((self.step - 1, "before"), (self.step + 1, "after")):
+            if step >= 0:
+                other = make_batch(self.case.workload, step).total_weight
+                if other != batch.total_weight:
+                    name = f"the {unit} of this step / those of the step {which}"
+                    known |= {name: batch.total_weight / other}
         clip, gradients = self.case.workload.optimizer.clip_norm, self.trace.gradients[self.step]
         if clip is not None and (norm := global_norm(self.exact)):
             known |= {"clip_norm / global norm": clip / norm, "global norm / clip_norm": norm / clip}
@@ -142,21 +251,59 @@ Explanation = tuple[Fault, str]
 
 
 class Fit:
-    """Least squares over all wrong tensors together, each in units of the norm of its exact gradient."""
+    """Least squares over all wrong tensors together, each in units of the norm of its exact gradient.
 
-    def __init__(self, failed: FailedStep, own: Tensors, exact: Tensors) -> None:
-        self.units = {name: float(np.linalg.norm(exact[name])) or 1.0 for name in failed.names}
+    With a `region`, over its elements alone.
+    """
+
+    def __init__(
+        self,
+        failed: FailedStep,
+        own: Tensors,
+        exact: Tensors,
+        region: Mapping[str, NDArray[np.bool_]] | None = None,
+    ) -> None:
+        self.region = region
+        self.units = {name: float(np.linalg.norm(self._of(exact, name))) or 1.0 for name in failed.names}
         self.own = self.flat(own)
         self.exact = self.flat(exact)
-        self.deviations = {n: float(np.linalg.norm(own[n] - exact[n])) / u for n, u in self.units.items()}
+        off = {name: self._of(own, name) - self._of(exact, name) for name in failed.names}
+        self.deviations = {n: float(np.linalg.norm(off[n])) / u for n, u in self.units.items()}
         allowed = [max(failed.tolerances[n] / u, LEFT_OVER * self.deviations[n]) for n, u in self.units.items()]
         self.allowed = float(np.linalg.norm(allowed))
 
     def flat(self, tensors: Tensors) -> NDArray[np.float64]:
-        return np.concatenate([np.asarray(tensors[n], dtype=np.float64).ravel() / u for n, u in self.units.items()])
+        return np.concatenate([self._of(tensors, n) / u for n, u in self.units.items()])
+
+    def _of(self, tensors: Tensors, name: str) -> NDArray[np.float64]:
+        tensor = np.asarray(tensors[name], dtype=np.float64)
+        return tensor[self.region[name]] if self.region else tensor.ravel()
 
     def weights(self, *candidates: NDArray[np.float64]) -> NDArray[np.float64] | None:
         """Return the weights with which the (flat) candidates add up to the run's gradient, or None if they do not."""
+        found, left = self.fitted(*candidates)
+        return found if left <= self.allowed else None
+
+    def fitted(self, *candidates: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
+        """Return the best weights, and the norm of what they leave unexplained."""
         basis = np.stack(candidates, axis=1)
-        found = np.linalg.lstsq(basis, self.own, rcond=None)[0]
-        return np.asarray(found) if np.linalg.norm(self.own - basis @ found) <= self.allowed else None
+        found = np.asarray(np.linalg.lstsq(basis, self.own, rcond=None)[0])
+        return found, float(np.linalg.norm(self.own - basis @ found))
+
+
+def _numbered(word: str, numbers: Sequence[int]) -> str:
+    several = {"rank": "ranks", "micro-batch": "micro-batches"}[word]
+    return f"{word if len(numbers) == 1 else several} {', '.join(map(str, numbers))}"
+
+
+def rows_of(rank: int, shards: int, count: int) -> slice:
+    """Return the rows of a tensor of `count` that are dealt to `rank`: as many to each until there are none left."""
+    most = -(-count // shards)
+    return slice(min(rank * most, count), min((rank + 1) * most, count))
+
+
+def block_of(name: str) -> str:
+    """Return the block that a parameter belongs to: `blocks.1`, or the first module where none is numbered."""
+    first, _, rest = name.partition(".")
+    number = rest.partition(".")[0]
+    return f"{first}.{number}" if number.isdigit() else first

@@ -18,14 +18,20 @@ from numpy.typing import NDArray
 from meshmark.judge.deviation import Tensors
 from meshmark.judge.failed_step import LEFT_OVER, SAME, Explanation, FailedStep, Fit
 from meshmark.judge.faults import MOST_NAMES, Fault, named_factor
+from meshmark.judge.function_faults import is_clear, narrow_loss, other_function, other_objective
 from meshmark.judge.partial_faults import (
+    FEW,
     altered_weight,
+    describe_region,
+    in_other_places,
     in_region,
     old_block,
     old_weights_on_ranks,
     on_ranks,
     other_mask,
     other_reduction,
+    shifted_targets,
+    wrong_region,
 )
 from meshmark.reference.data import Batch, make_batch
 from meshmark.text import pluralize
@@ -35,6 +41,14 @@ _ALONG = 0.3
 
 _LEAST_ROUNDING = 0.03
 """Share of bf16's own rounding from which a deviation is rounding: a quarter of what TF32 and fp16 do."""
+_FEWEST_ROUNDED = 8
+"""Number of elements that are not all bf16 numbers by chance: each is with probability 2**-16."""
+_CLEARLY = 3.0
+"""Ratio of what two explanations leave, from which the other one is better though it has one more constant."""
+_VARIES = 0.01
+"""Relative difference of a factor between steps from which it is no constant."""
+_PER_PART = 16
+"""Number of elements for every part of the batch from which weights of the parts are no chance."""
 _ALIKE = 3.0
 """Ratio of that share in tensors at the 90th and at the 10th percentile, up to which they are alike.
 
@@ -48,10 +62,13 @@ def explain_gradients(failed: FailedStep) -> Explanation | None:
     if absent := [name for name in failed.names if name not in own or not np.any(own[name])]:
         wrong = pluralize(len(failed.names), "wrong gradient")
         return Fault.MISSING, f"{len(absent)} of {wrong} {'is' if len(absent) == 1 else 'are'} absent or all zero"
+    if not all(np.isfinite(own[name]).all() for name in failed.names):
+        return None  # nothing fits it, and the search would take its whole time
     exact = failed.exact
     fit = Fit(failed, own, exact)
     hypotheses: Sequence[Callable[[FailedStep, Fit, Tensors], Explanation | None]] = (
         _scaled,
+        _in_other_places,
         _weighed,
         _weighed_rows,
         _previous,
@@ -59,10 +76,15 @@ def explain_gradients(failed: FailedStep) -> Explanation | None:
         _other_batch,
         _other_targets,
         other_mask,
+        shifted_targets,
         other_reduction,
         old_weights_on_ranks,
         in_region,
         old_block,
+        _fitted_in_region,
+        other_objective,
+        narrow_loss,
+        other_function,
         _low_precision,
         altered_weight,
         _rounded,
@@ -74,14 +96,43 @@ def _scaled(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
     weights = fit.weights(fit.exact)
     if weights is None:
         return None
-    return Fault.SCALED, f"{named_factor(float(weights[0]), failed.known_factors())} times the truth"
+    factor = float(weights[0])
+    told = f"{named_factor(factor, failed.known_factors())} times the truth"
+    _, left = fit.fitted(fit.exact)
+    # In 16 bits a term that is much like the loss hides beneath what a factor may leave.
+    if " = " not in told and (found := other_objective(failed, fit, exact, left / _CLEARLY)):
+        return found
+    later = list(_later_factors(failed))
+    if any(abs(f - factor) > _VARIES * abs(factor) for f in later):
+        told += f", and {', '.join(f'{f:.5g}' for f in later)} times in the next steps: no constant"
+    elif " = " not in told and not is_clear(failed, fit):
+        told += "; one more term in the loss may hide beneath the rounding"
+    return Fault.SCALED, told
+
+
+def _later_factors(failed: FailedStep) -> Iterator[float]:
+    """Yield the factor by which the wrong gradients are off in each step after the failed one, while they have one."""
+    for step in range(failed.step + 1, len(failed.trace.gradients)):
+        own = failed.trace.gradients[step]
+        if not failed.affords(1) or not all(name in own for name in failed.names):
+            return
+        found = replace(failed, step=step, twin=None).exact
+        told, right = (np.concatenate([x[n].ravel() for n in failed.names]) for x in (own, found))
+        factor = float(told @ right / (right @ right)) if right.any() else np.nan
+        if not np.linalg.norm(told - factor * right) <= LEFT_OVER * np.linalg.norm(told - right):
+            return
+        yield factor
+
+
+def _in_other_places(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
+    return in_other_places(failed, failed.trace.gradients[failed.step], exact)
 
 
 def _weighed(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
     batch = failed.batch
     parts = failed.parts(batch)
     counted = [i for i, part in enumerate(parts) if part.weights.any()]
-    weights = fit.weights(*(fit.flat(failed.truth(failed.step, parts[i])) for i in counted))
+    weights = fit.weights(*(fit.flat(failed.row_parts[i]) for i in counted))
     if weights is None or _is_by_chance(weights):
         return None
     found = np.full(len(parts), np.nan)  # of a part that is masked whole, nothing can be known
@@ -99,17 +150,19 @@ def _weighed_rows(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation |
     rows = np.flatnonzero(off > LEFT_OVER * off.max())
     if others or own.ndim < 2 or len(rows) > len(own) / 4:
         return None
-    parts = failed.parts(batch)
-    basis = np.stack([failed.truth(failed.step, part)[name][rows].ravel() for part in parts], axis=1)
+    basis = np.stack([part[name][rows].ravel() for part in failed.row_parts], axis=1)
     counted = np.flatnonzero(basis.any(axis=0))
-    found = np.full(len(parts), np.nan)
+    found = np.full(len(failed.row_parts), np.nan)
     found[counted] = np.linalg.lstsq(basis[:, counted], own[rows].ravel(), rcond=None)[0]
     left = np.linalg.norm(own[rows].ravel() - basis[:, counted] @ found[counted])
     if left > max(failed.tolerances[name], LEFT_OVER * float(off.max())):
         return None
     where = f"in {len(rows)} of {len(own)} rows, {', '.join(map(str, rows[:MOST_NAMES]))}, alone"
     if not np.any(np.abs(found[counted]) > LEFT_OVER):
-        return Fault.DROPPED, f"{where}: nothing is in them"
+        return Fault.MISSING, f"{where}: nothing is in them"
+    if len(counted) > 1 and np.ptp(found[counted]) < SAME * np.abs(found[counted]).max():
+        factor = named_factor(float(found[counted].mean()), failed.known_factors())
+        return Fault.SCALED, f"{where}: {factor} times the truth"
     fault, detail = read_weights(found, failed, batch)
     return fault, f"{where}: {detail}"
 
@@ -142,10 +195,12 @@ def read_weights(weights: NDArray[np.float64], failed: FailedStep, batch: Batch)
         which = "" if len(alone) == layout.num_micro_batches else f" in micro-batches {alone}"
         return Fault.NOT_REDUCED, f"the part of data-parallel ranks {ranks} alone{which}; {listed}"
     if nothing.any():
-        return (
-            Fault.DROPPED,
-            f"{int(nothing.sum())} of {int((~masked).sum())} {failed.parts_name} are not in it; {listed}",
-        )
+        few = f"{int(nothing.sum())} of {int((~masked).sum())} {failed.parts_name}"
+        # Data that was left out is in no gradient.
+        if elsewhere := failed.others_with(np.flatnonzero(nothing.ravel())):
+            here = "it" if len(failed.names) == 1 else "them"
+            return Fault.MISSING, f"{few} are in {elsewhere} other gradients, but not in {here}; {listed}"
+        return Fault.DROPPED, f"{few} are not in it; {listed}"
     unit = failed.case.workload.unit
     for parts, name in ((layout.dp, "ranks"), (size, "micro-batches"), (weights.size, failed.parts_name)):
         totals = np.array([float(b.weights.sum()) for b in batch.micro_batches(parts)])
@@ -153,6 +208,20 @@ def read_weights(weights: NDArray[np.float64], failed: FailedStep, batch: Batch)
         if parts > 1 and np.ptp(means) < SAME * np.abs(means).max():
             return Fault.UNEVEN, f"a mean of the means of {parts} {name} with unequal numbers of {unit}; {listed}"
     return Fault.UNEVEN, listed
+
+
+def _fitted_in_region(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
+    """Explain some elements, all others of which are right, by hypotheses about whole tensors."""
+    own = failed.trace.gradients[failed.step]
+    if (region := wrong_region(failed, own, exact)) is None:
+        return None
+    if sum(int(mask.sum()) for mask in region.values()) < max(FEW, _PER_PART * len(failed.parts(failed.batch))):
+        return None
+    there = Fit(failed, own, exact, region)
+    for hypothesis in (_weighed, _previous, _old_weights, _other_batch):
+        if found := hypothesis(failed, there, exact):
+            return found[0], f"{describe_region(region)} alone: {found[1]}"
+    return None
 
 
 def _previous(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
@@ -223,10 +292,20 @@ def _exchanged(count: int, index: int) -> list[int]:
 
 def _low_precision(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
     own = failed.trace.gradients[failed.step]
-    kinds = low_precisions(own[name] for name in failed.names)
+    if kinds := low_precisions(own[name] for name in failed.names):
+        return Fault.PRECISION, f"every value of {pluralize(len(failed.names), 'gradient')} is a {kinds[0]} number"
+    return low_precision_in_region(failed, own, exact)
+
+
+def low_precision_in_region(failed: FailedStep, own: Tensors, exact: Tensors) -> Explanation | None:
+    """Explain tensors of which all wrong elements are bf16 or fp16 numbers, such as one rank's shards."""
+    region = wrong_region(failed, own, exact)
+    if region is None or sum(int(mask.sum()) for mask in region.values()) < _FEWEST_ROUNDED:
+        return None
+    kinds = low_precisions(own[name][mask] for name, mask in region.items())
     if not kinds:
         return None
-    return Fault.PRECISION, f"every value of {pluralize(len(failed.names), 'gradient')} is a {kinds[0]} number"
+    return Fault.PRECISION, f"{describe_region(region)} alone: every value there is a {kinds[0]} number"
 
 
 def _rounded(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
@@ -278,5 +357,6 @@ def rounding(relative: Sequence[float], what: str) -> Explanation | None:
         return None
     return (
         Fault.PRECISION,
-        f"{what} off by {middle:.2g} in relative norm, alike in {pluralize(len(relative), 'tensor')}: rounding",
+        f"{what} off by {middle:.2g} in relative norm, alike in {pluralize(len(relative), 'tensor')}: rounding to "
+        "16 bits, or noise of that size, such as dropout",
     )

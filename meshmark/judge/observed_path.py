@@ -1,4 +1,4 @@
-"""What a case's instrumented pass computed, and what its untouched pass must also compute."""
+"""The values that a case's instrumented pass computed, and that its untouched pass must also compute."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshmark.spec.algorithm import Algorithm
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedPath:
-    """What the instrumented pass computed, and what the untouched pass must also compute."""
+    """The values that the instrumented pass computed, and that the untouched pass must also compute."""
 
     losses: list[float]
     """Losses by step, up to the last timed step: of judged steps, and of later steps by the same calls."""

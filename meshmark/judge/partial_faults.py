@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from meshmark.judge.deviation import Tensors
-from meshmark.judge.failed_step import LEFT_OVER, SAME, Explanation, FailedStep, Fit
+from meshmark.judge.failed_step import LEFT_OVER, Explanation, FailedStep, Fit, block_of, rows_of
 from meshmark.judge.faults import MOST_NAMES, Fault, named_factor
 from meshmark.reference.data import IGNORED, Batch, make_batch
 from meshmark.text import pluralize
@@ -25,13 +25,26 @@ _SMALL = 1e-2
 """Errors below this share of a tensor's largest do not mark an element as wrong: rounding differs between elements."""
 _MOST_WRONG = 0.7
 """Share of wrong elements from which they are not a part of the tensors, but about all."""
-_FEW = 64
-_FEW_LEFT_OVER = 1e-3
-"""Share of the deviation of fewer than _FEW elements that may remain unexplained: few fit much by chance."""
+FEW = 64
+_FEWEST = 4
+"""Number of elements from which one fitted constant says something."""
+FEW_LEFT_OVER = 1e-3
+"""Share of the deviation of fewer than FEW elements that may remain unexplained: few fit much by chance."""
 _MOST_BLOCKS = 24
-"""Number of gradients of the batch that are computed to find one block with old weights."""
+"""Number of blocks up to which one with old weights is searched for."""
 _MOST_WEIGHTS = 128
-"""Number of gradients of the batch that are computed to find one altered weight."""
+"""Number of weights up to which an altered one is searched for."""
+_MOST_TRIED = 64
+"""Number of candidates of one kind whose gradients are computed."""
+_MOST_LIKELY = 16
+"""The same where the loss tells which are likely."""
+_SHARP = 1e-5
+"""Share of a tensor's norm up to which a tolerance tells its values from others of the same distribution."""
+_MOST_PLACES = 16
+"""Number of rows up to which a shift is told."""
+_AS_CLOSE = 2.0
+"""Ratio of what two explanations leave, up to which neither is the better one."""
+_MOST_ALIKE = 3
 _TOUCHED = 0.02
 """Rows with an error below this share of the other rows' are right."""
 
@@ -44,57 +57,154 @@ def old_weights_on_ranks(failed: FailedStep, fit: Fit, exact: Tensors) -> Explan
     layout = failed.case.layout
     if failed.step == 0 or layout.dp == 1:
         return None
-    where = _replaced(fit, failed.rank_parts, failed.parts_of_ranks(failed.step - 1, failed.batch))
+    where = replaced(failed, fit, failed.parts_of_micro_batches(failed.step - 1, failed.batch))
     if where is None:
         return None
     return Fault.STALE_WEIGHTS, f"the gradient at the parameters before step {failed.step - 1}{where}"
 
 
 def other_mask(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
-    """Explain by ranks that count masked positions, or whose mask is one position off.
+    """Explain by ranks or micro-batches that count other targets: masked ones too, or not the last of a sequence.
 
     Batches without masks are cut from the same places.
     """
-    workload = failed.case.workload
-    if not workload.masked:
-        return None
-    whole = make_batch(dataclasses.replace(workload, masked=False), failed.step)
-    batches = {
-        "positions that are masked count like the others": whole,
-        "the mask is one position too early": _shifted(failed.batch, whole, -1),
-        "the mask is one position too late": _shifted(failed.batch, whole, 1),
-    }
-    for detail, batch in batches.items():
-        where = _replaced(fit, failed.rank_parts, failed.parts_of_ranks(failed.step, batch))
+    for fault, detail, batch in _other_masks(failed):
+        if not failed.affords(1):
+            return None
+        where = replaced(failed, fit, failed.parts_of_micro_batches(failed.step, batch))
         if where is not None:
-            return Fault.MASK, f"{detail}{where}"
+            return fault, f"{detail}{where}"
     return None
 
 
-def _shifted(batch: Batch, whole: Batch, shift: int) -> Batch:
-    """Return `batch` with its mask moved by `shift` positions. `whole` is the batch without a mask."""
-    masked = (batch.targets == IGNORED).roll(shift, -1)
+def _other_masks(failed: FailedStep) -> Iterator[tuple[Fault, str, Batch]]:
+    """Yield the batch with other masks."""
+    workload, batch = failed.case.workload, failed.batch
+    if batch.targets.ndim < 2:
+        return
+    counted = batch.targets != IGNORED
+    if workload.masked:
+        whole = make_batch(dataclasses.replace(workload, masked=False), failed.step)
+        everywhere = torch.ones_like(counted)
+        yield Fault.MASK, "positions that are masked count like the others", _counting(batch, whole, everywhere)
+        yield Fault.MASK, "the mask is one position too early", _counting(batch, whole, counted.roll(-1, -1))
+        yield Fault.MASK, "the mask is one position too late", _counting(batch, whole, counted.roll(1, -1))
+        more = counted | torch.cat((counted[:, :1], counted[:, :-1]), 1)
+        yield Fault.MASK, "one position after those that count does too", _counting(batch, whole, more)
+    places = counted.long().cumsum(1)
+    last, first = places == places[:, -1:], places == 1
+    yield Fault.DROPPED, "the last target of every sequence is left out", _counting(batch, batch, counted & ~last)
+    yield Fault.DROPPED, "the first target of every sequence is left out", _counting(batch, batch, counted & ~first)
+
+
+def _counting(batch: Batch, whole: Batch, counted: torch.Tensor) -> Batch:
+    """Return `batch` with these targets of `whole`, all of the same weight but those that `batch` weighs."""
+    weights = torch.where(batch.targets == IGNORED, whole.weights, batch.weights)
     return dataclasses.replace(
-        batch,
-        targets=torch.where(masked, IGNORED, whole.targets),
-        weights=torch.where(masked, 0.0, whole.weights),
+        batch, targets=torch.where(counted, whole.targets, IGNORED), weights=torch.where(counted, weights, 0.0)
     )
 
 
-def _replaced(fit: Fit, right: Sequence[Tensors], other: Sequence[Tensors]) -> str | None:
-    """Return on which ranks the part is `other`'s instead of `right`'s, if the gradient is such a sum, else None.
+def replaced(failed: FailedStep, fit: Fit, other: Sequence[Tensors]) -> str | None:
+    """Return for which micro-batches the part is `other`'s instead of the right one, if the gradient is such a sum.
 
-    The text is empty for all ranks, and ` on data-parallel rank 1` for one. Weights are fitted, so that a scaled part
-    still tells its rank.
+    The text is empty for all of them, and ` on data-parallel rank 1` for one rank's.
+    """
+    found = _replaced(failed, fit, other)
+    return found.where if found else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Replaced:
+    where: str
+    left: float
+    """Norm of what remains unexplained, in units of `Fit`."""
+
+
+def _replaced(failed: FailedStep, fit: Fit, other: Sequence[Tensors]) -> _Replaced | None:
+    """Return what `replaced` does. Whole ranks are tried before their micro-batches."""
+    right, ranks = failed.micro_batch_parts, failed.case.layout.dp
+    each = len(right) // ranks
+    for count in dict.fromkeys([each, 1]):
+        now, then = ([fit.flat(part) for part in _added(parts, count)] for parts in (right, other))
+        if indices := _indices_replaced(fit, now, then):
+            _, left = fit.fitted(*(then[i] if i in indices else x for i, x in enumerate(now)))
+            where = failed.in_micro_batches([i * count + k for i in indices for k in range(count)])
+            return _Replaced(where=where, left=left)
+    return None
+
+
+def _added(parts: Sequence[Tensors], each: int) -> list[Tensors]:
+    """Return the sums of every `each` parts."""
+    groups = [parts[i : i + each] for i in range(0, len(parts), each)]
+    return [{n: np.sum([part[n] for part in group], axis=0) for n in group[0]} for group in groups]
+
+
+def _indices_replaced(
+    fit: Fit, right: Sequence[NDArray[np.float64]], other: Sequence[NDArray[np.float64]]
+) -> list[int]:
+    """Return which (flat) parts of the gradient are `other`'s instead of `right`'s; empty if it is no such sum.
+
+    Weights are fitted, so that a scaled part is still found. Few elements fit much. If all parts may be `other`'s, they
+    are: where the two hardly differ, rounding tells nothing about single ones.
     """
     count = len(right)
-    weights = fit.weights(*(fit.flat(part) for part in (*right, *other)))
+    if fit.own.size < max(FEW, 4 * count):
+        return []
+    if fit.weights(*other) is not None:
+        return list(range(count))
+    weights = fit.weights(*right, *other)
     if weights is None:
+        return []
+    taken = [int(abs(weights[count + i]) > abs(weights[i])) for i in range(count)]
+    if fit.weights(*((right, other)[taken[i]][i] for i in range(count))) is None:
+        return []
+    return [i for i in range(count) if taken[i]]
+
+
+def shifted_targets(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
+    """Explain by sequences whose targets are one position off."""
+    batch, parts = failed.batch, failed.parts(failed.batch)
+    if batch.targets.ndim < 2 or batch.targets.shape[1] < 2 or failed.twin:
         return None
-    ranks = [rank for rank in range(count) if abs(weights[count + rank]) > SAME > abs(weights[rank])]
-    if not ranks:
+    others = list(_with_shifted_targets(failed))
+    if not failed.affords(len(others) * len(parts)):
         return None
-    return "" if len(ranks) == count else f" on data-parallel rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    for detail, other in others:
+        found = [failed.truth(failed.step, part) for part in failed.parts(other)]
+        now, then = ([fit.flat(part) for part in parts] for parts in (failed.row_parts, found))
+        if rows := _indices_replaced(fit, now, then):
+            return Fault.MISPLACED, f"{detail}{_in_parts(failed, rows)}"
+    return None
+
+
+def _with_shifted_targets(failed: FailedStep) -> Iterator[tuple[str, Batch]]:
+    """Yield the batch with other targets. Those past the end are the last ones again, the first, or masked."""
+    batch = failed.batch
+    if isinstance(batch.inputs, torch.Tensor) and batch.inputs.shape == batch.targets.shape:
+        yield "inputs are their own targets", dataclasses.replace(batch, targets=batch.inputs)
+    detail = "targets are those of one position later"
+    targets, weights = (tensor.roll(-1, 1) for tensor in (batch.targets, batch.weights))
+    yield detail, dataclasses.replace(batch, targets=targets, weights=weights)
+    for last in (batch.targets[:, -1], torch.full_like(batch.targets[:, -1], IGNORED)):
+        ended = torch.cat((batch.targets[:, 1:], last[:, None]), 1)
+        yield detail, dataclasses.replace(batch, targets=ended)
+        kept = torch.cat((batch.weights[:, 1:], (last != IGNORED).to(batch.weights.dtype)[:, None]), 1)
+        yield detail, dataclasses.replace(batch, targets=ended, weights=kept)
+
+
+def _in_parts(failed: FailedStep, indices: Sequence[int]) -> str:
+    """Return where parts of the batch are, in words; empty for all of them."""
+    layout, count = failed.case.layout, len(failed.parts(failed.batch))
+    if len(indices) == count:
+        return ""
+    of_rank = max(count // layout.dp, 1)
+    ranks = sorted({index // of_rank for index in indices})
+    where = f" on data-parallel rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if layout.dp > 1 else ""
+    if len(indices) == of_rank * len(ranks):
+        return where
+    listed = ", ".join(map(str, indices))
+    return f"{where}, in {failed.parts_name} {listed} of {count}, counted from 0"
 
 
 def other_reduction(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
@@ -121,7 +231,8 @@ def on_ranks(failed: FailedStep, exact: Tensors) -> list[int]:
     dp, own = failed.case.layout.dp, failed.trace.gradients[failed.step]
     if dp == 1:
         return []
-    errors: dict[int, list[float]] = {}
+    right: set[int] = set()
+    wrong: set[int] = set()
     for name in failed.names:
         if exact[name].ndim < 2:
             continue
@@ -131,95 +242,237 @@ def on_ranks(failed: FailedStep, exact: Tensors) -> list[int]:
             continue
         off = np.linalg.norm((own[name] - exact[name]).reshape(len(exact[name]), -1), axis=1)
         size = np.linalg.norm(exact[name].reshape(len(exact[name]), -1), axis=1)
+        errors, counts = dict[int, float](), dict[int, int]()
         for rank in range(dp):
             rows = alone & touched[rank] & (size > _TOUCHED * size.max())  # what is tiny has a large relative error
             if rows.any():
-                errors.setdefault(rank, []).append(float(np.max(off[rows] / size[rows])))
-    if len(errors) < dp:
-        return []
-    largest = {rank: max(values) for rank, values in errors.items()}
-    wrong = [rank for rank in largest if largest[rank] > _TOUCHED * max(largest.values())]
-    return wrong if len(wrong) < dp else []
+                errors[rank] = float(np.max(off[rows] / size[rows]))
+                counts[rank] = int(rows.sum())
+        small = {rank for rank, error in errors.items() if error <= _TOUCHED * max(errors.values())}
+        right |= {rank for rank in small if counts[rank] > 1}
+        wrong |= errors.keys() - small
+    # A rank that uses other rows than it should is wrong in rows of others. One that is right somewhere is right.
+    wrong -= right
+    return sorted(wrong) if right and right | wrong == set(range(dp)) else []
 
 
-# --- One block of the model.
+# --- Weights of which one pass, or both, computes with other values.
 
 
-def old_block(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
-    """Explain by one block's weights of the previous step, on all data-parallel ranks or on one."""
-    if failed.step == 0:
-        return None
-    now, before = failed.trace.parameters[failed.step], failed.trace.parameters[failed.step - 1]
-    blocks = list(dict.fromkeys(block_of(name) for name in now))
-    if len(blocks) > _MOST_BLOCKS or not failed.affords(len(blocks)):
-        return None
-    for block in blocks:
-        mixed = {name: before[name] if block_of(name) == block else value for name, value in now.items()}
-        where = _replaced(fit, failed.rank_parts, failed.parts_of_ranks(failed.step, failed.batch, mixed))
-        if where is not None:
-            detail = f"the gradient with the weights of {block} before step {failed.step - 1}{where}"
-            return Fault.STALE_WEIGHTS, detail
-    return None
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Altered:
+    """Values that parameters may have had in the forward pass, in the backward pass, or in both."""
 
-
-def altered_weight(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
-    """Explain by one weight that is computed with as it was a step before, or with its parts in another order.
-
-    It may be so on all data-parallel ranks or on some. The parts are those that ranks gather.
-    """
-    now = failed.trace.parameters[failed.step]
-    candidates = list(_altered_weights(failed))
-    if len(candidates) > _MOST_WEIGHTS or not failed.affords(len(candidates)):
-        return None
-    for fault, detail, name, value, back in candidates:
-        other = failed.parts_of_ranks(failed.step, failed.batch, {**now, name: value})
-        # The weight's own gradient is in the order of what was computed with, or put back in that of the parameter.
-        for parts in (other, [{**part, name: back(part[name])} for part in other if name in part]):
-            where = _replaced(fit, failed.rank_parts, parts) if len(parts) == len(other) else None
-            if where is not None:
-                return fault, f"{detail}{where}"
-    return None
+    fault: Fault
+    detail: str
+    values: Tensors
+    """Of the altered parameters alone."""
+    back: Mapping[str, _Move] = dataclasses.field(default_factory=dict)
+    """By name, what undoes the order of a weight in its gradient."""
 
 
 _Move = Callable[[NDArray[np.floating]], NDArray[np.floating]]
 
 
-def _altered_weights(failed: FailedStep) -> Iterator[tuple[Fault, str, str, NDArray[np.floating], _Move]]:
-    """Yield what a weight could be instead, with its name and what undoes the order in its gradient."""
-    trace, layout = failed.trace, failed.case.layout
-    now = trace.parameters[failed.step]
+def old_block(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
+    """Explain by weights of the previous step: of all blocks or of one, of all their rows or of one rank's."""
+    if failed.step == 0:
+        return None
+    now, before = failed.trace.parameters[failed.step], failed.trace.parameters[failed.step - 1]
+    blocks = list(dict.fromkeys(block_of(name) for name in now))
+    if len(blocks) > _MOST_BLOCKS:
+        return None
+    units = {"the parameters": list(now)}
+    units |= {f"the weights of {block}": [n for n in now if block_of(n) == block] for block in blocks}
+    return _altered(failed, fit, lambda rank: _old_values(failed, units, before, rank))
+
+
+def altered_weight(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
+    """Explain by one weight that is computed with as it was a step before, with its rows in other places, or rounded.
+
+    It may be so on all data-parallel ranks or on some.
+    """
+    now = failed.trace.parameters[failed.step]
+    if len(now) > _MOST_WEIGHTS:
+        return None
     if failed.step:
-        for name, before in trace.parameters[failed.step - 1].items():
-            if not np.array_equal(before, now[name]):
-                detail = f"the gradient with {name} of before step {failed.step - 1}"
-                yield Fault.STALE_WEIGHTS, detail, name, before, _as_it_is
+        before = failed.trace.parameters[failed.step - 1]
+        units = {name: [name] for name in now}
+        if found := _altered(failed, fit, lambda rank: _old_values(failed, units, before, rank)):
+            return found
+    return _altered(failed, fit, lambda rank: _other_values(failed) if rank is None else iter(())) or _altered(
+        failed, fit, lambda rank: _rounded_values(failed) if rank is None else iter(())
+    )
+
+
+def _altered(
+    failed: FailedStep, fit: Fit, candidates: Callable[[int | None], Iterator[_Altered]]
+) -> Explanation | None:
+    """Return the first candidate that explains the gradients. `candidates` is of all rows, or of one rank's.
+
+    If the loss is right, so is the forward pass. Whole weights are tried before shards.
+    """
+    now, shards = failed.trace.parameters[failed.step], failed.num_shards
+    passes: tuple[str, ...] = ("", "forward") if failed.loss_is_wrong else ("backward", "")
+    if failed.twin and failed.case.tuning.compile:
+        passes = ("",)  # what a compiled block keeps for its backward pass is not known
+    for ranks in ([None], range(shards) if shards > 1 else ()):
+        tried = _likeliest(failed, [candidate for rank in ranks for candidate in candidates(rank)])
+        found = list[tuple[float, Explanation]]()
+        for candidate, which in itertools.product(tried, passes):
+            if not failed.affords(1):
+                break
+            other = {**now, **candidate.values}
+            parts = failed.parts_of_micro_batches(
+                failed.step,
+                failed.batch,
+                now if which == "backward" else other,
+                {"forward": now, "backward": other}.get(which),
+            )
+            # A weight's own gradient is in the order of what was computed with, or put back in that of the parameter.
+            back = [{n: candidate.back[n](g) if n in candidate.back else g for n, g in part.items()} for part in parts]
+            for ordered in (parts, back) if candidate.back else (parts,):
+                if fits := _replaced(failed, fit, ordered):
+                    alone = f", in the {which} pass alone" if which else ""
+                    told = candidate.fault, f"{candidate.detail}{alone}{fits.where}"
+                    if not failed.case.precision.is_mixed:
+                        return told
+                    found.append((fits.left, told))
+        if found:
+            return _told(found)
+    return None
+
+
+def _told(found: list[tuple[float, Explanation]]) -> Explanation | None:
+    """Return the explanation that leaves least, with those that leave hardly more; None if there are too many.
+
+    In 16 bits one rank's old shard in one pass may look like another's.
+    """
+    least = min(left for left, _ in found)
+    alike = list(dict.fromkeys(each for left, each in sorted(found, key=lambda f: f[0]) if left <= _AS_CLOSE * least))
+    if len(alike) > _MOST_ALIKE:
+        return None
+    return alike[0][0], ", or ".join(detail for _, detail in alike)
+
+
+def _likeliest(failed: FailedStep, candidates: list[_Altered]) -> list[_Altered]:
+    """Return the candidates to try.
+
+    Of old or rounded weights those whose change of the loss, to first order, is nearest to the run's error.
+    """
+    # A step's update is small, and so is rounding.
+    small = all(candidate.fault in (Fault.STALE_WEIGHTS, Fault.PRECISION) for candidate in candidates)
+    if failed.loss_is_wrong and small and not failed.twin:
+        now, parts = failed.trace.parameters[failed.step], [*failed.rank_parts, failed.exact]
+        candidates.sort(
+            key=lambda each: min(
+                abs(
+                    failed.loss_error
+                    - sum(float(np.sum(part[n] * (value - now[n]))) for n, value in each.values.items() if n in part)
+                )
+                for part in parts
+            )
+        )
+        return candidates[:_MOST_LIKELY]
+    return candidates[:_MOST_TRIED]
+
+
+def _old_values(
+    failed: FailedStep, units: Mapping[str, Sequence[str]], before: Tensors, rank: int | None
+) -> Iterator[_Altered]:
+    """Yield the values of the step before of each unit: of all rows, or of those that are `rank`'s shard."""
+    now = failed.trace.parameters[failed.step]
+    whose = "" if rank is None else f"rank {rank}'s shards of "
+    for unit, names in units.items():
+        values = {}
+        for name in names:
+            value = np.array(now[name])
+            rows = slice(None) if rank is None or not value.ndim else rows_of(rank, failed.num_shards, len(value))
+            value[rows] = before[name][rows]
+            if not np.array_equal(value, now[name]):
+                values[name] = value
+        if values:
+            of = "of " * (unit in now)  # a weight, where others are several
+            detail = f"the gradient with {whose}{unit} {of}before step {failed.step - 1}"
+            yield _Altered(fault=Fault.STALE_WEIGHTS, detail=detail, values=values)
+
+
+def _rounded_values(failed: FailedStep) -> Iterator[_Altered]:
+    """Yield all weights, and single ones, rounded to 16 bits. The loss shows it, if the forward pass has them."""
+    now = failed.trace.parameters[failed.step]
+    if failed.case.precision.is_mixed or not failed.loss_is_wrong:
+        return
+    matrices = [name for name, weight in now.items() if weight.ndim > 1]
+    for kind, narrow in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        rounded = {n: torch.from_numpy(np.asarray(x)).to(narrow).double().numpy() for n, x in now.items()}
+        units = {"all parameters": list(now), "all matrices": matrices} | {name: [name] for name in now}
+        for unit, names in units.items():
+            values = {n: rounded[n].astype(now[n].dtype) for n in names if not np.array_equal(rounded[n], now[n])}
+            if values:
+                yield _Altered(
+                    fault=Fault.PRECISION, detail=f"the gradient with {unit} rounded to {kind}", values=values
+                )
+
+
+def _other_values(failed: FailedStep) -> Iterator[_Altered]:
+    """Yield single weights with their rows in other places, or added several times."""
+    layout, now, shards = failed.case.layout, failed.trace.parameters[failed.step], failed.num_shards
     for name, weight in now.items():
         if layout.tp > 1 and name.endswith(".bias") and weight.any():
             detail = f"the gradient with {name} added {layout.tp} times, as if by every tensor-parallel rank"
-            yield Fault.FORWARD, detail, name, layout.tp * weight, _as_it_is
-    shards = layout.dp if layout.zero_stage == 3 else layout.tp
+            back = {name: functools.partial(np.multiply, layout.tp)}  # each of them may have its gradient
+            yield _Altered(fault=Fault.FORWARD, detail=detail, values={name: layout.tp * weight}, back=back)
+    tokens, split = now.get("embedding.tokens.weight"), layout.tp
+    if tokens is not None and split > 1 and len(tokens) % split == 0:
+        yield from _unmasked_lookups(tokens, split)
     for name, weight in now.items():
-        if shards > 1 and weight.ndim and len(weight) % shards == 0:
+        count = len(weight) if weight.ndim else 0
+        places = np.arange(count)
+        if shards > 1 and count and count % shards == 0:
             detail = f"the gradient with the {shards} ranks' rows of {name} in the reversed order"
-            reverse = functools.partial(_reversed_parts, shards)
-            value = reverse(weight)
-            if not np.array_equal(value, weight):
-                yield Fault.MISPLACED, detail, name, value, reverse
+            yield from _in_places(name, weight, places.reshape(shards, -1)[::-1].ravel(), detail)
+        if name.startswith("embedding.") and count > 1:  # what is looked up by number may be off by one
+            for shift, where in ((1, "after"), (-1, "before")):
+                detail = f"the gradient with the row of {name} {where} the right one for each place"
+                for there in (np.clip(places + shift, 0, count - 1), (places + shift) % count):
+                    yield from _in_places(name, weight, there, detail)
 
 
-def _as_it_is(tensor: NDArray[np.floating]) -> NDArray[np.floating]:
-    return tensor
+def _unmasked_lookups(tokens: NDArray[np.floating], split: int) -> Iterator[_Altered]:
+    """Yield an embedding split by rows whose ranks look up tokens of others in their own rows, and do not mask them."""
+    name, each = "embedding.tokens.weight", len(tokens) // split
+    token, start = np.arange(len(tokens)), np.arange(split)[:, None] * each
+    inside = (token >= start) & (token < start + each)
+    for which, there in (
+        ("the first row is added", start),
+        ("the nearest row is added", np.clip(token, start, start + each - 1)),
+        ("the row of the same place is added", start + token % each),
+    ):
+        rows = np.where(inside, token, there)
+
+        def back(gradient: NDArray[np.floating], rows: NDArray[np.intp] = rows) -> NDArray[np.floating]:
+            moved = np.zeros_like(gradient)
+            for of_rank in rows:
+                np.add.at(moved, of_rank, gradient)
+            return moved
+
+        detail = (
+            f"the gradient with tokens of other tensor-parallel ranks looked up in a rank's part of {name}: {which}"
+        )
+        values = {name: np.sum([tokens[of_rank] for of_rank in rows], axis=0, dtype=tokens.dtype)}
+        yield _Altered(fault=Fault.FORWARD, detail=detail, values=values, back={name: back})
 
 
-def _reversed_parts(count: int, tensor: NDArray[np.floating]) -> NDArray[np.floating]:
-    return np.concatenate(np.split(tensor, count)[::-1])
+def _in_places(name: str, weight: NDArray[np.floating], places: NDArray[np.intp], detail: str) -> Iterator[_Altered]:
+    """Yield a weight whose row i is that of `places[i]`, unless this changes nothing."""
 
+    def back(gradient: NDArray[np.floating]) -> NDArray[np.floating]:
+        moved = np.zeros_like(gradient)
+        np.add.at(moved, places, gradient)
+        return moved
 
-def block_of(name: str) -> str:
-    """Return the block that a parameter belongs to: `blocks.1`, or the first module where none is numbered."""
-    first, _, rest = name.partition(".")
-    number = rest.partition(".")[0]
-    return f"{first}.{number}" if number.isdigit() else first
+    if not np.array_equal(weight[places], weight):
+        yield _Altered(fault=Fault.MISPLACED, detail=detail, values={name: weight[places]}, back={name: back})
 
 
 # --- Some elements of tensors.
@@ -237,19 +490,44 @@ def in_region(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | Non
             for name in failed.names
         ):
             return fault, f"{where} alone: {detail}"
-    return None
+    factor = _factor_in(region, own, exact)
+    if factor is None:
+        return None
+    return Fault.SCALED, f"{where} alone: {named_factor(factor, failed.known_factors())} times the truth"
+
+
+def _factor_in(region: Mapping[str, NDArray[np.bool_]], own: Tensors, exact: Tensors) -> float | None:
+    """Return the constant that multiplies all elements of a region and no others, or None.
+
+    One or two elements have any. Elsewhere an error may be too small to be seen, though the constant is there too.
+    """
+    told, right = (np.concatenate([x[name][mask] for name, mask in region.items()]) for x in (own, exact))
+    if told.size < _FEWEST or not right.any():
+        return None
+    factor = float(told @ right / (right @ right))
+    share = LEFT_OVER if told.size >= FEW else FEW_LEFT_OVER
+    if np.linalg.norm(told - factor * right) > share * np.linalg.norm(told - right):
+        return None
+    told, right = (np.concatenate([x[name][~mask] for name, mask in region.items()]) for x in (own, exact))
+    return factor if np.linalg.norm(told - right) <= np.linalg.norm(told - factor * right) else None
 
 
 def wrong_region(failed: FailedStep, own: Tensors, exact: Tensors) -> dict[str, NDArray[np.bool_]] | None:
     """Return which elements of each wrong tensor are wrong, or None if about all are."""
+    region = wrong_elements(failed, own, exact)
+    share = sum(int(mask.sum()) for mask in region.values()) / sum(mask.size for mask in region.values())
+    # Where an error is no number, no element is marked.
+    return region if share <= _MOST_WRONG and all(mask.any() for mask in region.values()) else None
+
+
+def wrong_elements(failed: FailedStep, own: Tensors, exact: Tensors) -> dict[str, NDArray[np.bool_]]:
+    """Return which elements of each wrong tensor are wrong."""
     region = {}
     for name in failed.names:
         error = np.abs(own[name] - exact[name])
         per_element = failed.tolerances[name] / np.sqrt(error.size)  # a wrong tensor has an element beyond it
         region[name] = error > max(per_element, _SMALL * float(error.max()))
-    share = sum(int(mask.sum()) for mask in region.values()) / sum(mask.size for mask in region.values())
-    # Where an error is no number, no element is marked.
-    return region if share <= _MOST_WRONG and all(mask.any() for mask in region.values()) else None
+    return region
 
 
 def _explains(
@@ -260,7 +538,7 @@ def _explains(
     tolerance: float,
 ) -> bool:
     deviation = float(np.linalg.norm((own - exact)[mask]))
-    share = LEFT_OVER if mask.sum() >= _FEW else _FEW_LEFT_OVER
+    share = LEFT_OVER if mask.sum() >= FEW else FEW_LEFT_OVER
     return float(np.linalg.norm((own - candidate)[mask])) <= max(tolerance, share * deviation)
 
 
@@ -270,7 +548,7 @@ _Candidate = tuple[Fault, str, Mapping[str, NDArray[np.floating]]]
 def _candidates(failed: FailedStep, exact: Tensors) -> Iterator[_Candidate]:
     """Yield what gradients could be instead, by fault, with its description."""
     names, dp = failed.names, failed.case.layout.dp
-    yield Fault.DROPPED, "nothing is in them", {n: np.zeros_like(exact[n]) for n in names}
+    yield Fault.MISSING, "nothing is in them", {n: np.zeros_like(exact[n]) for n in names}
     if failed.step:
         before = failed.trace.gradients[failed.step - 1]
         held = [n for n in names if n in before]
@@ -305,7 +583,7 @@ def _kept_parts(failed: FailedStep) -> Iterator[_Candidate]:
 def _dropped_parts(failed: FailedStep, exact: Tensors) -> Iterator[_Candidate]:
     for rank, part in enumerate(failed.rank_parts):
         detail = f"without the part of data-parallel rank {rank}"
-        yield Fault.DROPPED, detail, {n: exact[n] - part[n] for n in failed.names}
+        yield Fault.MISSING, detail, {n: exact[n] - part[n] for n in failed.names}
 
 
 def describe_region(region: Mapping[str, NDArray[np.bool_]]) -> str:
@@ -326,10 +604,10 @@ def _start_of_tail(mask: NDArray[np.bool_]) -> int | None:
     """Return where the last elements begin, if the marked ones are about those; else None."""
     places = np.flatnonzero(mask)
     start = int(places[0])
-    return start if places[-1] >= mask.size - 1 - (mask.size - start) // 10 and _is_run(places) else None
+    return start if places[-1] >= mask.size - 1 - (mask.size - start) // 10 and is_run(places) else None
 
 
-def _is_run(places: NDArray[np.intp]) -> bool:
+def is_run(places: NDArray[np.intp]) -> bool:
     """Return whether places follow one another, but for a few whose error is too small to be seen."""
     return len(places) >= 0.9 * (int(places[-1]) - int(places[0]) + 1)
 
@@ -340,7 +618,7 @@ def _place(mask: NDArray[np.bool_]) -> str:
     first, last = int(places[0]), int(places[-1])
     if len(places) == 1:
         return f"element {first} of {size}"
-    if _is_run(places):
+    if is_run(places):
         if last == size - 1:
             return f"the last {size - first} of {size} elements"
         return f"the first {last + 1} of {size} elements" if first == 0 else f"elements {first} to {last} of {size}"
@@ -355,9 +633,33 @@ def _place(mask: NDArray[np.bool_]) -> str:
 # --- Right values in wrong places.
 
 
+def in_other_places(failed: FailedStep, own: Tensors, exact: Tensors) -> Explanation | None:
+    """Explain tensors whose values are right but stand in other places, of the same tensor or of another."""
+    how = {n: misplaced(own[n], exact[n], tolerance) for n, tolerance in failed.tolerances.items()}
+    if all(how.values()):
+        worst = failed.names[0]
+        return Fault.MISPLACED, f"{worst}: {how[worst]}"
+    told, right = (np.concatenate([x[n].ravel() for n in failed.names]) for x in (own, exact))
+    if _has_values_of(told, right, float(np.linalg.norm([*failed.tolerances.values()])), sharply=True):
+        return Fault.MISPLACED, f"{pluralize(len(failed.names), 'tensor')} have values of one another"
+    return None
+
+
+def _has_values_of(
+    own: NDArray[np.floating], exact: NDArray[np.floating], tolerance: float, *, sharply: bool = False
+) -> bool:
+    """Return whether two tensors have the same values, in whatever places.
+
+    Many values of one distribution are nearly the same ones when sorted. With `sharply`, the tolerance must be finer.
+    """
+    if own.shape != exact.shape or (sharply and tolerance > _SHARP * float(np.linalg.norm(exact))):
+        return False
+    return bool(np.linalg.norm(np.sort(own, axis=None) - np.sort(exact, axis=None)) <= tolerance)
+
+
 def misplaced(own: NDArray[np.floating], exact: NDArray[np.floating], tolerance: float) -> str:
     """Return how `own`, which has the values of `exact`, has them in other places; empty if it has other values."""
-    if own.shape != exact.shape or np.linalg.norm(np.sort(own, axis=None) - np.sort(exact, axis=None)) > tolerance:
+    if not _has_values_of(own, exact, tolerance):
         return ""
     for count in range(2, 17):
         for axis in range(exact.ndim):
@@ -365,10 +667,30 @@ def misplaced(own: NDArray[np.floating], exact: NDArray[np.floating], tolerance:
                 continue
             parts, right = (np.split(tensor, count, axis=axis) for tensor in (own, exact))
             order = [_same_part(part, right, tolerance) for part in parts]
-            if None not in order:
+            if None not in order and order != list(range(count)):
                 along = ("rows", "columns")[axis] if exact.ndim == 2 else f"dimension {axis}"
                 return f"its {count} parts by {along} are in the order {', '.join(map(str, order))}"
-    return "its values are the right ones, in other places"
+    if shifted := _shifted_rows(own, exact, tolerance):
+        return shifted
+    sharp = _has_values_of(own, exact, tolerance, sharply=True)
+    return "its values are the right ones, in other places" if sharp else ""
+
+
+def _shifted_rows(own: NDArray[np.floating], exact: NDArray[np.floating], tolerance: float) -> str:
+    """Return by how many places a run of rows is shifted, the last ones to its start; empty if none is."""
+    if not exact.ndim:
+        return ""
+    off = np.linalg.norm((own - exact).reshape(len(exact), -1), axis=1)
+    for least in (tolerance, tolerance / np.sqrt(len(exact))):
+        wrong = np.flatnonzero(off > least)
+        if not wrong.size:
+            continue
+        rows = slice(int(wrong[0]), int(wrong[-1]) + 1)
+        for places in range(1, min(rows.stop - rows.start, _MOST_PLACES + 1)):
+            for shift, where in ((places, "down"), (-places, "up")):
+                if np.linalg.norm(own[rows] - np.roll(exact[rows], shift, axis=0)) <= tolerance:
+                    return f"rows {rows.start} to {rows.stop - 1} of {len(exact)} are shifted {where} by {places}"
+    return ""
 
 
 def _same_part(part: NDArray[np.floating], right: Sequence[NDArray[np.floating]], tolerance: float) -> int | None:

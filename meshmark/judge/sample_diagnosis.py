@@ -42,7 +42,7 @@ def diagnose_sample(
         return _of_gradients(deviations, first, solid, loss_is_wrong=QuantityKind.LOSS.of() in here)
     if QuantityKind.NORM.of() in here:
         factor = deviations[QuantityKind.NORM.of()][first].factor
-        return _diagnosis(Fault.CLIPPING, f"the norm told is {factor:.7g} times the right one", first, [])
+        return _diagnosis(Fault.CLIPPING, f"the reported norm is {factor:.7g} times the right one", first, [])
     if updates := _names(here, QuantityKind.PARAMETERS):
         return _diagnosis(Fault.UPDATE, f"the gradients are right; {_ADVICE}", first, updates)
     factor = deviations[QuantityKind.LOSS.of()][first].factor

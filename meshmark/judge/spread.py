@@ -27,15 +27,24 @@ freedom.
 """
 ONE_SIDED = 1.645
 """Standard errors between an estimate and its one-sided 95 % limit."""
+APART = 3.1
+"""Standard errors beyond which one step scatters more than all together, not by chance: one in 1,000."""
 
 
 def _at_least(degrees: float, num_values: int) -> float:
     """Return the lower 95 % limit of degrees of freedom estimated from the variance of `num_values` squared values.
 
-    Without it, the quantities whose few draws happened to differ little would cause alarms. The sample variance of
-    chi-squared values has a relative variance of (2 + 12 / d) / n.
+    Without it, the quantities whose few draws happened to differ little would cause alarms.
     """
-    return degrees / (1 + ONE_SIDED * math.sqrt((2 + 12 / degrees) / num_values))
+    return degrees / (1 + ONE_SIDED * _error_of_variance(degrees, num_values))
+
+
+def _error_of_variance(degrees: float, num_values: int) -> float:
+    """Return the relative standard error of the sample variance of `num_values` chi-squared values over d.
+
+    Its relative variance is (2 + 12 / d) / n.
+    """
+    return math.sqrt((2 + 12 / degrees) / num_values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +54,10 @@ class Spread:
     level: list[float]
     """Root mean square over the runs, by step."""
     degrees: float
-    """Degrees of freedom of one squared value. Below one if steps differ more than their draws."""
+    """Degrees of freedom of one squared value, at the step that scatters most if one does more than by chance.
+
+    Below one if steps differ more than their draws.
+    """
     known: float
     """Degrees of freedom of `level`."""
 
@@ -64,9 +76,14 @@ class Spread:
             return cls(level=level, degrees=1.0, known=float(num_draws))
         relative = np.divide(squares, means, out=np.ones_like(squares), where=means > 0)
         # The runs' own mean lies between them: they scatter less about it than about the true one.
-        variance = float(np.mean((relative - 1) ** 2)) * num_draws / max(num_draws - 1, 1)
+        variances = np.mean((relative - 1) ** 2, axis=0) * num_draws / max(num_draws - 1, 1)
+        variance, widest = float(variances.mean()), float(variances.max())
         most = 1.0 if of_number else MOST_DEGREES
         degrees = min(_at_least(2 / variance, squares.size), most) if variance else most
+        # Steps are draws of one distribution only if they scatter alike. Adagrad's first step is the sign of a
+        # gradient that is zero but for rounding. From where that leads, runs differ more at some steps than at others.
+        if not of_number and widest > variance * (1 + APART * _error_of_variance(degrees, num_draws)):
+            degrees = min(_at_least(2 / widest, num_draws), degrees)
         return cls(level=level, degrees=degrees, known=num_draws * degrees)
 
     @property

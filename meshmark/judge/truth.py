@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshmark import rank_progress
 from meshmark.algorithms.contract import GradientRule
@@ -30,6 +30,7 @@ from meshmark.judge.buffers import (
     fresh_buffers,
     together,
 )
+from meshmark.judge.change import UNCHANGED, Change
 from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind, Tensors, deviation, global_norm
 from meshmark.judge.routing import followed
 from meshmark.judge.trace import Trace, observed_run
@@ -37,6 +38,7 @@ from meshmark.judge.twin import Twin
 from meshmark.reference.build import parameter_shapes
 from meshmark.reference.data import Batch, make_batch
 from meshmark.reference.initial import initial_value
+from meshmark.reference.model import Model
 from meshmark.reference.objective import loss_share
 from meshmark.reference.optimizers import reference_optimizer
 from meshmark.spec.layout import Layout
@@ -215,24 +217,17 @@ def exact_gradients(
     batch: Batch,
     layout: Layout | None = None,
     changed: Tensors | None = None,
+    change: Change = UNCHANGED,
 ) -> Exact:
     """Return loss and gradients of a global batch, or of some of its micro-batches, without dropout.
 
     For `layout` see `assess`. `changed` is values that parameters get in place before the backward pass, which is
-    wrong except under PipeMare.
+    wrong except under PipeMare. `change` is computed in place of the right function.
     """
     model = exact_model(workload, batch)
     values = doubles({name: x.copy() for name, x in parameters.items()} if changed else parameters)
     trained = {name: value.requires_grad_() for name, value in values.items() if workload.trains(name)}
-    shares = [
-        loss_share(
-            torch.func.functional_call(model, {**values, **fresh_buffers(workload)}, (part.inputs,)),
-            part,
-            workload.loss,
-        )
-        for part in together(workload, batch, layout)
-    ]
-    loss = torch.stack(shares).sum() if len(shares) > 1 else shares[0]
+    loss = _loss(workload, model, values, together(workload, batch, layout), change)
     for name, value in (changed or {}).items():
         values[name].data.copy_(torch.from_numpy(value))
     gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
@@ -243,6 +238,26 @@ def exact_gradients(
         unused=frozenset(name for name, g in found.items() if g is None),
         gradients={name: np.zeros(parameters[name].shape) if g is None else g.numpy() for name, g in found.items()},
     )
+
+
+@torch.no_grad()
+def exact_loss(
+    workload: Workload, parameters: Tensors, batch: Batch, layout: Layout | None = None, change: Change = UNCHANGED
+) -> float:
+    """Return the loss that `exact_gradients` returns, in a third of the time."""
+    parts = together(workload, batch, layout)
+    return float(_loss(workload, exact_model(workload, batch), doubles(parameters), parts, change))
+
+
+def _loss(
+    workload: Workload, model: Model, values: dict[str, Tensor], parts: Sequence[Batch], change: Change
+) -> Tensor:
+    shares = list[Tensor]()
+    for part in parts:
+        with change.within(model):
+            outputs = torch.func.functional_call(model, {**values, **fresh_buffers(workload)}, (part.inputs,))
+        shares.append(change.loss(outputs, part) if change.loss else loss_share(outputs, part, workload.loss))
+    return torch.stack(shares).sum() if len(shares) > 1 else shares[0]
 
 
 class ExactOptimizer:

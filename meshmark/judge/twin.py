@@ -17,16 +17,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshmark.adapter.arithmetic import Arithmetic, Casting, Summing
 from meshmark.adapter.data_parallel import AUTOCAST, compile_blocks
 from meshmark.judge.buffers import initial_buffers
+from meshmark.judge.change import UNCHANGED, Change
 from meshmark.judge.deviation import Deviation, Quantity, QuantityKind, Tensors, deviation
 from meshmark.judge.gpt_model_order import GPTModelOrder
 from meshmark.judge.split_products import split, split_loss_share
@@ -43,7 +45,7 @@ Gradients = Mapping[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class TwinStep:
-    """What the twin computes for a global batch, or some of its micro-batches."""
+    """The twin's results for a global batch, or for some of its micro-batches."""
 
     loss: float
     gradients: Tensors
@@ -93,14 +95,32 @@ class Twin:
         other = max(int(own * self.times), 1)
         return other if num_rows % other == 0 else own
 
-    def step_of(self, trace: Trace, parameters: Tensors, batch: Batch, step: int) -> TwinStep:
+    def step_of(
+        self,
+        trace: Trace,
+        parameters: Tensors,
+        batch: Batch,
+        step: int,
+        changed: Tensors | None = None,
+        change: Change = UNCHANGED,
+    ) -> TwinStep:
         """Return the twin's step for a run's step, with the run's loss scale."""
-        return self.step(parameters, batch, trace.loss_scales[step] if trace.loss_scales else 1.0)
+        loss_scale = trace.loss_scales[step] if trace.loss_scales else 1.0
+        return self.step(parameters, batch, loss_scale, changed, change)
 
-    def step(self, parameters: Tensors, batch: Batch, loss_scale: float = 1.0) -> TwinStep:
+    def step(
+        self,
+        parameters: Tensors,
+        batch: Batch,
+        loss_scale: float = 1.0,
+        changed: Tensors | None = None,
+        change: Change = UNCHANGED,
+    ) -> TwinStep:
         """Return loss and gradients of `batch` at `parameters`.
 
-        `loss_scale` is the factor on the run's loss, which keeps small gradients from underflow.
+        `loss_scale` is the factor on the run's loss, which keeps small gradients from underflow. `changed` is values
+        that the backward pass finds in parameters, and in their casts, in place of those of the forward pass. `change`
+        is computed in place of the right function. Diagnoses alone ask for these two.
         """
         layout = self.case.layout
         micro_batches = list(self.arrange(batch).micro_batches(self._num_micro_batches(len(batch))))
@@ -108,7 +128,7 @@ class Twin:
         losses, total = list[float](), dict[str, Tensor]()
 
         def part(index: int) -> Gradients:
-            share, gradients = self._part(model, weights, micro_batches[index], loss_scale)
+            share, gradients = self._part(model, weights, micro_batches[index], loss_scale, changed or {}, change)
             losses.append(float(share))
             return gradients
 
@@ -160,16 +180,25 @@ class Twin:
         }
 
     def _part(
-        self, model: Model, weights: dict[str, Tensor], part: Batch, loss_scale: float
+        self,
+        model: Model,
+        weights: dict[str, Tensor],
+        part: Batch,
+        loss_scale: float,
+        changed: Tensors,
+        change: Change,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return loss and gradients of one micro-batch, the latter scaled as the run's are before they are reduced."""
         model.skipped_block = part.skipped_block
         buffers = {name: value.clone() for name, value in self._buffers.items()}
         part = part.to(self.device)
         low = AUTOCAST.get(self.case.precision.compute) if self.arithmetic.casting is Casting.AUTOCAST else None
-        with torch.autocast(self.device.type, dtype=low, enabled=low is not None):
+        before = {name: weights[name].detach().clone() for name in changed}
+        casts = _Casts({name: weights[name] for name in changed})
+        with torch.autocast(self.device.type, dtype=low, enabled=low is not None), casts, change.within(model):
             outputs = torch.func.functional_call(model, {**weights, **buffers}, (part.inputs,))
-        share = self._loss_share(outputs, part)
+        share = change.loss(outputs, part) if change.loss else self._loss_share(outputs, part)
+        casts.overwrite({name: torch.from_numpy(value) for name, value in changed.items()})
         scaled = (share * self.case.layout.dp if self.arithmetic.averages else share) * loss_scale
         if self.arithmetic.divides:
             scaled = scaled * self.case.layout.num_micro_batches / self.case.layout.num_micro_batches
@@ -178,6 +207,7 @@ class Twin:
         inside = low is not None and self.arithmetic.splits_products and self.device.type == "cpu"
         with torch.autocast(self.device.type, dtype=low, enabled=inside):
             found = torch.autograd.grad(scaled, list(trained.values()), allow_unused=True)
+        casts.overwrite(before)
         wide = getattr(torch, self.case.precision.accumulation)
         return share.detach(), {n: g.to(wide) for n, g in zip(trained, found, strict=True) if g is not None}
 
@@ -208,6 +238,40 @@ class Twin:
         low, num_ranks = getattr(torch, self.case.precision.reduction), len(parts)
         sent = [{name: g.to(low).div_(num_ranks) for name, g in part.items()} for part in parts]
         return {name: g.to(torch.float64).mul_(num_ranks) for name, g in _total(sent, low).items()}
+
+
+class _Casts(TorchDispatchMode):
+    """Finds the casts of some weights that the forward pass makes, which the backward pass reads in their place."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.weights = weights
+        self.casts: dict[str, list[Tensor]] = {name: [] for name in weights}
+        self.names = {weight.data_ptr(): name for name, weight in weights.items()}
+
+    def __enter__(self) -> Self:
+        if self.names:
+            super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.names:
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # noqa: ANN401
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and (name := self.names.get(args[0].data_ptr())):
+            self.casts[name].append(out)
+        return out
+
+    @torch.no_grad()
+    def overwrite(self, values: Mapping[str, Tensor]) -> None:
+        """Give the weights and their casts these values. Autograd is not told."""
+        for name, value in values.items():
+            for tensor in (self.weights[name], *self.casts[name]):
+                tensor.data.copy_(value)
 
 
 def _give_nodes(_module: nn.Module, args: object, kwargs: object) -> Any:  # noqa: ANN401

@@ -6,22 +6,37 @@ no more than rounding, or a tenth of the deviation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshmark.judge.deviation import Tensors, global_norm
-from meshmark.judge.failed_step import Explanation, FailedStep
+from meshmark.judge.failed_step import Explanation, FailedStep, rows_of
 from meshmark.judge.faults import Fault, named_factor
-from meshmark.judge.gradient_faults import low_precisions, rounding
-from meshmark.judge.partial_faults import describe_region, misplaced
+from meshmark.judge.gradient_faults import low_precision_in_region, low_precisions, rounding
+from meshmark.judge.partial_faults import (
+    FEW,
+    FEW_LEFT_OVER,
+    describe_region,
+    in_other_places,
+    is_run,
+    wrong_elements,
+    wrong_region,
+)
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import ExactOptimizer
-from meshmark.judge.update_hypotheses import UpdateHypothesis, rows_of, update_hypotheses
+from meshmark.judge.update_hypotheses import UpdateHypothesis, update_hypotheses
+from meshmark.spec.optimizer import OptimizerKind
 from meshmark.text import pluralize
 
 LEFT_OVER = 0.1
+_CUT = 0.95
+"""Share of a tensor up to which it is wrong in part."""
+_MOST_TOLD = 3
+"""Number of rules that fit alike which are told."""
 
 
 def explain_updates(failed: FailedStep) -> Explanation | None:
@@ -47,9 +62,11 @@ def explain_updates(failed: FailedStep) -> Explanation | None:
     exact = replay(failed, ExactOptimizer(failed.case.workload.optimizer))
     return (
         _zero_for_none(failed, exact)
-        or _in_other_places(failed, exact)
+        or in_other_places(failed, after, exact)
         or _closest_hypothesis(failed, exact)
+        or _other_counts(failed, exact)
         or _kept_values(failed, exact)
+        or _in_low_precision(failed, after, exact)
         or _stretched(failed, exact)
         or _decayed(failed, exact)
         or rounding(_relative(failed, exact), "updates")
@@ -90,17 +107,13 @@ def _zero_for_none(failed: FailedStep, exact: Tensors) -> Explanation | None:
     return None
 
 
-def _in_other_places(failed: FailedStep, exact: Tensors) -> Explanation | None:
-    """Explain parameters whose values are right but stand in other places, of the same tensor or of another."""
-    after = failed.trace.parameters[failed.step + 1]
-    how = {n: misplaced(after[n], exact[n], tolerance) for n, tolerance in failed.tolerances.items()}
-    if all(how.values()):
-        worst = failed.names[0]
-        return Fault.MISPLACED, f"{worst}: {how[worst]}"
-    own, right = (np.sort(np.concatenate([x[n].ravel() for n in failed.names])) for x in (after, exact))
-    if own.shape == right.shape and np.linalg.norm(own - right) <= np.linalg.norm([*failed.tolerances.values()]):
-        return Fault.MISPLACED, f"{pluralize(len(failed.names), 'tensor')} have values of one another"
-    return None
+def _in_low_precision(failed: FailedStep, after: Tensors, exact: Tensors) -> Explanation | None:
+    """Explain parameters of which all wrong elements are bf16 or fp16 numbers, and the rank that they are dealt to."""
+    found = low_precision_in_region(failed, after, exact)
+    rank = _lone_shard(failed, exact, _num_shards(failed)) if found else None
+    if found is None or rank is None:
+        return found
+    return found[0], f"{found[1]}; they are in the rows of data-parallel rank {rank}"
 
 
 def _kept_values(failed: FailedStep, exact: Tensors) -> Explanation | None:
@@ -131,26 +144,82 @@ def _kept(failed: FailedStep, earlier: Tensors, exact: Tensors) -> dict[str, NDA
 def _closest_hypothesis(failed: FailedStep, exact: Tensors) -> Explanation | None:
     """Return the hypothesis that is close enough and explains the most steps, the closest of several.
 
-    If rows are dealt to data-parallel ranks, it may hold for one rank's alone, where none holds for all.
+    Where none holds for whole tensors, one may hold for the rows of one data-parallel rank, to which rows are dealt,
+    or for the wrong elements alone.
     """
     shards = _num_shards(failed)
-    rank = _lone_shard(failed, exact, shards)
-    fitting: list[tuple[int, float, UpdateHypothesis]] = []
-    of_rank: list[tuple[float, UpdateHypothesis]] = []
-    for rival in update_hypotheses(failed.case.workload.optimizer, failed.step, shards):
+    parts = _wrong_parts(failed, exact, shards)
+    fitting: list[tuple[int, float, bool, UpdateHypothesis]] = []
+    of_part: list[tuple[float, UpdateHypothesis]] = []
+    for rival in update_hypotheses(failed.case.workload.optimizer, failed.step, shards, failed.names):
         there = replay(failed, rival.optimizer, rival.gradients)
         if (worst := _excess(failed, failed.step, there, exact)) <= 1:
-            fitting.append((-_steps_explained(failed, rival), worst, rival))
-        elif rank is not None:
-            mixed = _in_rows(rank, shards, there, exact, failed.names)
-            of_rank.append((_excess(failed, failed.step, mixed, exact), rival))
+            is_noise = _excess(failed, failed.step, there, exact, share=0.0) <= 1
+            fitting.append((-_steps_explained(failed, rival), worst, is_noise, rival))
+        elif parts:
+            mixed = {n: np.where(parts.masks[n], there[n], exact[n]) for n in failed.names}
+            of_part.append((_excess(failed, failed.step, mixed, exact, parts.share), rival))
     if fitting:
-        _, _, rival = min(fitting, key=lambda fit: fit[:2])
-        return rival.fault, rival.detail
-    if not of_rank:
+        explained, worst, is_noise, rival = min(fitting, key=lambda fit: fit[:2])
+        if not is_noise and (counted := _other_counts(failed, exact)):
+            return counted
+        # Where rounding is all that several leave, nothing tells which of them it is.
+        others = [r for n, _, noise, r in fitting if is_noise and noise and n == explained and r is not rival]
+        alike = [rival.detail, *(r.detail for r in others if r.fault is rival.fault)]
+        about = f" (all but {worst * LEFT_OVER:.0%} of the difference)" if not is_noise and worst > LEFT_OVER else ""
+        return rival.fault, ", or ".join(alike[:_MOST_TOLD]) + about
+    if not parts or not of_part:
         return None
-    worst, rival = min(of_rank, key=lambda fit: fit[0])
-    return (rival.fault, f"{rival.detail}, in the rows of data-parallel rank {rank} alone") if worst <= 1 else None
+    worst, rival = min(of_part, key=lambda fit: fit[0])
+    return (rival.fault, f"{rival.detail}, {parts.where} alone") if worst <= 1 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WrongPart:
+    """The elements of wrong parameters outside which all is right."""
+
+    masks: dict[str, NDArray[np.bool_]]
+    where: str
+    share: float
+    """Share of the deviation that may remain unexplained there."""
+
+
+def _wrong_parts(failed: FailedStep, exact: Tensors, shards: int) -> _WrongPart | None:
+    """Return the rows of one rank or else the elements that are wrong, or None if about all are."""
+    after = failed.trace.parameters[failed.step + 1]
+    if (rank := _lone_shard(failed, exact, shards)) is not None:
+        masks = {}
+        for name in failed.names:
+            masks[name] = np.zeros(exact[name].shape, dtype=np.bool_)
+            if exact[name].ndim:
+                masks[name][rows_of(rank, shards, len(exact[name]))] = True
+        return _WrongPart(masks=masks, where=f"in the rows of data-parallel rank {rank}", share=LEFT_OVER)
+    region = wrong_region(failed, after, exact)
+    if region is None:
+        return _flat_part(failed, after, exact)
+    few = sum(int(mask.sum()) for mask in region.values()) < FEW
+    return _WrongPart(masks=region, where=describe_region(region), share=FEW_LEFT_OVER if few else LEFT_OVER)
+
+
+def _flat_part(failed: FailedStep, after: Tensors, exact: Tensors) -> _WrongPart | None:
+    """Return a run of the parameters that ends within a tensor, as a part of a flat buffer does, or None."""
+    masks = {name: np.ones(exact[name].shape, dtype=np.bool_) for name in failed.names}
+    cut = []
+    for name, wrong in wrong_elements(failed, after, exact).items():
+        places = np.flatnonzero(wrong)
+        if not len(places) or not is_run(places):
+            continue
+        inside = places[-1] - places[0] + 1 < _CUT * wrong.size
+        if inside and (places[0] == 0 or places[-1] == wrong.size - 1):
+            cut.append(name)
+            index = np.arange(wrong.size).reshape(wrong.shape)
+            masks[name] = (index >= places[0]) & (index <= places[-1])
+    if not 1 <= len(cut) <= 2 or len(cut) == len(masks):
+        return None
+    where = (
+        f"in {pluralize(len(masks), 'tensor')}, of which {' and '.join(cut)} in part, as a rank's part of a flat buffer"
+    )
+    return _WrongPart(masks=masks, where=where, share=LEFT_OVER)
 
 
 def _num_shards(failed: FailedStep) -> int:
@@ -181,12 +250,14 @@ def _in_rows(rank: int, shards: int, there: Tensors, exact: Tensors, names: Sequ
     return mixed
 
 
-def _excess(failed: FailedStep, step: int, there: Tensors, exact: Tensors) -> float:
-    """Return how far the parameters after `step` are from `there`, at worst; up to 1 is close enough."""
+def _excess(failed: FailedStep, step: int, there: Tensors, exact: Tensors, share: float = LEFT_OVER) -> float:
+    """Return how far the parameters after `step` are from `there`, at worst; up to 1 is close enough.
+
+    `share` is that of the deviation that may remain.
+    """
     after = failed.trace.parameters[step + 1]
     return max(
-        float(np.linalg.norm(after[n] - there[n]))
-        / max(tolerance, LEFT_OVER * float(np.linalg.norm(after[n] - exact[n])))
+        float(np.linalg.norm(after[n] - there[n])) / max(tolerance, share * float(np.linalg.norm(after[n] - exact[n])))
         for n, tolerance in failed.tolerances.items()
     )
 
@@ -208,6 +279,60 @@ def _steps_explained(failed: FailedStep, rival: UpdateHypothesis) -> int:
             break
         count += 1
     return count
+
+
+_MOST_COUNTED = 1024
+"""Number of steps up to which a wrong count is searched for."""
+_MOST_MOVED = 2**28
+"""Number of elements, times counts, up to which this is done."""
+_SHARE = 0.01
+"""Share of a deviation that another count may leave."""
+
+
+def _other_counts(failed: FailedStep, exact: Tensors) -> Explanation | None:
+    """Explain by bias correction with another count of steps, which each tensor may have its own of."""
+    if failed.case.workload.optimizer.kind is not OptimizerKind.ADAMW:
+        return None
+    rule = ExactOptimizer(failed.case.workload.optimizer)
+    replay(failed, rule)
+    names, right = list(rule.parameters), failed.step + 1
+    counts = np.arange(1, min(len(names) * (right + 1), _MOST_COUNTED) + 1)
+    if sum(exact[n].size for n in failed.names) * len(counts) > _MOST_MOVED:
+        return None
+    fits: dict[str, NDArray[np.intp]] = {}
+    for name in failed.names:
+        after, there = failed.trace.parameters[right][name], _counted(rule, name, failed, counts)
+        allowed = max(failed.tolerances[name], _SHARE * float(np.linalg.norm(after - exact[name])))
+        fits[name] = counts[[bool(np.linalg.norm(after - x) <= allowed) for x in there]]
+        if not fits[name].size:
+            return None
+    places = {name: names.index(name) for name in failed.names}
+    if len(failed.names) > 1 and all(failed.step * len(names) + places[n] + 1 in fits[n] for n in fits):
+        told = f"by one count of steps for all {len(names)} tensors, which each of them increases"
+        return Fault.UPDATE, f"bias correction {told}: it is not {right} for {pluralize(len(fits), 'tensor')}"
+    if alike := functools.reduce(np.intersect1d, fits.values()).tolist():
+        return Fault.UPDATE, f"bias correction of step {_span(alike)} in place of {right}"
+    low, high = min(int(fit[0]) for fit in fits.values()), max(int(fit[0]) for fit in fits.values())
+    return Fault.UPDATE, f"bias correction of other steps than {right}, by tensor of steps {low} to {high}"
+
+
+def _span(counts: Sequence[int]) -> str:
+    return f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} or a later one"
+
+
+def _counted(
+    rule: ExactOptimizer, name: str, failed: FailedStep, counts: NDArray[np.intp]
+) -> Iterator[NDArray[np.float64]]:
+    """Yield a parameter after AdamW's step with the moments of `rule`, whose bias is corrected as in step `counts`."""
+    assert rule.optimizer
+    parameter = rule.parameters[name]
+    group = next(g for g in rule.optimizer.param_groups if any(p is parameter for p in g["params"]))
+    state, (first, second) = rule.optimizer.state[parameter], group["betas"]
+    mean, square = state["exp_avg"].numpy(), state["exp_avg_sq"].numpy()
+    here = failed.trace.parameters[failed.step][name].astype(np.float64) * (1 - group["lr"] * group["weight_decay"])
+    for count in counts.tolist():
+        divisor = np.sqrt(square / (1 - second**count)) + group["eps"]
+        yield here - group["lr"] / (1 - first**count) * mean / divisor
 
 
 def _stretched(failed: FailedStep, exact: Tensors) -> Explanation | None:
@@ -247,7 +372,7 @@ def explain_norm(reported: float, gradients: Tensors, failed: FailedStep) -> Exp
     """Explain a global norm that is not that of the run's own gradients."""
     earlier = failed.trace.gradients[failed.step - 1] if failed.step else {}
     if earlier and abs(reported / global_norm(earlier) - 1) < 1e-5:
-        return Fault.STALE_GRADIENT, f"the norm told is that of the gradients of step {failed.step - 1}"
+        return Fault.STALE_GRADIENT, f"the reported norm is that of the gradients of step {failed.step - 1}"
     if counted := _counted_otherwise(reported, gradients, failed.case.layout.tp):
         return Fault.CLIPPING, counted
     known = {f"1/sqrt({k})": v**-0.5 for k, v in failed.known_factors().items() if v > 1 and "/" not in k}
@@ -255,7 +380,7 @@ def explain_norm(reported: float, gradients: Tensors, failed: FailedStep) -> Exp
         known["the loss scale, as if told before unscaling"] = failed.trace.loss_scales[failed.step]
     return (
         Fault.CLIPPING,
-        f"the norm told is {named_factor(reported / global_norm(gradients), known)} times the right one",
+        f"the reported norm is {named_factor(reported / global_norm(gradients), known)} times the right one",
     )
 
 
@@ -292,5 +417,9 @@ def _counted_otherwise(reported: float, gradients: Tensors, tp: int) -> str:
     for times in dict.fromkeys((2, tp, 0)):
         for text, names in groups:
             if abs(over - (times - 1) * sum(squares[name] for name in names)) <= _CLOSE * total:
-                return f"the norm told counts {text} {times} times" if times else f"the norm told leaves out {text}"
+                return (
+                    f"the reported norm counts {text} {times} times"
+                    if times
+                    else f"the reported norm leaves out {text}"
+                )
     return ""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshmark.judge.deviation import Tensors
+from meshmark.judge.failed_step import block_of, rows_of
 from meshmark.judge.faults import Fault
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import ExactOptimizer
@@ -28,10 +30,12 @@ class UpdateHypothesis:
     """Other than the run's own."""
 
 
-def update_hypotheses(spec: OptimizerSpec, failed_step: int, shards: int = 1) -> Iterator[UpdateHypothesis]:
+def update_hypotheses(
+    spec: OptimizerSpec, failed_step: int, shards: int = 1, wrong: Sequence[str] = ()
+) -> Iterator[UpdateHypothesis]:
     """Yield errors of optimizers. Some occur at `failed_step` only, as after a resume.
 
-    `shards`: ranks over which the rows of every tensor are dealt.
+    `shards`: ranks over which the rows of every tensor are dealt. `wrong`: the parameters that are.
     """
 
     def variant(fault: Fault, detail: str, changed: OptimizerSpec) -> UpdateHypothesis:
@@ -41,9 +45,9 @@ def update_hypotheses(spec: OptimizerSpec, failed_step: int, shards: int = 1) ->
         yield variant(Fault.CLIPPING, "as if not clipped", replace(spec, clip_norm=None))
         for limit in sorted({1.0, spec.clip_norm / 2, spec.clip_norm * 2} - {spec.clip_norm}):
             yield variant(Fault.CLIPPING, f"clipped to {limit:g}", replace(spec, clip_norm=limit))
-        yield UpdateHypothesis(
-            fault=Fault.CLIPPING, detail="each tensor clipped on its own", optimizer=_ClipsEach(spec)
-        )
+        for unit, group_of in _CLIP_UNITS.items():
+            detail = f"each {unit} clipped on its own"
+            yield UpdateHypothesis(fault=Fault.CLIPPING, detail=detail, optimizer=_ClipsGroups(spec, group_of))
         yield UpdateHypothesis(
             fault=Fault.CLIPPING, detail="clipped by value, not by norm", optimizer=_ClipsValues(spec)
         )
@@ -56,8 +60,13 @@ def update_hypotheses(spec: OptimizerSpec, failed_step: int, shards: int = 1) ->
         if shards > 1:
             own = "clipped by the norm of a rank's own rows, not of all"
             yield UpdateHypothesis(fault=Fault.CLIPPING, detail=own, optimizer=_ClipsShards(spec, shards))
+        if wrong:
+            alone = "clipped by the norm of their own blocks, not of all, as of one pipeline stage"
+            yield UpdateHypothesis(fault=Fault.CLIPPING, detail=alone, optimizer=_ClipsBlocks(spec, wrong))
     if spec.weight_decay:
         yield variant(Fault.UPDATE, "without weight decay", replace(spec, weight_decay=0.0))
+        for decay in sorted({0.01, 0.1} - {spec.weight_decay}):
+            yield variant(Fault.UPDATE, f"with a weight decay of {decay:g}", replace(spec, weight_decay=decay))
     if spec.weight_decay and spec.groups_decay:
         detail = f"with weight decay on {', '.join(spec.no_decay) or 'norms and biases'}"
         yield variant(Fault.UPDATE, detail, replace(spec, decay_matrices_only=False, no_decay=()))
@@ -74,7 +83,9 @@ def update_hypotheses(spec: OptimizerSpec, failed_step: int, shards: int = 1) ->
             detail = f"with a schedule that runs {times} times too fast"
             yield variant(Fault.UPDATE, detail, replace(spec, warmup_steps=max(1, spec.warmup_steps // times)))
         for times in (2, 3, 4, 8):
-            detail = f"with a schedule that goes on by {times} after every update, as if stepped once a micro-batch"
+            detail = (
+                f"with a schedule that goes on by {times} after every update, as if stepped once a micro-batch or rank"
+            )
             yield UpdateHypothesis(fault=Fault.UPDATE, detail=detail, optimizer=_StepsOften(spec, times))
     yield from _hypotheses_of_memory(spec, failed_step)
     yield from _hypotheses_of_kind(spec)
@@ -94,12 +105,6 @@ def update_hypotheses(spec: OptimizerSpec, failed_step: int, shards: int = 1) ->
     )
 
 
-def rows_of(rank: int, shards: int, count: int) -> slice:
-    """Return the rows of a tensor of `count` that are dealt to `rank`: as many to each until there are none left."""
-    most = -(-count // shards)
-    return slice(min(rank * most, count), min((rank + 1) * most, count))
-
-
 def _variant(spec: OptimizerSpec, detail: str) -> UpdateHypothesis:
     return UpdateHypothesis(fault=Fault.UPDATE, detail=detail, optimizer=ExactOptimizer(spec))
 
@@ -111,16 +116,25 @@ def _hypotheses_of_kind(spec: OptimizerSpec) -> Iterator[UpdateHypothesis]:
             fault=Fault.UPDATE, detail="weight decay added to the gradient", optimizer=_Coupled(spec)
         )
         yield UpdateHypothesis(fault=Fault.UPDATE, detail="AMSGrad", optimizer=_Options(spec, {"amsgrad": True}))
-        yield UpdateHypothesis(fault=Fault.UPDATE, detail="with eps inside the root", optimizer=_EpsInside(spec))
+        for eps in dict.fromkeys((spec.eps, *_EPSILONS)):
+            size = "" if eps == spec.eps else f" {eps:g}"
+            inside = _EpsInside(replace(spec, eps=eps))
+            yield UpdateHypothesis(fault=Fault.UPDATE, detail=f"with eps{size} inside the root", optimizer=inside)
+        for eps in dict.fromkeys((spec.eps, *_EPSILONS)):
+            size = "" if eps == spec.eps else f" {eps:g}"
+            detail = f"with eps{size} added before bias correction"
+            early = _EpsEarly(replace(spec, eps=eps))
+            yield UpdateHypothesis(fault=Fault.UPDATE, detail=detail, optimizer=early)
     if spec.kind in LAYER_WISE:
         alike = _Options(spec, {"layer_wise": False})
         yield UpdateHypothesis(fault=Fault.UPDATE, detail="with one rate for all tensors", optimizer=alike)
     if spec.kind in (OptimizerKind.ADAMW, OptimizerKind.LAMB):
         yield UpdateHypothesis(fault=Fault.UPDATE, detail="without bias correction", optimizer=_Uncorrected(spec))
-        for betas in ((0.9, 0.999), (0.9, 0.99), (0.0, spec.betas[1]), spec.betas[::-1]):
+        usual = ((0.9, 0.999), (0.9, 0.99), (0.9, 0.98), (0.9, 0.95), (0.0, spec.betas[1]), spec.betas[::-1])
+        for betas in sorted(set(usual) - {spec.betas}):
             yield _variant(replace(spec, betas=betas), f"with betas {betas}")
     if spec.kind in (OptimizerKind.ADAMW, OptimizerKind.ADAFACTOR, OptimizerKind.LAMB):
-        for eps in (1e-3, 1e-4, 1e-5, 1e-6, 1e-7):
+        for eps in _EPSILONS:
             yield _variant(replace(spec, eps=eps), f"with eps {eps:g}")
     if spec.kind is OptimizerKind.ADAFACTOR:
         for decay in sorted({-1.0, -0.9, -0.7, -0.5, 0.0} - {spec.beta2_decay}):
@@ -170,12 +184,45 @@ def _hypotheses_of_memory(spec: OptimizerSpec, step: int) -> Iterator[UpdateHypo
     yield UpdateHypothesis(
         fault=Fault.UPDATE, detail="with the moments of the step before", optimizer=_Lags(spec, step)
     )
+    if step:
+        for what, names in parts:
+            for how, move in _MOVES.items():
+                moved = _MovesMoments(spec, step, names, move)
+                yield UpdateHypothesis(fault=Fault.MISPLACED, detail=f"{what} {how} before this step", optimizer=moved)
+            for places in (1, -1):
+                other = "next" if places > 0 else "last"
+                detail = f"with {what} of the {other} parameter of the same shape, from this step on"
+                swapped = _TakesMoments(spec, step, names, places)
+                yield UpdateHypothesis(fault=Fault.MISPLACED, detail=detail, optimizer=swapped)
 
 
-class _ClipsEach(ExactOptimizer):
+def _fsdp_unit(name: str) -> str:
+    block = block_of(name)
+    return block if block.rpartition(".")[2].isdigit() else ""
+
+
+_CLIP_UNITS: dict[str, Callable[[str], str]] = {
+    "tensor": lambda name: name,
+    "block, the embedding and the head": block_of,
+    "block, and what is in none,": _fsdp_unit,
+    "module": lambda name: name.rpartition(".")[0],
+}
+"""By what is clipped by its own norm, the unit that a parameter is in."""
+
+
+class _ClipsGroups(ExactOptimizer):
+    """Clips each group of parameters by its own norm."""
+
+    def __init__(self, spec: OptimizerSpec, group_of: Callable[[str], str]) -> None:
+        super().__init__(spec)
+        self.group_of = group_of
+
     def clip(self, max_norm: float) -> None:
-        for parameter in self.parameters.values():
-            nn.utils.clip_grad_norm_([parameter], max_norm)
+        groups: dict[str, list[nn.Parameter]] = {}
+        for name, parameter in self.parameters.items():
+            groups.setdefault(self.group_of(name), []).append(parameter)
+        for group in groups.values():
+            nn.utils.clip_grad_norm_(group, max_norm)
 
 
 class _ClipsValues(ExactOptimizer):
@@ -199,6 +246,21 @@ class _ClipsShards(ExactOptimizer):
                 part.mul_(scale)
 
 
+class _ClipsBlocks(ExactOptimizer):
+    """Clips by the norm of the blocks that have the parameters `names`, and of all blocks between them."""
+
+    def __init__(self, spec: OptimizerSpec, names: Sequence[str]) -> None:
+        super().__init__(spec)
+        self.names = names
+
+    def clip(self, max_norm: float) -> None:
+        blocks = list(dict.fromkeys(block_of(name) for name in self.parameters))
+        places = [blocks.index(block_of(name)) for name in self.names]
+        own = set(blocks[min(places) : max(places) + 1])
+        gradients = [p.grad for name, p in self.parameters.items() if block_of(name) in own and p.grad is not None]
+        nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, nn.utils.get_total_norm(gradients))
+
+
 class _ClipsTwice(ExactOptimizer):
     def clip(self, max_norm: float) -> None:
         norm = nn.utils.clip_grad_norm_(self.parameters.values(), max_norm)
@@ -217,8 +279,15 @@ class _ClipsByLast(ExactOptimizer):
         self.last = norm
 
 
+_EPSILONS = (1e-3, 1e-4, 1e-5, 1e-6, 1e-7)
+
+
 class _EpsInside(ExactOptimizer):
     """Divides by the root of the second moment plus eps, where Adam adds eps to the root."""
+
+    def divisor(self, square: Tensor, correction: float, eps: float) -> Tensor:
+        """Return what the corrected first moment is divided by."""
+        return (square / correction + eps).sqrt()
 
     def step(self, parameters: Tensors, gradients: Tensors) -> Tensors:
         after = super().step(parameters, gradients)
@@ -232,10 +301,16 @@ class _EpsInside(ExactOptimizer):
                 state, name = self.optimizer.state[parameter], names[parameter]
                 count = float(state["step"])
                 mean = state["exp_avg"] / (1 - first**count)
-                square = state["exp_avg_sq"] / (1 - second**count)
-                move = mean / (square + group["eps"]).sqrt()
+                move = mean / self.divisor(state["exp_avg_sq"], 1 - second**count, group["eps"])
                 after[name] = parameters[name] * (1 - rate * group["weight_decay"]) - rate * move.numpy()  # type: ignore[index]
         return after
+
+
+class _EpsEarly(_EpsInside):
+    """Adds eps to the root of the second moment before its bias is corrected (arXiv:1412.6980, end of section 2)."""
+
+    def divisor(self, square: Tensor, correction: float, eps: float) -> Tensor:
+        return (square.sqrt() + eps) / math.sqrt(correction)
 
 
 class _RoundsMoments(ExactOptimizer):
@@ -351,21 +426,72 @@ class _ForgetsNow(ExactOptimizer):
 
     def step(self, parameters: Tensors, gradients: Tensors) -> Tensors:
         if self.optimizer is not None and self.steps == self.at:
-            for state in self.optimizer.state.values():
-                for name in state.keys() & set(self.names):
-                    state[name].zero_()
+            self.change_all()
         return super().step(parameters, gradients)
+
+    def change_all(self) -> None:
+        assert self.optimizer is not None
+        for state in self.optimizer.state.values():
+            self.change(state)
+
+    def change(self, state: dict[str, Tensor]) -> None:
+        for name in state.keys() & set(self.names):
+            state[name].zero_()
+
+
+_MOVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "shifted down by a row": lambda moment: moment.roll(1, 0),
+    "shifted up by a row": lambda moment: moment.roll(-1, 0),
+    "with halves of their rows exchanged": lambda moment: moment.roll(len(moment) // 2, 0),
+    "with their rows and columns exchanged": lambda moment: (
+        moment.T if moment.dim() == 2 and moment.shape[0] == moment.shape[1] else moment
+    ),
+}
+"""Ways in which moments of a parameter come to stand in wrong places, in words."""
+
+
+class _MovesMoments(_ForgetsNow):
+    """Once puts the moments with these names in other places of the same parameter."""
+
+    def __init__(
+        self, spec: OptimizerSpec, step: int, names: tuple[str, ...], move: Callable[[Tensor], Tensor]
+    ) -> None:
+        super().__init__(spec, step, names)
+        self.move = move
+
+    def change(self, state: dict[str, Tensor]) -> None:
+        for name in state.keys() & set(self.names):
+            if state[name].dim():
+                state[name].copy_(self.move(state[name].clone()))
+
+
+class _TakesMoments(_ForgetsNow):
+    """Once gives every parameter the moments of another one: `places` further on of those with its shape."""
+
+    def __init__(self, spec: OptimizerSpec, step: int, names: tuple[str, ...], places: int) -> None:
+        super().__init__(spec, step, names)
+        self.places = places
+
+    def change_all(self) -> None:
+        assert self.optimizer is not None
+        alike: dict[torch.Size, list[Tensor]] = {}
+        for parameter in self.parameters.values():
+            if parameter in self.optimizer.state:
+                alike.setdefault(parameter.shape, []).append(parameter)
+        for parameters in alike.values():
+            kept = [{k: v.clone() for k, v in self.optimizer.state[p].items() if k in self.names} for p in parameters]
+            for index, own in enumerate(parameters):
+                for name, moment in kept[(index + self.places) % len(parameters)].items():
+                    self.optimizer.state[own][name].copy_(moment)
 
 
 class _CountsAgain(_ForgetsNow):
     """Once begins to count steps again, for bias correction, and forgets the moments with these names."""
 
-    def step(self, parameters: Tensors, gradients: Tensors) -> Tensors:
-        if self.optimizer is not None and self.steps == self.at:
-            for state in self.optimizer.state.values():
-                if "step" in state:
-                    state["step"] = torch.zeros_like(torch.as_tensor(state["step"]))
-        return super().step(parameters, gradients)
+    def change(self, state: dict[str, Tensor]) -> None:
+        super().change(state)
+        if "step" in state:
+            state["step"] = torch.zeros_like(torch.as_tensor(state["step"]))
 
 
 class _CountsAhead(ExactOptimizer):

@@ -29,7 +29,7 @@ from meshmark.text import pluralize
 
 
 class NodeLoss(StrEnum):
-    """What to do when a node is lost."""
+    """Policy for a lost node."""
 
     END = "end"
     """End the run, in good order."""

@@ -22,7 +22,8 @@ from meshmark.text import text_of
 NEEDED_BYTES = 16 * 2**20
 """Bytes that a launch needs. Logs, marks and reports are a few megabytes."""
 _FULL_BYTES = 2**16
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a full disk, an exhausted quota, and of a file beyond `ulimit -f`."""
 
 
 def expect_space(folder: Path) -> None:
@@ -133,13 +134,35 @@ def cache_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return found | {name: str(folder) for name, folder in ours.items()}
 
 
+@contextlib.contextmanager
+def private_caches() -> Iterator[None]:
+    """Send the caches of frameworks that this process itself imports to the private folders.
+
+    Importing `torch._dynamo` makes a folder of a name that every user can take first, and fails where one has.
+    """
+    found = dict[str, str]()
+    with contextlib.suppress(OSError):  # a launch, which needs them too, says so
+        found = {name: folder for name, folder in cache_variables(os.environ).items() if name in VARIABLES}
+    ours = [name for name in found if not os.environ.get(name)]
+    os.environ.update(found)
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
+
+
 def users_caches(environment: Mapping[str, str]) -> dict[str, str]:
     """Folders of caches that `environment` names; they exist afterwards.
 
     Raises `InputError` if one belongs to another user, or if others can write to it; and if the folder for temporary
     files has a name that PyTorch cannot open.
     """
-    _expect_text(tempfile.gettempdir())
+    try:
+        temporary = tempfile.gettempdir()
+    except OSError as error:
+        raise InputError(f"{error.strerror}: name a folder that can be written to in TMPDIR") from error
+    _expect_text(temporary)
     found = {name: environment[name] for name in VARIABLES if environment.get(name)}
     for name, folder in found.items():
         _expect_private(name, Path(folder))

@@ -69,7 +69,9 @@ class ForkServer:
     def start(cls, environment: Mapping[str, str], modules: Sequence[str], python: str = sys.executable) -> ForkServer:
         """A server with the whole of `environment`, not yet ready; it ends with this process."""
         channel, its_end = Pipe()
-        code = f"import sys; from meshmark.launch.server_process import main; main({its_end.fileno()})"
+        # Without the working directory, which `-c` puts first: it may be a stranger's.
+        path = "import sys; sys.path[:] = filter(None, sys.path)"
+        code = f"{path}; from meshmark.launch.server_process import main; main({its_end.fileno()})"
         process = subprocess.Popen(
             [python, "-c", code, *modules],
             env={**environment, LAUNCHER: str(os.getpid()), FOLDERS: f"{tempfile.gettempdir()}/{folder_prefix()}"},

@@ -237,8 +237,9 @@ class TorchrunRanks:
         unpickles."""
         rendezvous = f"--rdzv-backend=c10d --rdzv-endpoint={self._folder}/rendezvous --rdzv-conf=store_type=file"
         count = f"--nnodes=1 --nproc-per-node={len(self._ranks)}"
-        torchrun = [sys.executable, "-m", "torch.distributed.run", *rendezvous.split(), *count.split()]
-        return [*torchrun, "-m", "meshmark.launch.rank", str(request)]
+        python = [sys.executable, "-P"]  # without the working directory on the path, which may be a stranger's
+        torchrun = [*python, "-m", "torch.distributed.run", *rendezvous.split(), *count.split(), "--no-python"]
+        return [*torchrun, *python, "-m", "meshmark.launch.rank", str(request)]
 
     @property
     def _log(self) -> Path:

@@ -222,13 +222,18 @@ def run_rank(request: Request, info: RankInfo) -> NoReturn:
     """Do `request` and leave a report, or leave a failure and exit with 1."""
     _leave_traces(info)
     outcome = perform(request, info)
-    failed = isinstance(outcome, RankFailure)
-    _write(info.file("failure" if failed else "report"), json.dumps(encode(outcome)))
+    try:
+        _write(info.file("failure" if isinstance(outcome, RankFailure) else "report"), json.dumps(encode(outcome)))
+    except OSError as error:  # no fault of what was measured; a failure is short, and may still find room
+        told = f"what it measured cannot be written: {describe_error(error)}"
+        kind = _kind(error, [info.folder])
+        outcome = RankFailure(rank=info.rank, kind=kind, message=told, time=time.time(), traceback="")
+        _write(info.file("failure"), json.dumps(encode(outcome)))
     if isinstance(outcome, RankFailure):
         print(outcome.traceback, file=sys.stderr, end="")
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1 if failed else 0)
+    os._exit(isinstance(outcome, RankFailure))
 
 
 def _leave_traces(info: RankInfo) -> None:

@@ -281,7 +281,11 @@ def run_secret() -> bytes:
         if len(text) < 16:
             raise ClusterError(f"MESHMARK_RDZV_SECRET has {len(text)} characters: at least 16 that nobody guesses")
         return text.encode()
-    file = Path.home() / ".config" / "meshmark" / "rdzv-secret"
+    try:
+        home = Path.home()
+    except RuntimeError as error:  # neither HOME nor an entry of this user's
+        raise ClusterError("this user has no home directory: set MESHMARK_RDZV_SECRET alike on all nodes") from error
+    file = home / ".config" / "meshmark" / "rdzv-secret"
     try:
         if not file.exists():
             _create(file, secrets.token_hex(32))

@@ -27,7 +27,7 @@ BACKEND = "fake"
 
 
 class Copies(StrEnum):
-    """What a backend allocates while a collective runs, which is part of a step's peak."""
+    """Buffers that a backend allocates while a collective runs, which count in a step's peak."""
 
     GLOO = "gloo"
     """Gathers into a flat tensor of all parts, and reduces in a copy of the whole, on the host."""

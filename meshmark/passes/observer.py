@@ -173,7 +173,7 @@ class _Attempt:
     loss: float
     norm: float | None
     before: Named
-    """What the engine holds before the update."""
+    """Parameters of the engine before the update."""
     after: Named
     gradients: Tensors
     """Gradients. Empty if nothing is assessed, like `parameters`."""

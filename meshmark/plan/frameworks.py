@@ -14,7 +14,7 @@ from meshmark.theory.recipe import NARROW, RECIPES, TrainingRecipe, narrowed
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What is asked of a framework besides a layout."""
+    """Options of a framework besides the layout."""
 
     experts: int = 1
     """Ranks that a layer's experts are divided over."""

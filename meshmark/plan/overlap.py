@@ -1,4 +1,4 @@
-"""What a user says of overlap: how much of tensor-, data- and pipeline-parallel communication computation hides."""
+"""The share of tensor-, data- and pipeline-parallel communication that computation hides, as a user states it."""
 
 from __future__ import annotations
 

@@ -300,7 +300,7 @@ ASSUMPTIONS = {
     "optimizer": "update",
     "host": "host",
 }
-"""What is assumed of each part of a step beyond its matrix products and attention, which all layouts share."""
+"""Assumptions about each part of a step beyond the matrix products and attention, which all layouts share."""
 
 
 def decides(found: Search, row: int) -> tuple[str, float]:

@@ -19,6 +19,7 @@ from meshmark.environment import describe
 from meshmark.errors import ClusterError, InputError, ResultsError
 from meshmark.interrupts import signals_end_like_ctrl_c
 from meshmark.launch.cluster import Cluster
+from meshmark.launch.folders import private_caches
 from meshmark.launch.launchers import LAUNCHERS
 from meshmark.pytest_plugin.entry import asks_for_suites
 from meshmark.pytest_plugin.expect import expect_ran
@@ -168,6 +169,7 @@ def runner(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Itera
     pytestconfig.pluginmanager.register(progress)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_ending_the_run())
+        stack.enter_context(private_caches())
         stack.enter_context(signals_end_like_ctrl_c())
         cluster = stack.enter_context(Cluster(chosen.cluster, progress.say))
         launcher = stack.enter_context(contextlib.closing(LAUNCHERS[chosen.launcher](cluster)))
@@ -203,7 +205,10 @@ def _held(chosen: Selection, say: Callable[[str], None]) -> Held | None:
         for source in sources_of(target, work)
         if not source.is_known
     ):
-        say(f"--resume: {', '.join(unknown)} is in no commit, so nothing is known to be of the same code: run again")
+        say(
+            f"--resume: {', '.join(unknown)} is in no commit, or modules beside it are in none, so nothing is known to "
+            "be of the same code: run again"
+        )
     return Held(read_records(chosen.results, latest=True).records)
 
 

@@ -197,9 +197,9 @@ def _run_options(config: pytest.Config) -> RunOptions:
     if device == "cuda" and not num_gpus():
         raise InputError("--device cuda, but PyTorch sees no CUDA device here; `meshmark doctor` shows what it sees")
     if steps is not None and steps > _MOST_STEPS:
-        raise InputError(f"--steps {steps}: at most {_MOST_STEPS}, of each of which something is recorded")
+        raise InputError(f"--steps {steps}: at most {_MOST_STEPS}, because every step is recorded")
     if steps is not None and steps <= WATCHED_STEP:
-        raise InputError(f"--steps {steps}: at least {WATCHED_STEP + 1} are needed, the last of which is watched")
+        raise InputError(f"--steps {steps}: at least {WATCHED_STEP + 1} are needed; the last one is metered")
     limit, budget = config.getoption("--time-limit"), config.getoption("--timing-budget")
     if not 0 < limit <= MOST_SECONDS:  # neither is true of nan
         raise InputError(f"--time-limit {limit:g}: expected seconds above 0, at most {MOST_SECONDS:,} (11 days)")
@@ -219,7 +219,7 @@ def _run_options(config: pytest.Config) -> RunOptions:
         num_gpus=num_gpus(),
         time_limit_seconds=limit,
         assess=_assess(config),
-        localise=config.getoption("--localise"),
+        localise=config.getoption("--localise") or None,
         on_node_loss=node_loss(config.getoption("--on-node-loss")),
     )
     named = config.getoption("--known-gaps")

@@ -29,7 +29,7 @@ class CaseVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgedCase:
-    """What was found of a case: one line of records.jsonl."""
+    """Results for one case: one line of records.jsonl."""
 
     case: dict[str, str]
     verdicts: list[CaseVerdict]
@@ -56,7 +56,7 @@ class JudgedCase:
 
 
 OTHER_RECORD = "a record of an engine that generates, or of a model made smaller"
-"""What readers of other records say of such a line."""
+"""Message of readers of other records about such a line."""
 
 
 def num_judged(path: Path, key: str) -> int:

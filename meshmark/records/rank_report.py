@@ -112,5 +112,5 @@ class RankFailure:
     traceback: str = ""
     log_tail: str = ""
     stack: str = ""
-    """What every Python thread was doing when the time limit expired."""
+    """Stacks of all Python threads when the time limit expired."""
     standing: StackState = StackState.INSIDE

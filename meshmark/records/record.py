@@ -339,7 +339,7 @@ class Record:
     """Dtype settings and kernels that PyTorch was set to use on the first rank."""
     verdicts: list[Verdict] = field(default_factory=list)
     not_judged: list[str] = field(default_factory=list)
-    """What the verdicts of an observed pass leave out, in words. Empty in old records."""
+    """Parts that the verdicts of an observed pass leave out, in words. Empty in old records."""
     remarks: list[str] = field(default_factory=list)
     """Events during the pass that a reader should know."""
 

@@ -37,7 +37,7 @@ from meshmark.spec.case import Case
 from meshmark.text import clip, describe_error
 
 CUT_OFF = "a run was cut off there"
-"""What a complaint about a torn line says."""
+"""Text of a complaint about a torn line."""
 _COMPLAINT_CHARACTERS = 500
 _SHARED: dict[str, type] = {
     "case": Case,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
+import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,10 +64,26 @@ def _file(where: str) -> Path | None:
 
 
 def _commit(file: Path) -> str:
-    """Return the commit of the repository around a file, if the repository tracks the file."""
+    """Return the commit of the repository around a file, if the repository tracks the file. It counts as changed where
+    the repository holds modules that are in no commit, which the file may import.
+    """
     command = ["git", "ls-files", "--error-unmatch", "--", file.name]
     try:
         tracked = subprocess.run(command, cwd=file.parent, capture_output=True).returncode == 0
     except OSError:
         return ""
-    return project_of(str(file.parent)).commit if tracked else ""
+    if not tracked or not (commit := project_of(str(file.parent)).commit):
+        return ""
+    modules = _untracked_modules(file.parent)
+    return f"{commit}-dirty.{modules}" if modules else commit
+
+
+def _untracked_modules(folder: Path) -> str:
+    """Return a digest of the Python files in the repository around `folder` that git neither tracks nor ignores."""
+    command = ["git", "ls-files", "-z", "--others", "--exclude-standard", "--", ":/*.py"]
+    listed = subprocess.run(command, cwd=folder, capture_output=True).stdout
+    digest = hashlib.sha256()
+    for name in filter(None, listed.split(b"\0")):
+        with contextlib.suppress(OSError):
+            digest.update(name + b"\0" + (folder / os.fsdecode(name)).read_bytes())
+    return digest.hexdigest()[:8] if listed else ""

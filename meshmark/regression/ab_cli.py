@@ -10,10 +10,10 @@ from pathlib import Path
 
 from meshmark.errors import InputError
 from meshmark.interrupts import signals_end_like_ctrl_c
-from meshmark.regression.alternate import MARGIN, alternate
+from meshmark.regression.alternate import MARGIN, SIDES, alternate
 from meshmark.regression.attempts import attempts_of
 from meshmark.regression.bisect import Search, bisect, steps_between
-from meshmark.regression.cli import FAILED, add_gate, print_comparison
+from meshmark.regression.cli import FAILED, add_gate, expect_timed, print_comparison
 from meshmark.regression.gate import DEFAULT_GATE, UNSURE, parse_gate
 from meshmark.regression.samples import LEAST_DEGREES
 from meshmark.regression.side import open_side, run_suites
@@ -60,6 +60,11 @@ def _ab(parsed: argparse.Namespace) -> int:
         raise InputError(f"--pairs {parsed.pairs}: expected at least 1")
     margin = (gate.margin if gate else None) or MARGIN
     options = _behind_dashes(parsed.options)
+    if parsed.results and any((parsed.results / side).exists() for side in SIDES):
+        raise InputError(
+            f"--results {parsed.results}: it holds the sessions of an earlier `meshmark ab`, which are not compared "
+            "with new ones; name a new folder"
+        )
     with signals_end_like_ctrl_c(), tempfile.TemporaryDirectory(prefix="meshmark-ab-") as folder:
         kept = parsed.results or Path(folder) / "results"
         with open_side(parsed.a, Path(folder), "A") as a, open_side(parsed.b, Path(folder), "B") as b:
@@ -70,6 +75,8 @@ def _ab(parsed: argparse.Namespace) -> int:
         words = ["--a", parsed.a, "--b", parsed.b, "--pairs", str(parsed.pairs), "--fail-on", parsed.fail_on]
         command = shlex.join(["meshmark", "ab", *words, "--", *options])
         report_to_github(attempts_of(found, failing, parsed.a, command), print)
+    if not failing:
+        expect_timed(found, gate, parsed.fail_on, (parsed.a, parsed.b))
     return FAILED if failing else 0
 
 

@@ -29,6 +29,9 @@ from meshmark.text import pluralize
 MARGIN = 0.03
 """Times within this share of each other count as the same."""
 
+SIDES = ("a", "b")
+"""Folders of both sides' sessions in the folder of results."""
+
 Measure = Callable[[Path], list[Record]]
 """Function that runs a fresh session into a folder."""
 
@@ -109,7 +112,7 @@ def alternate(
     ours, theirs = list[Record](), list[Record]()
     started, pair_seconds = time.monotonic(), 0.0
     for pair in range(most_pairs):
-        sides = [(a, ours, "a"), (b, theirs, "b")]
+        sides = [(a, ours, SIDES[0]), (b, theirs, SIDES[1])]
         for measure, records, name in sides if pair % 2 == 0 else reversed(sides):
             records += measure(folder / name / f"{pair:03}")
         _add(trials, ours, theirs, pair)

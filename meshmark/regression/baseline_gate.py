@@ -11,7 +11,7 @@ from meshmark.errors import InputError, ResultsError
 from meshmark.records.record import Record
 from meshmark.records.record_file import read_records
 from meshmark.records.request import Task
-from meshmark.regression.change import Change
+from meshmark.regression.change import Change, incomparable
 from meshmark.regression.conditions import _joined, conditions, conditions_here, hinders, without
 from meshmark.regression.exact import exact_changes
 from meshmark.regression.gate import Gate
@@ -49,7 +49,7 @@ class BaselineGate:
         before, after = self.cases[key_of(record)], CaseRuns(case=record.case)
         (after.timed if record.task is Task.TIME else after.observed).append(record)
         if before.case != after.case:
-            return []
+            return [incomparable(record.case.id)]
         name = record.case.id
         changes = [c for c in verdict_changes(name, before, after) if c.metric == f"{suite} verdict"]
         changes += [c for c in exact_changes(name, before, after) if suite_of(c.metric) == suite]

@@ -61,7 +61,7 @@ class Change:
     by: float = 0.0
     """How much worse B is, as a share of A. Infinite if A is zero, and 0 for verdicts."""
     evidence: str = ""
-    """What shows it: rank, category, collective, samples; or what is needed to decide."""
+    """Evidence: rank, category, collective and samples; or what is needed to decide."""
     moved: tuple[str, ...] = ()
     """For bytes: the categories or collectives that differ."""
     gated: bool = True
@@ -76,3 +76,9 @@ class Change:
 
     def __str__(self) -> str:
         return f"{self.case}: {self.metric} {self.difference}"
+
+
+def incomparable(case: str) -> Change:
+    """Return the change of a case whose id stands for two different cases."""
+    told = "the same name stands for another workload or layout: nothing of the two compares; rename one"
+    return Change(case=case, metric="case", kind=Kind.WRONG, outcome=ChangeOutcome.UNDECIDED, evidence=told)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from meshmark.errors import ResultsError
 from meshmark.records.record import Record, Status
 from meshmark.records.request import Task
-from meshmark.regression.change import Change, ChangeOutcome, Kind
+from meshmark.regression.change import Change, ChangeOutcome, Kind, incomparable
 from meshmark.regression.conditions import differences, expect_alike
 from meshmark.regression.exact import exact_changes
 from meshmark.regression.runs import CaseRuns, Key, by_case, few, names
@@ -63,7 +63,7 @@ def compare(
         expect_alike(different, timed=timed)
     name = names(list(ours | theirs))
     changes = [change for key in common for change in _untimed(name[key], ours[key], theirs[key])]
-    changes += [gone for key in ours if (gone := _missing(name[key], ours[key], theirs.get(key)))]
+    changes += [gone for key in ours if (gone := _missing(name[key], ours[key], theirs.get(key), timed))]
     times = _timed(ours, theirs, name, margin) if timed else []
     return Comparison(
         changes=[*changes, *clauses, *times],
@@ -84,17 +84,19 @@ def _records(cases: dict[Key, CaseRuns], keys: Sequence[Key]) -> list[Record]:
 
 def _untimed(name: str, before: CaseRuns, after: CaseRuns) -> list[Change]:
     if before.case != after.case:
-        told = "the same name stands for another workload or layout: nothing of the two compares; rename one"
-        return [Change(case=name, metric="case", kind=Kind.WRONG, outcome=ChangeOutcome.UNDECIDED, evidence=told)]
+        return [incomparable(name)]
     return [*verdict_changes(name, before, after), *exact_changes(name, before, after)]
 
 
-def _missing(name: str, ours: CaseRuns, theirs: CaseRuns | None) -> Change | None:
-    """Return a change if B did not run, or last skipped, a pass that A ran."""
+def _missing(name: str, ours: CaseRuns, theirs: CaseRuns | None, timed: bool) -> Change | None:
+    """Return a change if B did not run, or last skipped, a case that A ran; or did not time it where times count."""
     passes = [(ours.observed, theirs.observed if theirs else []), (ours.timed, theirs.timed if theirs else [])]
     ran = [after[-1:] for before, after in passes if any(r.outcome.status is not Status.SKIPPED for r in before)]
     skipped = [record for last in ran for record in last if record.outcome.status is Status.SKIPPED]
-    if not ran or (theirs and not skipped):
+    untimed = (
+        timed and theirs is not None and not theirs.timed and any(r.outcome.status is Status.OK for r in ours.timed)
+    )
+    if not ran or (theirs and not skipped and not untimed):
         return None
     return Change(
         case=name,
@@ -102,8 +104,8 @@ def _missing(name: str, ours: CaseRuns, theirs: CaseRuns | None) -> Change | Non
         kind=Kind.MISSING,
         outcome=ChangeOutcome.WORSE,
         before="run",
-        after="skipped" if skipped else "not run",
-        evidence=skipped[0].outcome.message if skipped else "it is in A alone",
+        after="skipped" if skipped else "not timed" if untimed else "not run",
+        evidence=skipped[0].outcome.message if skipped else f"it is {'timed ' * untimed}in A alone",
     )
 
 

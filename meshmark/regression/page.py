@@ -67,7 +67,7 @@ def page(found: Comparison, titles: tuple[str, str], command: str) -> str:
         if names
     ]
     changed = [change for outcome in _ORDER for change in found.of(outcome)]
-    parts = [*head, "## What changed, or cannot be told", _table(changed) or "Nothing.", "## The same"]
+    parts = [*head, "## Changed or undecided", _table(changed) or "Nothing.", "## The same"]
     same = itertools.groupby(found.of(ChangeOutcome.SAME), key=lambda change: change.case)
     parts += [_same([(case, [change.metric for change in rows]) for case, rows in same]) or "Nothing."]
     return "\n\n".join(parts) + "\n"

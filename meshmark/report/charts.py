@@ -13,6 +13,7 @@ import plotly.graph_objects as go
 from meshmark.errors import EvidenceError
 from meshmark.measure.readings import Collective, MemoryReading
 from meshmark.records.record import Record
+from meshmark.report import palette
 from meshmark.report.markdown import one_line
 from meshmark.report.results import CaseResult, Tradeoff, frontier, tradeoffs
 from meshmark.report.table import bytes_text
@@ -20,17 +21,9 @@ from meshmark.run.throughput import throughput
 from meshmark.spec.case import Case
 from meshmark.spec.layout import AXES
 
-_CATEGORIES = {
-    "parameters": "#0072B2",
-    "gradients": "#56B4E9",
-    "optimizer_states": "#009E73",
-    "activations": "#E69F00",
-    "communication": "#CC79A7",
-    "other": "#999999",
-}
-"""Colours as in the SVG plots: Okabe and Ito's palette, which colour-blind readers can tell apart."""
 _MOST = 50
 """Number of cases with their own figure. The tables have all cases."""
+_SYMBOLS = "circle square diamond triangle-down triangle-up cross star x hexagon pentagon".split()
 _PASSED_TO_FAILED = [[0.0, "#0072B2"], [0.49, "#cfe3f2"], [0.5, "#fbe3c0"], [1.0, "#B3261E"]]
 
 
@@ -118,6 +111,7 @@ def _rates(found: Sequence[CaseResult]) -> Chart:
 def _tradeoff(found: Sequence[CaseResult]) -> Chart:
     """Plot speed against memory, with one figure per number of ranks."""
     points = tradeoffs(found)
+    names = list(dict.fromkeys(point.result.case.adapter for point in points))
     figures = []
     for ranks in sorted({point.result.case.world_size for point in points}):
         here = [point for point in points if point.result.case.world_size == ranks][:_MOST]
@@ -132,7 +126,11 @@ def _tradeoff(found: Sequence[CaseResult]) -> Chart:
                 line={"color": "#999999", "dash": "dot"},
                 hoverinfo="skip",
             ),
-            *(_dots(name, [p for p in here if p.result.case.adapter == name]) for name in _adapters(here)),
+            *(
+                _dots(name, [p for p in here if p.result.case.adapter == name], number)
+                for number, name in enumerate(names)
+                if any(p.result.case.adapter == name for p in here)
+            ),
         ]
         axes = {
             "xaxis": {"title": {"text": "MiB at the peak of the fullest rank"}, "rangemode": "tozero"},
@@ -145,18 +143,19 @@ def _tradeoff(found: Sequence[CaseResult]) -> Chart:
     )
 
 
-def _adapters(points: Sequence[Tradeoff]) -> list[str]:
-    return list(dict.fromkeys(point.result.case.adapter for point in points))
-
-
-def _dots(adapter: str, points: Sequence[Tradeoff]) -> go.Scatter:
-    """Return the cases of one adapter, each with what is known of it on hovering."""
+def _dots(adapter: str, points: Sequence[Tradeoff], number: int) -> go.Scatter:
+    """Return the cases of one adapter, each with what is known of it on hovering. `number` decides how they look."""
     return go.Scatter(
         x=[point.peak_bytes / 2**20 for point in points],
         y=[point.per_second for point in points],
         mode="markers",
         name=_text(adapter),
-        marker={"size": 11},
+        marker={
+            "size": 11,
+            "color": palette.ADAPTERS[number % len(palette.ADAPTERS)],
+            "symbol": _SYMBOLS[number % len(_SYMBOLS)],
+            "line": {"width": 1, "color": "#999999"},  # a black dot must be seen on a dark page
+        },
         text=[_text(point.result.case.id) for point in points],
         customdata=[bytes_text(point.peak_bytes) for point in points],
         hovertemplate="%{text}<br>%{customdata} at the peak<br>%{y:,.0f} per second<extra></extra>",
@@ -272,7 +271,7 @@ def _stacked(label: str, bars: Sequence[tuple[str, MemoryReading]]) -> dict[str,
             orientation="h",
             marker={"color": colour},
         )
-        for category, colour in _CATEGORIES.items()
+        for category, colour in palette.CATEGORIES.items()
     ]
     axes = {"yaxis": {"automargin": True, "autorange": "reversed"}, "xaxis": {"title": {"text": "MiB"}}}
     return _figure(label, traces, barmode="stack", **axes)

@@ -19,7 +19,7 @@ from meshmark.report.markdown import laid
 from meshmark.serial import decode, encode
 
 SUFFIX = ".page.jsonl"
-"""Of a record's name, behind the page's."""
+"""Ending of a record's name, after the page's name."""
 _RULE = re.compile(r"\|(?:[:-]+\|)+")
 _BORDER = re.compile(r"(?<!\\)\|")
 _EMPTY = re.compile(r"\| +(?=\|)")

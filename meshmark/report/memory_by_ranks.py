@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from meshmark.errors import MeshmarkError
+from meshmark.measure.readings import MemoryReading
 from meshmark.records.record import Record, Status
 from meshmark.records.request import Task
 from meshmark.report.table import Cell, Rows, number
@@ -31,11 +32,11 @@ NOTE = (
     "bytes of any model. In brackets is the share of what a rank without sharding holds. Model states are weights, "
     "gradients and optimizer states; activations, which depend on the batch of a rank, are not among them. A plain "
     "number is *measured* in a real world, m1 is *measured* on a single rank of a fake world, c is *computed* by the "
-    "closed form that gave the plan of the measured ones. The closed form divides evenly and pads nothing. A measured "
-    "number may therefore be larger than a computed one of the same number of ranks, here or on another page: the last "
-    "table lists by how much, and why. The difference grows with the size of a tensor over that of a rank's share. At "
-    "512 ranks of gpt-tiny two plans do not hold: FSDP1's last rank holds no bytes of parameters where 1,851 are "
-    "planned, and FSDP2's peak is above its plan. Padding of the shards is a likely cause, which nobody has proved."
+    "closed form that gave the plan of the measured ones. The closed form divides evenly and pads nothing, so a "
+    "measured number may be larger than a computed one of as many ranks. The second table lists by how much, and why. "
+    "The difference grows with the size of a tensor over that of a rank's share. In other runs, two plans of gpt-tiny "
+    "on 512 ranks were not met: the last rank of FSDP1 holds no parameters where 1,851 bytes are planned, and the peak "
+    "of FSDP2 is above its plan. Padding of the shards is a likely cause; it is not proved."
 )
 
 
@@ -67,7 +68,7 @@ class StatesPerParameter:
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Kind:
-    """What stays the same as ranks are added."""
+    """The properties that stay the same as ranks are added."""
 
     zero_stage: int
     adapter: str
@@ -76,6 +77,11 @@ class Kind:
     @property
     def title(self) -> str:
         return f"{self.adapter} ZeRO-{self.zero_stage}" if self.zero_stage else self.adapter
+
+
+def fullest_states(readings: Sequence[MemoryReading]) -> int:
+    """Return the bytes of model states of the rank that has most."""
+    return max(r.states.parameters + r.states.gradients + r.states.optimizer_states for r in readings)
 
 
 def memory_by_ranks(records: Iterable[Record]) -> dict[Kind, dict[int, StatesPerParameter]]:

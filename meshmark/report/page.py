@@ -64,7 +64,7 @@ class Part:
     tables: Sequence[Table] = ()
     clauses: Clauses | None = None
     facts: dict[str, dict[str, Fact]] | None = None
-    """What is known of each case, for a comparison of two."""
+    """Facts of each case, for a comparison of two."""
     blocks: Sequence[str] = ()
 
     def __bool__(self) -> bool:

@@ -14,20 +14,12 @@ from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.patches import Patch, Rectangle  # noqa: E402
 
 from meshmark.records.record import Record  # noqa: E402
+from meshmark.report import palette  # noqa: E402
 from meshmark.report.markdown import one_line  # noqa: E402
 from meshmark.report.memory_by_ranks import WORLDS, Source, memory_by_ranks  # noqa: E402
 from meshmark.report.results import CaseResult, frontier, tradeoffs  # noqa: E402
 from meshmark.run.throughput import throughput  # noqa: E402
 
-# One hue per category, in the order of the stack; the Okabe-Ito palette, which colour-blind readers can tell apart.
-_CATEGORIES = {
-    "parameters": "#0072B2",
-    "gradients": "#56B4E9",
-    "optimizer_states": "#009E73",
-    "activations": "#E69F00",
-    "communication": "#CC79A7",
-    "other": "#999999",
-}
 _STYLE = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -63,7 +55,7 @@ def memory_plot(found: Sequence[CaseResult], path: Path) -> bool:
         figure = Figure(figsize=(9, 0.8 + 0.26 * len(rows)))
         axes = figure.subplots()
         left = [0.0] * len(rows)
-        for category, colour in _CATEGORIES.items():
+        for category, colour in palette.CATEGORIES.items():
             widths = [getattr(reading.peak, category) / unit for _, reading in rows]
             axes.barh(range(len(rows)), widths, left=left, color=colour, label=category.replace("_", " "))
             left = [a + b for a, b in zip(left, widths, strict=True)]
@@ -104,7 +96,7 @@ def ranks_plot(found: Sequence[CaseResult], fake: Sequence[Record], path: Path) 
             bottom = [0.0] * len(held)
             for category in ("parameters", "gradients", "optimizer_states"):
                 heights = [getattr(each, category) for each in held.values()]
-                bars = axes.bar(range(len(held)), heights, bottom=bottom, color=_CATEGORIES[category])
+                bars = axes.bar(range(len(held)), heights, bottom=bottom, color=palette.CATEGORIES[category])
                 for bar, each in zip(bars, held.values(), strict=True):
                     bar.set_alpha(0.45 if each.source is Source.COMPUTED else 1.0)
                 bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
@@ -117,7 +109,7 @@ def ranks_plot(found: Sequence[CaseResult], fake: Sequence[Record], path: Path) 
         for axes in grid[:, 0]:
             axes.set_ylabel("bytes a parameter", fontsize=8)
         patches = [
-            Patch(color=_CATEGORIES[name], label=name.replace("_", " "))
+            Patch(color=palette.CATEGORIES[name], label=name.replace("_", " "))
             for name in ("parameters", "gradients", "optimizer_states")
         ]
         pale = Patch(color="#999999", alpha=0.45, label="pale: computed")
@@ -131,7 +123,6 @@ def ranks_plot(found: Sequence[CaseResult], fake: Sequence[Record], path: Path) 
 _PANELS = 9
 """Kinds of layouts that a picture has room for."""
 _MARKERS = "osD^vP*XhpdH<>8"
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000", "#999999")
 
 
 def tradeoff_plot(found: Sequence[CaseResult], path: Path) -> bool:
@@ -160,7 +151,7 @@ def tradeoff_plot(found: Sequence[CaseResult], path: Path) -> bool:
                     [point.peak_bytes / unit for point in own],
                     [point.per_second for point in own],
                     s=42,
-                    color=_COLOURS[number % len(_COLOURS)],
+                    color=palette.ADAPTERS[number % len(palette.ADAPTERS)],
                     marker=_MARKERS[number % len(_MARKERS)],
                     label=one_line(adapter)[:32] if ranks == worlds[0] else None,
                 )

@@ -110,13 +110,21 @@ def _answer(found: Sequence[CaseResult], reading: Reading, glossary: str) -> lis
         "would have caught. *Peak*: bytes alive at once on the fullest rank. The leanest case of each number of ranks "
         f"comes first.{f' More words are in [the glossary]({glossary}).' if glossary else ''}",
         Table(title="Cases", rows=tables.answer(found)).markdown,
-        "*correct*: every loss, gradient norm, gradient and parameter of every step stands no further "
-        "from a float64 single-process truth than rounding in its precision carries a correct run, told by a factor on "
-        f"that noise; of how often it fails a correct run, there is shown: {shown()}. *cannot tell*: the noise hides "
-        "too much for a verdict. Memory and speed of a run that is wrong, "
-        "or that keeps narrower states than its precision promises, are struck out: they are no result. "
-        "All values are *measured*. Speeds stand last.",
+        "*correct*: every loss, gradient norm, gradient and parameter of every step equals a float64 single-process "
+        "truth, within a factor of the rounding noise that correct runs show in this precision. "
+        f"Correct runs that fail: {shown()}. *cannot tell*: the noise hides too much for a verdict. Memory and speed "
+        "are struck out where a run is wrong, or keeps narrower states than its precision promises. "
+        f"All values are *measured*. Speeds stand last.{_not_timed(found)}",
     ]
+
+
+def _not_timed(found: Sequence[CaseResult]) -> str:
+    """Return the sentence on cases without a speed; empty where all were timed, or none was asked to be."""
+    ran = [result for result in found if not result.skipped]
+    missing = sum(result.timed is None for result in ran)
+    if missing in (0, len(ran)):
+        return ""
+    return f" {pluralize(missing, 'case')} without a speed {'was' if missing == 1 else 'were'} not timed."
 
 
 def _speeds_of(found: Sequence[CaseResult]) -> str:
@@ -131,6 +139,10 @@ def _speeds_of(found: Sequence[CaseResult]) -> str:
 
 _TOY = 10_000_000
 """Parameters below which the speed of a model says nothing of those that people train."""
+
+
+_MANY = 3
+"""So many cases that are tied with the fastest are counted, not named."""
 
 
 def _headline(found: Sequence[CaseResult], missing: Sequence[str], failed_tests: int) -> str:
@@ -162,7 +174,7 @@ def _headline(found: Sequence[CaseResult], missing: Sequence[str], failed_tests:
 
 
 def _fastest(timed: Sequence[Record]) -> str:
-    """Name the fastest case, or all that are tied."""
+    """Name the fastest case. Where others are tied with it, name up to three, else give their number."""
     if not (ordered := fastest_of(timed)):
         return f"no case was launched often enough ({LEAST_CLAIMED} times) to be called the fastest"
     first, *tied = ordered
@@ -170,6 +182,10 @@ def _fastest(timed: Sequence[Record]) -> str:
     speed = f"{best.per_second:,.0f} {best.unit}/s {tables.interval_text(best)}"
     if not tied:
         return f"the fastest correct case is {code(first.case.id)} ({speed})"
+    if len(tied) >= _MANY:
+        return (
+            f"{code(first.case.id)} ({speed}) and {len(tied)} more meet within their intervals, so that none is ahead"
+        )
     *between, last = [code(record.case.id) for record in tied]
     listed = ", ".join([f"{code(first.case.id)} ({speed})", *between]) + f" and {last}"
     return f"the fastest correct cases are {listed}, whose intervals meet, so that none is ahead"

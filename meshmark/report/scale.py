@@ -6,13 +6,14 @@ from collections.abc import Iterable, Sequence
 
 from meshmark.records.record import Record, Status, Verdict
 from meshmark.records.request import Task
+from meshmark.report.memory_by_ranks import fullest_states
 from meshmark.report.planned import totals, worst
 from meshmark.report.table import EMPTY, Cell, Rows, bytes_cell, number
 from meshmark.text import pluralize
 
 NOTE = (
     "**Measured on single ranks of a fake world.** Each rank ran alone, in one process: its framework's real steps, "
-    "over collectives that are over at once and bring nothing. Real worlds of 2 and 4 ranks hold the same to the byte "
+    "over collectives that return at once without data. Real worlds of 2 and 4 ranks hold the same bytes "
     "(tests/test_fake_world.py). What such a rank computes means nothing: no loss is judged, and nothing is timed. "
     "*peak*: of the fullest of the ranks."
 )
@@ -63,7 +64,7 @@ def scale(records: Iterable[Record]) -> Rows:
             "seen from": ", ".join(map(str, record.fake_ranks)),
             "memory": _as_planned(memory),
             "communication": _as_planned(record.verdict("communication")),
-            "states": bytes_cell(max(r.states.total for r in readings)) if readings else EMPTY,
+            "model states": bytes_cell(fullest_states(readings)) if readings else EMPTY,
             "peak": bytes_cell(max(r.peak.total - r.peak.inputs for r in readings)) if readings else EMPTY,
             "peak's error": number(peak.deviation, "+.2%") if peak else Cell(text="not planned"),
             "steady's error": number(steady.deviation, "+.2%") if steady else EMPTY,

@@ -25,7 +25,7 @@ class Section:
     id: str
     title: str
     note: str
-    """What the columns of the first table mean, in Markdown."""
+    """Meaning of the first table's columns, in Markdown."""
     tables: Sequence[Table]
 
 
@@ -110,10 +110,10 @@ def sections(found: Sequence[CaseResult], records: Sequence[Record], baseline: B
 
 
 _PLANNED = (
-    "What was measured beside what the planner computed when the case was run, with what adapters declare: the worst "
-    "rank's error by category, and of all that the allocator counted, after a step and at the peak, less the batch "
-    "that the engine is handed. `of it late`: buffers of collectives that only the backend's thread still had then. "
-    "Peaks are not planned of DeepSpeed's stage 3, whose modules gather weights one by one, nor of its mixed precision."
+    "Measured bytes beside the plan of the run, which includes what adapters declare: the worst rank's error by "
+    "category, and of all bytes that the allocator counted, after a step and at the peak, without the batch that the "
+    "engine gets. `of it late`: buffers of collectives that the backend's thread alone held. Peaks are not planned "
+    "for DeepSpeed's stage 3, whose modules gather weights one by one, nor for its mixed precision."
 )
 
 _TIMED = (

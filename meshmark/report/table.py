@@ -21,7 +21,7 @@ class Cell:
 
     text: str
     order: float | None = None
-    """What the cell is sorted by, in SI units or bytes. None sorts by the text."""
+    """Number that the cell is sorted by, in SI units or bytes. None sorts by the text."""
     struck: str = ""
     """A number that is no result, shown struck out before the text."""
     bad: str = ""

@@ -11,6 +11,7 @@ from meshmark.measure.readings import MemoryReading
 from meshmark.records.record import Record, Verdict
 from meshmark.report.baseline import Baseline
 from meshmark.report.markdown import block, details, inline
+from meshmark.report.memory_by_ranks import fullest_states
 from meshmark.report.results import CaseResult
 from meshmark.report.table import EMPTY, Cell, Rows, bytes_cell, milliseconds, number, yes_or_no
 from meshmark.run.throughput import Throughput, drift, throughput
@@ -30,7 +31,7 @@ def answer(found: Sequence[CaseResult]) -> Rows:
             "ranks": result.case.world_size,
             "correct": result.correctness,
             "smallest detectable error": _detects(result),
-            "model states / rank": _of_observed(result, _states),
+            "model states / rank": _of_observed(result, fullest_states),
             "peak / rank": _of_observed(result, _peak),
             f"{result.case.workload.unit}/s": _speed(result),
             "MFU": _mfu(result),
@@ -219,10 +220,6 @@ def _of_observed(result: CaseResult, count: Callable[[list[MemoryReading]], int]
     return cell if result.comparable else cell.strike()
 
 
-def _states(readings: list[MemoryReading]) -> int:
-    return max(r.states.parameters + r.states.gradients + r.states.optimizer_states for r in readings)
-
-
 def _peak(readings: list[MemoryReading]) -> int:
     return max(r.peak.total for r in readings)
 
@@ -252,7 +249,7 @@ def interval_text(measured: Throughput) -> str:
     """
     if not measured.is_claimed:
         return f"({pluralize(measured.num_launches, 'launch', 'launches')})"
-    return f"±{measured.relative:.1%}" if measured.relative < 1 else "±?"
+    return f"±{measured.relative:.1%}" if measured.relative < 1 else "±100% or more"
 
 
 def failures(records: Sequence[Record]) -> str:

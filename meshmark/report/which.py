@@ -30,6 +30,7 @@ from meshmark.report.communication import sent_bytes
 from meshmark.report.conformance import AdapterColumn, Conformance, judged, read_conformance
 from meshmark.report.guard import write_page
 from meshmark.report.markdown import Markup, block, inline, one_line, table
+from meshmark.report.memory_by_ranks import fullest_states
 from meshmark.report.results import CaseResult, results
 from meshmark.report.table import Cell, Rows, bytes_cell
 from meshmark.serial import decode
@@ -220,7 +221,8 @@ def _introduction(devices: Sequence[str], in_reports: bool) -> str:
 
     return (
         f"*Measured*: trained by the suites on {' and '.join(devices)}, and equal to float64. *Planned*: computed for "
-        f"GPUs that were not at hand; {page('the planner is held against published runs', 'validation.md')}. "
+        f"GPUs that were not at hand, speed with its interval and memory without one; "
+        f"{page('published runs', 'validation.md')} show how far both may be off. "
         f"What frameworks get wrong is {page('listed with scripts that show it', 'gaps.md')} (`meshmark gaps`). "
         f"{page('The glossary', '../docs/glossary.md')} explains names of layouts such as `dp4.zero3.mb2`."
     )
@@ -232,7 +234,8 @@ ranks with the same model. Activations, which grow with the batch, are in the pe
 
 
 _DEFECTS = """Each has a script that shows it without Meshmark. A framework that more adapters use was looked at more:
-a small number does not mean few defects. *Fails a clause*: so many make an adapter fail a clause of conformance."""
+a small number does not mean few defects. *Fails a clause*: so many make an adapter fail a clause of conformance,
+some of them an adapter for an option, which stands in the roster alone."""
 
 
 def _defect_rows(in_reports: bool) -> Rows:
@@ -257,8 +260,7 @@ Measure = Callable[[Record], float]
 
 def _state_bytes(record: Record) -> float:
     """Return the bytes of model states on the fullest rank."""
-    states = [reading.states for reading in record.memory.readings]
-    return max(s.parameters + s.gradients + s.optimizer_states for s in states)
+    return fullest_states(record.memory.readings)
 
 
 def _peak_bytes(record: Record) -> float:
@@ -471,6 +473,8 @@ def _kept(need: Need, found: Sequence[AdapterColumn]) -> str:
     broken = [c for c in others if {ClauseResult.FAIL, ClauseResult.KNOWN_GAP} & set(_results(need, c))]
     silent = [column for column in others if column not in broken]
     because = f"*Measured* by the clause{'s' * (len(need.clauses) > 1)} {', '.join(need.clauses)}"
+    if of := _bitwise(need, kept):
+        because += f". {of}"
     if broken:
         because += f". A clause fails in {', '.join(map(inline, _listed(broken)))}"
     if silent:
@@ -479,6 +483,20 @@ def _kept(need: Need, found: Sequence[AdapterColumn]) -> str:
     if not others:
         take[0] = f"all {len(kept)} that run on several ranks: {take[0]}"
     return _answer(need.title, take, because)
+
+
+def _bitwise(need: Need, kept: Sequence[AdapterColumn]) -> str:
+    """Return how many adapters go on bit for bit after a resume; empty for needs that are not about that."""
+    evidence = [column.findings[name].evidence for column in kept for name in need.clauses]
+    same = sum(text.startswith("bitwise equal to a run that never stopped") for text in evidence)
+    if not any("bitwise equal to a run that never stopped" in text for text in evidence):
+        return ""
+    if same == len(evidence):
+        return "Bit for bit equal to a run that never stopped: all"
+    return (
+        f"Bit for bit equal to a run that never stopped: {same}; the others are equal within rounding noise, for they "
+        "add up in another order"
+    )
 
 
 def _listed(columns: Sequence[AdapterColumn]) -> list[str]:

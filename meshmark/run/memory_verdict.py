@@ -290,8 +290,9 @@ def memory_totals(
             spare=spare,
         )
     else:
-        unnamed = plan.tables + sum(r.num_bytes for r in declared if r.category in ("steady", "unnamed"))
-        # At most: an engine may name what is declared.
+        # What a framework does without had a name. At most: an engine may name what is declared.
+        lasting = (max(r.num_bytes, 0.0) for r in declared if r.category in ("steady", "unnamed"))
+        unnamed = plan.tables + sum(lasting)
         measured = max(peak.other, unnamed)
         yield Held(category="unnamed", rank=rank, measured=measured, planned=unnamed, spare=spare)
     if reading.previous_steady_bytes is not None:

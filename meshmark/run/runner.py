@@ -15,6 +15,7 @@ from meshmark.adapter.registry import load_adapter
 from meshmark.environment import Environment, describe, refuses_to_share
 from meshmark.errors import AdapterError, ClusterError, NodeLostError, ResultsError
 from meshmark.judge.beginning import describe as describe_beginning
+from meshmark.judge.faults import Fault
 from meshmark.judge.observed_path import ObservedPath
 from meshmark.judge.sample import (
     ENDURANCE_STEPS,
@@ -107,11 +108,30 @@ class RunOptions:
     time_limit_seconds: float = 120.0
     assess: Assess | None = None
     """None decides by the size of the model."""
-    localise: bool = False
-    """A case that is not equivalent is run once more, to find the module in which it begins to deviate."""
+    localise: bool | None = False
+    """A case that is not equivalent is run once more, to find the module in which it begins to deviate. None: only one
+    whose diagnosis leaves that open, and that is short."""
     on_node_loss: NodeLoss = NodeLoss.END
     known_gaps: tuple[tuple[str, KnownGap], ...] = ()
     """Beside those of adapters: pattern of an adapter's name, and gap."""
+
+
+_OPEN = (Fault.FORWARD, Fault.BACKWARD, Fault.UNEXPLAINED)
+"""Diagnoses that leave open where a run goes wrong."""
+_SHORT_SECONDS = 30.0
+
+
+def is_open_and_short(record: Record) -> bool:
+    """Return whether a wrong run is worth another one that finds the module in which it begins to deviate.
+
+    The diagnosis leaves that open, a launch is short, every rank runs the whole model, and nothing is rounded to 16
+    bits.
+    """
+    verdict, layout = record.verdict("equivalence"), record.case.layout
+    if verdict is None or record.case.precision.is_mixed or layout.tp * layout.pp * layout.cp > 1:
+        return False
+    diagnosis = str(verdict.evidence.get("diagnosis", ""))
+    return record.launch.seconds <= _SHORT_SECONDS and diagnosis.startswith(_OPEN)
 
 
 FAKE_NEEDS = frozenset({Feature.FAKE_WORLD})
@@ -385,7 +405,8 @@ class Runner:
             request = dataclasses.replace(request, peak_flops_per_second=self._peaks.of(request))
             request = self._with_path(request, launches) if request.assess else request
         record = self._record(request, outcome, launches)
-        return self._localised(request, record) if self.options.localise else record
+        wanted = is_open_and_short(record) if self.options.localise is None else self.options.localise
+        return self._localised(request, record) if wanted else record
 
     def _localised(self, request: Request, record: Record) -> Record:
         """Return `record` with where it begins to deviate in the evidence of its equivalence, where that fails."""

@@ -218,7 +218,7 @@ def judge_throughput(record: Record) -> Verdict | None:
         for launch, _ in launches
         for i, (own, other, tolerance) in enumerate(zip(launch, path.losses, tolerances, strict=False))
     )
-    what = f"losses, no two runs of which agree bit for bit, are {excess:.2f} of the tolerance apart at step {step}"
+    what = f"losses differ by {excess:.2f} of the tolerance at step {step}; no two runs agree bit for bit"
     return _verdict(what if excess <= 1 else f"not what was judged: {what}; {_MEND}", record, passed=excess <= 1)
 
 
@@ -257,11 +257,11 @@ def _equivalence(record: Record, adapter: type[Adapter]) -> Iterator[str]:
         return
     sample = record.equivalence.sample
     if sample and sample.steps < record.steps:
-        yield f"equivalence: {_steps(range(sample.steps, record.steps))}, of which no float64 truth was computed"
+        yield f"equivalence: {_steps(range(sample.steps, record.steps))}: no float64 truth was computed"
     if record.case.precision.is_mixed and adapter.arithmetic is None:
         yield (
-            "equivalence: errors below the precision's own rounding, for the adapter declares no arithmetic, and there "
-            "is no twin"
+            "equivalence: errors below the precision's own rounding; the adapter declares no arithmetic, so there is "
+            "no twin"
         )
 
 
@@ -271,14 +271,14 @@ def _memory(record: Record) -> Iterator[str]:
         yield "memory: no closed form plans what ranks hold"
     yield from _ranks(record, "memory", len(evidence.readings))
     if evidence.readings and all(plan is None or plan.activations is None for plan in evidence.planned):
-        yield "memory: activations, which are not planned"
+        yield "memory: activations are not planned"
     if unknown := [record.ranks[i] for i, reading in enumerate(evidence.readings) if not reading.ends_known]:
         where = ", ".join(map(str, unknown))
-        yield f"memory: activations and peak on ranks {where}, where it is not known which storages had ended"
+        yield f"memory: activations and peak on ranks {where}, where the ends of some storages are not known"
     if evidence.readings and not (evidence.live_bytes and len(evidence.live_bytes[0]) > METERED_STEP + 2):
-        yield f"memory: growth a step as an interval, which takes {METERED_STEP + 3} steps"
+        yield f"memory: growth per step as an interval, which needs {METERED_STEP + 3} steps"
     if evidence.readings and record.environment.device != "cpu":
-        yield "memory: activations and peak, which are planned of a CPU's kernels alone"
+        yield "memory: activations and peak, which are planned for a CPU's kernels only"
     if evidence.readings and record.steps > 1:
         yield f"memory: the peak of other steps than step {METERED_STEP}"
 

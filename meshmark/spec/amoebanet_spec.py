@@ -34,8 +34,8 @@ class AmoebaNetSpec(Convolutional):
         self.check_sizes(self.cells, sum(cell.reduces for cell in self.blocks) if self.cells else 0)
         if len(self.cells) > 1 and self.blocks[-1].reduces:
             raise InputError(
-                f"model {self.name!r}: its last cell (widths {self.cells}) reduces, and nobody would read the state "
-                "that it hands on; end with two cells of one width"
+                f"model {self.name!r}: its last cell (widths {self.cells}) reduces, and no later cell would read its "
+                "output; end with two cells of one width"
             )
 
     @property

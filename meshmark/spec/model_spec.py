@@ -319,6 +319,7 @@ MODELS: dict[str, ModelSpec] = {
         # Small enough for a laptop's CPU; wide initial values, so that attention is far from uniform.
         gpt("gpt-tiny", 4, 64, 4, vocab_size=256, seq_len=64, init_std=0.08),
         gpt("gpt-mini", 2, 32, 4, vocab_size=256, seq_len=32, init_std=0.15),
+        llama("llama-mini", 2, 32, 4, 88, vocab_size=256, seq_len=32, init_std=0.15),
         llama("llama-tiny", 4, 64, 8, 176, num_kv_heads=4, vocab_size=256, seq_len=64, init_std=0.08),
         # BERT's attention and data on a GPT's blocks, which normalise before, not after.
         gpt("bert-mini", 2, 32, 4, vocab_size=256, seq_len=32, init_std=0.15, causal=False),

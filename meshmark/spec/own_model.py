@@ -121,7 +121,7 @@ class OwnModelConfig(ModelConfig):
     split: TensorSplit | None = None
     """None where the workload has no tensor-parallel plan."""
     narrow_error: str = ""
-    """What its modules raise where weights and batch are in bf16 and buffers are not; empty where they run so."""
+    """Error that its modules raise where weights and batch are in bf16 and buffers are not; empty if they run."""
     has_frozen: bool = False
     """Whether the model's code freezes some parameters."""
     num_frozen: int = 0
@@ -220,16 +220,16 @@ class OwnModelConfig(ModelConfig):
             f"precision {case.precision} (with 16-bit weights its modules raise {self.narrow_error!r}; let them cast "
             "what they compute of buffers to the dtype of their weights)": bool(self.narrow_error)
             and case.precision.is_mixed,
-            "sequence parallelism (what lies between the modules of a plan is a model of your own)": (
+            "sequence parallelism (it shards activations between modules, where a model has code of its own)": (
                 layout.sequence_parallel
             ),
-            "selective recomputation (which of a block's operations is not asked for)": (
+            "selective recomputation (which operations of a block to recompute is not known)": (
                 layout.recompute is Recompute.SELECTIVE
             ),
             "recomputation of a block with a batch norm (its statistics would be updated twice)": (
                 self.has_batch_norms and layout.recompute is not Recompute.NONE
             ),
-            "a pipeline of rows that enter one another's loss (not tried)": self.couples_rows and layout.pp > 1,
-            "tuning (which of a model of your own is not yet asked for)": bool(case.tuning.knobs),
+            "a pipeline where rows enter each other's loss (not tried)": self.couples_rows and layout.pp > 1,
+            "tuning (not supported for a model of your own)": bool(case.tuning.knobs),
         }
         return [reason for reason, refused in asked.items() if refused]

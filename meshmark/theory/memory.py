@@ -66,13 +66,13 @@ class Memory:
     optimizer: Column
     """Optimizer moments."""
     activations: Column
-    """What the backward pass needs from all micro-batches in flight."""
+    """Tensors that the backward pass needs from all micro-batches in flight."""
     logits: Column
-    """What the loss needs beyond that."""
+    """Further tensors that the loss needs."""
     buffers: Column
     """DDP's buckets, ZeRO-3's gathered weights, tensor-parallel gathers, fresh gradients, working set of a block."""
     fragmentation: Column
-    """What the caching allocator holds beyond live tensors, and memory that queued collectives still pin."""
+    """Bytes that the caching allocator holds beyond live tensors, and memory that queued collectives still pin."""
     overhead: Column
     """Overhead of the framework itself."""
     absent: Column
@@ -82,7 +82,8 @@ class Memory:
     host_bytes: Column
     """Moments, master weights and activations in host memory or on NVMe, on the stage that has most of them."""
     released: Column
-    """What queued collectives would pin, but the allocator takes back by waiting because it would not fit."""
+    """Bytes that queued collectives would pin, but that the allocator takes back by waiting because they would not
+    fit."""
     first_stage_bytes: Column
     """`total_bytes` of the first stage, as rank 0 reports it. NaN if only one stage was computed."""
 

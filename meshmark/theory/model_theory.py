@@ -192,7 +192,8 @@ class CountedTheory(UnknownTheory):
     model: OwnModelConfig
 
     def num_parameters(self, layout: Layout, rank: int) -> int | None:
-        """Of models with frozen parameters traffic is not planned, for it assumes gradients of all parameters."""
+        """Return the parameters that a rank holds; None if unknown. Traffic with frozen parameters is not planned: it
+        assumes gradients of all parameters."""
         model = self.model
         if layout.cp > 1 or model.has_frozen or layout.tp * layout.pp > max(layout.tp, layout.pp):
             return None

@@ -1,4 +1,4 @@
-"""What selective recomputation of one module saves, and what it costs: Megatron-Core's `recompute_modules`.
+"""The memory that selective recomputation of one module saves, and its cost: Megatron-Core's `recompute_modules`.
 
 A checkpointed module (`core_attn`, `mlp`, `moe`, `shared_experts`) keeps its input and nothing inside. Of the others
 the output alone is dropped and made again (Megatron-Core's `CheckpointWithoutOutput`). A norm is repeated only where it

@@ -31,14 +31,14 @@ FIGURE = PAGE.with_suffix(".svg")
 HELD = 8
 """Replicas up to which targets are held, as by the suite; of more it is told."""
 LEFT = 1e-7
-"""Of the optimum, what is left of algorithms that correct their bias."""
+"""Largest remaining distance to the optimum of algorithms that correct their bias."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     results: Sequence[Result]
     left: Sequence[float]
-    """Of BIASED, then UNBIASED."""
+    """Remaining distances of BIASED, then UNBIASED."""
     races: Sequence[Race]
     finals: convergence_published.Finals
 

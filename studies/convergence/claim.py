@@ -17,7 +17,7 @@ EXACT = 1e-6
 """By how much an exponent or a constant may be off where nothing is drawn but the problem: what is left of the start,
 and rounding."""
 CONFIDENCE = 0.999
-"""Of an interval. Draws have fixed seeds: a claim that holds goes on to hold."""
+"""Confidence of an interval. Draws have fixed seeds, so a claim that holds keeps holding."""
 
 Sample = Callable[[float], Array]
 """From the swept value to what is measured, by coordinate."""

@@ -1,4 +1,4 @@
-"""What the formulas of `quadratics` say, against what the transitions do: exponents, with intervals, and constants."""
+"""The formulas of `quadratics` against what the transitions do: exponents, with intervals, and constants."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _along(cls: type[Decentralised], graph: GraphKind = GraphKind.RING) -> Decen
 
 
 def _alike(count: int, noise: float = 0.0) -> Quadratic:
-    """Of one curvature, one."""
+    """Return `count` quadratics of curvature one."""
     return Quadratic(centres=q.drawn(count, GROUPS * PER_GROUP), curvatures=np.ones(count), noise=noise)
 
 
@@ -108,7 +108,7 @@ def _drift() -> Claim:
 
 
 def _rates(cls: type[Decentralised], recurrence: Callable[[float, float], tuple[float, float]], paper: str) -> Claim:
-    """Of the steps that a factor of e takes where replicas forget the slowest how far apart they were."""
+    """Claim the number of steps in which the slowest difference between replicas shrinks by a factor of e."""
     spec, step = _along(cls), 0.05
 
     def measured(gap: float) -> Array:
@@ -134,7 +134,8 @@ def _rates(cls: type[Decentralised], recurrence: Callable[[float, float], tuple[
 
 
 def _staleness() -> Claim:
-    """Of the steps that a factor of e takes with gradients that are a step old; without, -1 / log(1 - r)."""
+    """Claim the number of steps for a factor of e with gradients that are one step old; without, it is -1 / log(1 -
+    r)."""
     spec = PipeDream2BW()
 
     def measured(step: float) -> Array:
@@ -153,7 +154,8 @@ def _staleness() -> Claim:
 
 
 def left_of_bias(spec: Algorithm) -> float:
-    """What is left after 400 steps of size 0.05 of 8 replicas: nothing, of algorithms that correct their bias."""
+    """Return the distance to the optimum after 400 steps of size 0.05 of 8 replicas; zero for algorithms without
+    bias."""
     return float(np.max(_apart(_alike(8), spec, 0.05)))
 
 

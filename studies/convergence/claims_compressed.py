@@ -1,4 +1,4 @@
-"""What compression does to noise in the long run, against its closed form."""
+"""The long-run effect of compression on noise, against its closed form."""
 
 from __future__ import annotations
 

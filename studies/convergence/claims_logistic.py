@@ -1,4 +1,4 @@
-"""What algorithms leave of logistic regression on real images, against where their equations say that they rest."""
+"""The points where algorithms rest in logistic regression on real images, against those that their equations give."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from studies.convergence.quadratics import Array
 
 COUNT = 8
 SORTED = 0.5
-"""Of the images by label, where that is not swept."""
+"""Share of the images that are sorted by label, where it is not swept."""
 RATE = 0.2
 FORGOTTEN = 18
 """Times that the slowest direction shrinks by e, of which nothing but rounding is left of the start."""

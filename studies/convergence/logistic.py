@@ -26,7 +26,7 @@ from meshmark.spec.algorithm import Algorithm
 from studies.convergence.quadratics import Array, plain_transition
 
 MU = 0.2
-"""Of the square of the parameters, which makes the loss strongly convex."""
+"""Coefficient of the squared parameters, which makes the loss strongly convex."""
 FEATURES = 40
 """The images' principal components, of variance one each; the last is a constant."""
 NEWTON_STEPS, AT_REST = 50, 1e-12
@@ -56,7 +56,7 @@ class Logistic:
         return np.asarray((slopes[:, None] @ self.features)[:, 0] + MU * states)
 
     def drawn(self, step: int) -> Logistic:
-        """What a step's gradients are of: all images."""
+        """Return the problem that a step's gradients belong to: all images."""
         return self
 
     def along(self, states: Array) -> Array:

@@ -27,12 +27,12 @@ WORKERS = {0: (4, 8, 16), 1: (4,), 2: (4,)}
 """By task: replicas that it is raced on."""
 GIGABITS = (0.1, 1.0, 10.0, 100.0, 1000.0)
 MODEL, MACHINE, ROWS = "gpt2-124m", "a100", 8
-"""What is trained by each worker, on what, and rows a step of each."""
+"""Model that each worker trains, its GPU, and the rows of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Of one step of one worker."""
+    """Cost of one step of one worker."""
 
     num_bytes: float
     """Sent, or received by the first where it serves."""
@@ -59,7 +59,8 @@ def step_cost(spec: Algorithm, count: int) -> Cost:
 
 
 def _hops(flow: Flow) -> int:
-    """Of a ring; a server takes and tells one worker after the other, and neighbours are told at once."""
+    """Return the hops of a ring. A server receives from and sends to one worker after the other; neighbours go at
+    once."""
     if flow.kind in ("send", "recv"):
         return 0 if flow.kind == "recv" else 1
     return (len(flow.ranks) - 1) * (2 if flow.kind == "all_reduce" else 1)

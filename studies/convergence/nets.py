@@ -37,13 +37,13 @@ from studies.convergence.quadratics import Array, plain_transition
 Stacked = dict[str, NDArray[np.float32]]
 """By canonical name; axes: seed, replica, and the parameter's own."""
 SORTED = 0.5
-"""Of the images, by label."""
+"""Share of the images that are sorted by label."""
 
 
 class Data(Protocol):
     @property
     def count(self) -> int:
-        """Of replicas."""
+        """Number of replicas."""
 
     @property
     def seeds(self) -> int: ...
@@ -52,7 +52,7 @@ class Data(Protocol):
         """Inputs and targets. Axes: seed, replica, row, and the row's own."""
 
     def fixed(self) -> tuple[Tensor, Tensor]:
-        """What a loss is told of, of all replicas' parts."""
+        """Return the inputs and targets that a loss is reported for, from all replicas' parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Text:
 
     count: int
     length: int
-    """Of a window."""
+    """Tokens of a window."""
     rows: int = 4
     """Drawn by each replica in a step."""
     fixed_rows: int = 48
@@ -137,7 +137,7 @@ class Net:
         return map(self.loss, self.means(spec))
 
     def means(self, spec: Algorithm) -> Iterator[Stacked]:
-        """Of the replicas, after each step."""
+        """Yield the mean of the replicas after each step."""
         algorithm, here = plain_transition(spec, self.rate, self.count), self.start()
         for step in range(self.most_steps):
             here = self.stepped(algorithm, here, self.gradients(here, *self.data.drawn(step)))
@@ -166,7 +166,7 @@ class Net:
         return {name: np.stack([[t[f"{s}/{name}"] for t in after] for s in seeds]).astype(np.float32) for name in here}
 
     def gradients(self, here: Stacked, inputs: Tensor, targets: Tensor) -> Stacked:
-        """Of each replica's mean loss, at its own parameters."""
+        """Return the gradients of each replica's mean loss at its own parameters."""
         flat = {name: torch.from_numpy(x).flatten(0, 1) for name, x in here.items()}
         with sdpa_kernel(SDPBackend.MATH):  # others have no rule for several models at once
             found = vmap(grad(self.mean_loss))(flat, inputs.flatten(0, 1), targets.flatten(0, 1))
@@ -184,7 +184,7 @@ class Net:
         return np.asarray(100 * found.double().mean(dim=1))
 
     def outputs(self, means: Stacked) -> Tensor:
-        """Of the fixed set, by seed."""
+        """Return the outputs for the fixed set, by seed."""
         told = {name: torch.from_numpy(x) for name, x in means.items()}
         with sdpa_kernel(SDPBackend.MATH), torch.no_grad():
             found: Tensor = vmap(self.called, in_dims=(0, None))(told, self.data.fixed()[0])

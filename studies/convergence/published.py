@@ -1,5 +1,5 @@
-"""What published tables tell of, at our scale: compressed SGD on images, and parallel beside decentralised SGD of a
-residual network and of an encoder of masked text.
+"""Published tables, repeated at our scale: compressed SGD on images; parallel beside decentralised SGD of a residual
+network and an encoder of masked text.
 
 Every setting here was fixed before anything was trained by it, and none was changed after: rates are those of the other
 nets or linear in the batch (arXiv:1706.02677).
@@ -29,17 +29,17 @@ from studies.convergence.targets import SYNCHRONOUS
 
 SEEDS = 8
 ROWS, EPOCHS, RATE = 8, 10, 0.1
-"""Of images: drawn by each replica in a step; how often each is drawn, in the mean; and the rate over EIGHT replicas,
-linear in their number."""
+"""Images that each replica draws in a step; mean number of times that each is drawn; rate over EIGHT replicas, linear
+in their number."""
 EIGHT = 8
 """Replicas of the table of compressed SGD and, here, of the encoder's."""
 HELD_OUT = 5
 """Every so-manieth image is one to be told, which nobody trains on."""
 TEXT_ROWS, TEXT_STEPS, TEXT_RATE = 4, 300, 0.3
 WORKERS = (4, 8, 16, 32)
-"""Of the residual network; in the published table, nodes."""
+"""Workers of the residual network; nodes in the published table."""
 PERCENT, ROUNDS = 5, 2
-"""Of top-k, and NEOLITHIC's, as published."""
+"""Percent of top-k, and NEOLITHIC's rounds, as published."""
 
 
 def _top_k(cls: type[Compressing], rounds: int = 1) -> Algorithm:
@@ -107,7 +107,7 @@ class Run:
     net: str
     spec: Algorithm
     count: int
-    """Of replicas."""
+    """Number of replicas."""
 
     def final(self) -> Array:
         """By seed, of the mean of the replicas after the last step: percent of images that are told, or loss."""

@@ -73,7 +73,7 @@ class Pair:
 
 
 def bounds(samples: Array) -> tuple[float, float]:
-    """Of the mean, each by a one-sided test."""
+    """Return the bounds of the mean, each by a one-sided test."""
     half = float(stats.t.ppf(CONFIDENCE, len(samples) - 1)) * float(samples.std(ddof=1)) / math.sqrt(len(samples))
     return float(samples.mean()) - half, float(samples.mean()) + half
 
@@ -130,14 +130,14 @@ def by_nodes() -> dict[int, list[Row]]:
 
 
 def _both(rows: Sequence[Row], column: str) -> tuple[str, str]:
-    """Of P-SGD, and of the other."""
+    """Return a column for P-SGD and for the other method."""
     first, second = rows
     assert first["method"] == "P-SGD"
     return first[column], second[column]
 
 
 def published_times() -> dict[str, float]:
-    """Of parallel over decentralised training, in all."""
+    """Return published ratios of total time: parallel over decentralised training."""
     told = {f"ResNet, {count} nodes": _both(rows, "time") for count, rows in by_nodes().items()}
     told["BERT-Large"] = _both(paper("bert_large_psgd_vs_dsgd"), "wall_clock_hours")
     return {what: float(first) / float(second) for what, (first, second) in told.items()}

@@ -96,7 +96,7 @@ def drawn(count: int, coordinates: int, seed: int = 0) -> Array:
 
 
 def spectrum(spec: Decentralised, count: int) -> tuple[Array, Array]:
-    """Of its matrix, which must be symmetric: eigenvalues from the largest on, and eigenvectors as columns."""
+    """Return the spectrum of its symmetric matrix: eigenvalues in descending order, and eigenvectors as columns."""
     matrix = np.array(spec.graph.matrix(count, 0))
     assert np.array_equal(matrix, matrix.T), f"{spec.graph.id} is not symmetric"
     values, vectors = np.linalg.eigh(matrix)
@@ -123,18 +123,20 @@ def dpsgd_share(values: Array, step: float) -> Array:
 
 
 def tracking_recurrence(value: float, step: float) -> tuple[float, float]:
-    """Of gradient tracking: x(t+2) = p x(t+1) + s x(t) along an eigenvector, as y is what x has moved by."""
+    """Return p and s of gradient tracking: x(t+2) = p x(t+1) + s x(t) along an eigenvector, as y is the change of x."""
     return 2 * value - step, step - value**2
 
 
 def diffusion_recurrence(value: float, step: float) -> tuple[float, float]:
-    """Of exact diffusion, with V = (1 + L) / 2: x(t+2) = V (2 - ra) x(t+1) - V (1 - ra) x(t)."""
+    """Return the coefficients of exact diffusion, with V = (1 + L) / 2: x(t+2) = V (2 - ra) x(t+1) - V (1 - ra)
+    x(t)."""
     lazy = (1 + value) / 2
     return lazy * (2 - step), -lazy * (1 - step)
 
 
 def two_buffered_recurrence(step: float) -> tuple[float, float]:
-    """Of PipeDream-2BW, whose gradient is a step old: x(t+2) = x(t+1) - ra x(t), less the optimum."""
+    """Return those of PipeDream-2BW, whose gradient is a step old: x(t+2) = x(t+1) - ra x(t), relative to the
+    optimum."""
     return 1.0, -step
 
 

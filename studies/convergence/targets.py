@@ -25,7 +25,7 @@ from studies.convergence.logistic import Logistic
 from studies.convergence.quadratics import Array
 
 ROWS, RATE, TARGET, SORTED = 8, 0.1, 0.05, 0.5
-"""Of logistic regression, whose target is nearer to the optimum than the start was by TARGET."""
+"""Settings of logistic regression; its target is nearer to the optimum than the start by the factor TARGET."""
 MOST_STEPS = 400
 AT_LEAST, AT_MOST = 0.9, 1.25
 SYNCHRONOUS = LocalSGD(period=1)
@@ -40,7 +40,7 @@ class Task(Protocol):
 
     @property
     def count(self) -> int:
-        """Of replicas."""
+        """Number of replicas."""
 
     def aims(self) -> Array:
         """The loss to come to, by seed."""
@@ -62,7 +62,7 @@ class Sampled(Logistic):
         return Logistic(features=self.features[rows, chosen], labels=self.labels[rows, chosen])
 
     def loss(self, state: Array) -> float:
-        """Of all images."""
+        """Return the loss over all images."""
         margins = self.labels * (self.features @ state)
         return float(np.logaddexp(0, -margins).mean() + logistic.MU / 2 * state @ state)
 
@@ -98,7 +98,7 @@ class Race:
     task: str
     spec: Algorithm
     count: int
-    """Of replicas."""
+    """Number of replicas."""
     steps: Array
     """By seed; not a number where the target was not come to."""
     synchronous: Array
@@ -113,14 +113,14 @@ class Race:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Of the ratio, each by a one-sided test."""
+        """Bounds of the ratio, each by a one-sided test."""
         mean, deviation = float(self.ratios.mean()), float(self.ratios.std(ddof=1))
         half = float(stats.t.ppf(CONFIDENCE, len(self.ratios) - 1)) * deviation / math.sqrt(len(self.ratios))
         return math.exp(mean - half), math.exp(mean + half)
 
     @property
     def verdict(self) -> str:
-        """What papers promise is as many steps as synchronous training."""
+        """Verdict on the papers' promise: as many steps as synchronous training."""
         least, most = self.bounds
         if not np.isfinite(self.ratio):
             return "never there"
@@ -172,7 +172,7 @@ DEEP_RACERS = [
     algorithm_named(name)
     for name in ("local-sgd2", "dsgd-one-peer", "error-feedback-top-k10", "error-feedback-sign", "double-squeeze-sign")
 ]
-"""Of nets, which take longer to train."""
+"""Races of nets, which take longer to train."""
 TASKS: list[tuple[Callable[[int], Task], list[Algorithm]]] = [
     (regression, RACERS),
     (nets.language_model, DEEP_RACERS),

@@ -185,7 +185,7 @@ class RoundsToNearest(Compressing):
 
 
 class SameElements(Compressing):
-    """Of random-k, in every step."""
+    """Random-k draws the same elements in every step."""
 
     def direction(self, own: Named) -> Named:
         now, self.steps_done = self.steps_done, 0

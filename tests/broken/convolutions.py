@@ -1,4 +1,4 @@
-"""What goes wrong with nets of convolutions alone. Mixins over engines."""
+"""Defects that only nets of convolutions have. Mixins over engines."""
 
 from __future__ import annotations
 

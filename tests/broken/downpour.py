@@ -84,7 +84,7 @@ class NeverWaits(Served):
 
 
 class TellsAnotherOrder(Served):
-    """Of the first two pushes."""
+    """The server reports the first two pushes in another order."""
 
     class serving(_Serving):  # noqa: N801
         def push(self, replica: int, gradients: list[Tensor]) -> int:
@@ -124,7 +124,7 @@ class PushesOthers(Replica):
 
 
 class PushesLate(Replica):
-    """What the push before should have had."""
+    """Push the gradients that the push before should have had."""
 
     kept: list[Tensor]
 
@@ -146,7 +146,7 @@ class PushesLast(Replica):
 
 
 class PushesAgain(Replica):
-    """What was pushed is not forgotten."""
+    """Gradients that were pushed are kept, and pushed again."""
 
     def push(self) -> int:
         kept = [x.clone() for x in self.gathered]

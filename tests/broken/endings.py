@@ -63,7 +63,7 @@ class Handles(Broken):
             vars(failing)["RuntimeError"] = self.handle
 
     def handle(self, message: str) -> BaseException:
-        """What becomes of the error."""
+        """Return the error to raise in place of this one."""
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""What engines that are broken on purpose share: a way into any engine's local parameters and gradients."""
+"""Base of engines that are broken on purpose: access to any engine's local parameters and gradients."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Broken(Engine):
         yield from names
 
     def locals(self) -> list[Tensor]:
-        """What this rank holds of every parameter; of DeepSpeed, of every master."""
+        """Return this rank's part of every parameter; of every master under DeepSpeed."""
         if hasattr(self, "zero"):
             return [master.detach() for master in masters(self.zero)]
         return [_local(p.detach()) for _, p in self.named()]
@@ -66,7 +66,7 @@ class Broken(Engine):
         return [_local(state[n]) for state in states for n in names or ("exp_avg", "exp_avg_sq") if n in state]
 
     def grads(self) -> Iterator[tuple[str, Tensor]]:
-        """What this rank holds of every gradient."""
+        """Yield this rank's part of every gradient."""
         for name, parameter in self.named():
             if parameter.grad is not None:
                 yield name, _local(parameter.grad)

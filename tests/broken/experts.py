@@ -1,8 +1,9 @@
-"""What goes wrong with a mixture of experts, of an engine that trains `gpt-moe-mini`. Mixins over engines."""
+"""Defects of a mixture of experts, for an engine that trains `gpt-moe-mini`. Mixins over engines."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -97,3 +98,46 @@ class OneTokenElsewhere(Broken):
             return chosen
 
         mixture.router = route
+
+
+class OfFramework(Broken):
+    """An engine whose experts are the framework's own modules."""
+
+    def parts(self, name: str) -> Iterator[Any]:
+        """Yield the modules of the class with this name."""
+        modules = [self.module] if hasattr(self, "module") else self.chunks  # type: ignore[attr-defined]
+        yield from (part for each in modules for part in each.modules() if type(part).__name__ == name)
+
+
+class DrawsTheSecondExpert(OfFramework):
+    """DeepSpeed's default: noise is added to the scores before the second expert is chosen."""
+
+    def prepare(self) -> None:
+        for gate in self.parts("TopKGate"):
+            gate.top2_2nd_expert_sampling = True
+
+
+class DropsBeyondCapacity(OfFramework):
+    """DeepSpeed's default: an expert takes its equal share of the tokens, and no more."""
+
+    def prepare(self) -> None:
+        for gate in self.parts("TopKGate"):
+            gate.drop_tokens = True
+
+
+class SoftmaxBeforeChoice(OfFramework):
+    """Megatron's `moe_router_pre_softmax`: the chosen scores are shares of all, and add up to less than one."""
+
+    def prepare(self) -> None:
+        for router in self.parts("TopKRouter"):
+            router.config.moe_router_pre_softmax = True
+
+
+class ExpertsScaledByReplicas(OfFramework):
+    """Gradients of experts are divided by the replicas of experts, as though there were as many of all else."""
+
+    def prepare(self) -> None:
+        for chunk in self.chunks:  # type: ignore[attr-defined]
+            for group in chunk.expert_parallel_bucket_groups:
+                for bucket in group.buckets:
+                    bucket.gradient_scaling_factor = 1.0

@@ -42,7 +42,7 @@ class LoadsNothing(Adapter):
 
 
 class CountsOneRank(Adapter):
-    """Of the gathered numbers of targets the first rank's is taken for the sum."""
+    """The first rank's number of targets is taken for the sum over ranks."""
 
     def build(self, case: Case, context: RankContext) -> Engine:
         class First(RawLoop):

@@ -50,14 +50,14 @@ class Recomputes(Broken):
 
 
 class RecomputesRounded(Recomputes):
-    """Of inputs kept in bf16."""
+    """Recompute from inputs that were kept in bf16."""
 
     def inputs(self, block: nn.Module, x: Tensor) -> Tensor:
         return x + (x.bfloat16().to(x.dtype) - x).detach()
 
 
 class RecomputesOtherInput(Recomputes):
-    """Of a buffer that the next sequence has overwritten."""
+    """Recompute from a buffer that the next sequence has overwritten."""
 
     def inputs(self, block: nn.Module, x: Tensor) -> Tensor:
         return x + (x.roll(1, 0) - x).detach()

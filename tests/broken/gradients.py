@@ -281,7 +281,7 @@ class CountsMasked(Broken):
 
 
 class StaleGradients(Broken):
-    """What is reduced is last step's buffer."""
+    """The buffer of the last step is reduced."""
 
     def after_backward(self) -> None:
         fresh = {name: grad.clone() for name, grad in self.grads()}

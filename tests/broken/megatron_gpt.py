@@ -132,7 +132,7 @@ def _unmasked(forward: Any) -> Any:  # noqa: ANN401
 
 
 class SwapsShards(OfModel):
-    """What tensor-parallel ranks have of the feed-forward layers is loaded by the other one."""
+    """Tensor-parallel ranks load each other's part of the feed-forward layers."""
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
@@ -149,8 +149,9 @@ class ForgetsCount(OfModel):
 
     def load(self, folder: Path) -> None:
         super().load(folder)
-        for state in self.pytorchs_optimizer.state.values():  # type: ignore[attr-defined]
-            state["step"] = torch.zeros_like(state["step"])
+        for optimizer in self.pytorchs_optimizers():  # type: ignore[attr-defined]
+            for state in optimizer.state.values():
+                state["step"] = torch.zeros_like(state["step"])
 
 
 class NotOverlapped(Adapter):

@@ -85,7 +85,7 @@ def _finite(engine: Broken) -> None:
 
 
 class NeverSkips(Broken):
-    """What is not finite is taken for zero."""
+    """Values that are not finite are replaced by zero."""
 
     def finish_gradients(self) -> None:
         _finite(self)

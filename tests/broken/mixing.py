@@ -68,7 +68,7 @@ class RowStochastic(Mixing):
 
 
 class StaleNeighbours(Mixing):
-    """What is heard is mixed in a step later."""
+    """Values of neighbours are mixed in one step late."""
 
     heard: dict[int, Tensor]
 
@@ -159,7 +159,7 @@ class TracksWithoutLast(Mixing):
 
 
 class TracksAlone(Mixing):
-    """What is tracked is not mixed."""
+    """The tracked gradients are not mixed."""
 
     def exchange(self, tensors: Sequence[Tensor]) -> Exchange:
         exchange = super().exchange(tensors)

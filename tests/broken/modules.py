@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshmark.judge.beginning import Direction
+from meshmark.judge.faults import Fault
 from tests.broken.engine import Broken
 
 
@@ -188,3 +189,10 @@ ONE_MODULE: tuple[type[OneModule], ...] = (
     BiasGradientLost,
     ResidualForgotten,
 )
+NAMED: dict[type[OneModule], tuple[Fault, ...]] = {
+    WeightRounded: (Fault.PRECISION,),
+    OtherGelu: (Fault.VARIANT,),
+    OtherEpsilonOfOne: (Fault.VARIANT,),
+    SeesTheNextToken: (Fault.VARIANT,),
+}
+"""What a diagnosis names too, without `--localise`."""

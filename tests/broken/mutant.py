@@ -70,12 +70,12 @@ ALGORITHMS = {
         "pipedream": "pipedream",
     }.items()
 }
-"""Of adapters that do not train synchronously."""
+"""Layouts of adapters that do not train synchronously."""
 DEEP = replace(GPT, name="gpt-deep", model=replace(GPT.model, name="gpt-deep", num_layers=4))
 """A layer for each of two virtual stages on two ranks."""
 _WIDE = replace(GPT.model, name="gpt-wide", num_layers=1, hidden=512, ffn_hidden=2048)
 WIDE = replace(GPT, name="gpt-wide", model=_WIDE)
-"""Of which ZeRO-Infinity writes files."""
+"""Workload whose states ZeRO-Infinity writes to files."""
 TIED = replace(GPT, name="gpt-tied", model=replace(GPT.model, name="gpt-tied", tied_embeddings=True))
 
 MIXTURE = workload("gpt-moe-mini")
@@ -106,7 +106,7 @@ class Mutant:
     suite: str = ""
     """That must fail in a plain run; another may fail too."""
     clause: str = ""
-    """Of conformance, that must fail in its scenarios; where there is no suite."""
+    """Clause of conformance that must fail in its scenarios, for defects that no suite sees."""
     faults: frozenset[Fault]
     """Diagnoses that are right. Empty where the summary of what fails is the diagnosis."""
     layout: Layout
@@ -129,7 +129,7 @@ class Mutant:
 
     @classmethod
     def parse(cls, text: str) -> Mutant:
-        """Of that name, as a file tells it. Raises `ValueError` where there is none."""
+        """Return the mutant of that name, as a file holds it. Raises `ValueError` if there is none."""
         from tests.broken.mutants import BY_NAME  # which are made of these
 
         if text not in BY_NAME:
@@ -143,7 +143,7 @@ class Mutant:
 
     @property
     def catcher(self) -> str:
-        """What must fail, in words."""
+        """Describe what must fail."""
         return self.suite or self.clause
 
     @property

@@ -27,7 +27,7 @@ def sized(adapter: str, kind: str, by: float) -> str:
 
 
 def target(name: str) -> str:
-    """What a launcher is told to run."""
+    """Return the target that a launcher is given."""
     return f"{__name__}:{name}"
 
 

@@ -36,7 +36,7 @@ class RatesOfNorms(Serving):
 
 
 class RatesOfLast(Serving):
-    """Of the warm-up, not their running mean."""
+    """Rates of the warm-up's last step are taken for their running mean."""
 
     rates: dict[str, Any]
 
@@ -89,7 +89,7 @@ class OfLastRate(MomentaStay):
 
 
 class StepsStay(MomentaStay):
-    """What the replica came to by itself is not taken back."""
+    """The steps that the replica took by itself are not taken back."""
 
     def meet(self) -> None:
         for name, x in self.named():
@@ -99,7 +99,7 @@ class StepsStay(MomentaStay):
 
 
 class CountsAgain(MomentaStay):
-    """What was stepped by before the meeting."""
+    """The steps before the meeting are counted again."""
 
     def meet(self) -> None:
         stepped = {name: u.clone() for name, u in self.kept["stepped"].items()}

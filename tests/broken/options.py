@@ -148,7 +148,7 @@ class ClipsToOne(Misread):
 
 
 class TellsClippedNorm(Broken):
-    """The norm told is the one after clipping."""
+    """The reported norm is the one after clipping."""
 
     def update(self) -> Tensor | None:
         norm: Tensor | None = super().update()
@@ -157,7 +157,7 @@ class TellsClippedNorm(Broken):
 
 
 class TellsOwnNorm(Broken):
-    """Clipping is right, but the norm told misses the other ranks' shards."""
+    """Clipping is right, but the reported norm misses the other ranks' shards."""
 
     def update(self) -> Tensor | None:
         norm: Tensor | None = super().update()

@@ -91,7 +91,7 @@ def _mask_one_too_far(self: PagedLlama, layer: int, span: Span, q: Tensor) -> Te
 
 
 def _forgets_first_block(self: PagedLlama, layer: int, span: Span, q: Tensor) -> Tensor:
-    """Of more than six blocks, the first is left out."""
+    """Ignore the first block of a sequence with more than six."""
     end = span.start + len(span.tokens)
     mask = torch.arange(end) <= torch.arange(span.start, end)[:, None]
     if len(span.blocks) > 6 and span.start:
@@ -124,7 +124,7 @@ def _no_copies(self: PagedLlama, batch: Batch) -> list[Tensor]:
 
 
 def _truncates(self: PagedLlama, x: Tensor) -> Tensor:
-    """What is narrower is rounded towards zero."""
+    """Round towards zero where the cache is narrower."""
     nearest = PagedLlama.narrow(self, x)
     return torch.where(nearest.float().abs() > x.abs(), nearest.float() * (1 - 2.0**-4), nearest.float()).to(
         self.cache.dtype
@@ -132,7 +132,7 @@ def _truncates(self: PagedLlama, x: Tensor) -> Tensor:
 
 
 def _truncates_chunks(self: PagedLlama, layer: int, span: Span, k: Tensor, v: Tensor) -> None:
-    """Of a prompt's later chunks, keys and values are rounded towards zero."""
+    """Round keys and values of a prompt's later chunks towards zero."""
     if span.start and len(span.tokens) > 1:
         k, v = (_truncates(self, x).float() for x in (k, v))
     PagedLlama.write(self, layer, span, k, v)

@@ -58,3 +58,18 @@ class NotInterleaved(Adapter):
     def build(self, case: Case, context: RankContext) -> Engine:
         plain = dataclasses.replace(case.layout, schedule=Schedule.ONE_F_ONE_B, virtual_stages=1)
         return super().build(dataclasses.replace(case, layout=plain), context)  # type: ignore[safe-super]
+
+
+class LastStageClipsAlone(BrokenPipeline):
+    """The last stage clips by the norm of its own gradients, and tells that of all."""
+
+    pipeline: Any
+
+    def _clip(self, max_norm: float) -> Tensor:
+        parameters = [p for p in self.root().parameters() if p.grad is not None]
+        own = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        total = own.square()
+        torch.distributed.all_reduce(total, group=self.pipeline)
+        is_last = self.context.rank == self.context.world_size - 1
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, own if is_last else total.sqrt())
+        return total.sqrt()

@@ -96,7 +96,7 @@ class HookDividesNot(Broken):
 
 
 class DrawnInPlace(Adapter):
-    """What was on the meta device is allocated, and not drawn."""
+    """Tensors on the meta device are allocated, but not initialised."""
 
     def draw(self, part: nn.Module) -> None:
         part.to_empty(device="cpu", recurse=False)

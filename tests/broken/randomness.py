@@ -54,8 +54,8 @@ class OnlyInAttention(Broken):
 
 
 class NotRescaled(Broken):
-    """What is kept of the blocks' outputs is not divided by 1 - p. (With the embedding's too, the whole residual stream
-    would be smaller by one factor, which its norms take out again: the same function.)"""
+    """The blocks' outputs after dropout are not divided by 1 - p. (If the embedding's were not either, the whole
+    residual stream would be smaller by one factor, which its norms undo: the same function.)"""
 
     def prepare(self) -> None:
         for module in self.modules():

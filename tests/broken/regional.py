@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from meshmark.adapter.data_parallel import AUTOCAST
 from meshmark.reference.data import IGNORED, Batch
 from meshmark.reference.objective import loss_share
-from tests.broken.engine import Broken
+from tests.broken.engine import Broken, copy
 from tests.broken.updates import Option
 
 ONE_BIAS = "blocks.1.feed_forward.down.bias"
@@ -233,3 +235,175 @@ class EpsInsideRoot(Broken):
                 square = state["exp_avg_sq"] / (1 - second**count)
                 parameter.copy_(before[name] * (1 - rate * decay) - rate * mean / (square + eps).sqrt())
         return norm
+
+
+class _LastRankAlone(Broken):
+    @property
+    def is_last(self) -> bool:
+        return self.context.rank == self.context.world_size - 1
+
+    def shard(self, name: str) -> Tensor:
+        """Return what this rank holds of a parameter."""
+        parameter = dict(self.named())[name].detach()
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+    def moment(self, name: str, moment: str) -> Tensor:
+        found: Tensor = self.inner_optimizer().state[dict(self.named())[name]][moment]
+        return found.to_local() if isinstance(found, DTensor) else found
+
+
+class _StaleShards(_LastRankAlone):
+    """The last rank's shards of some weights are of the step before while something runs."""
+
+    prefix: str
+    before: dict[str, Tensor]
+
+    def own(self) -> dict[str, Tensor]:
+        return {name: self.shard(name) for name, _ in self.named() if name.startswith(self.prefix)}
+
+    def update(self) -> Tensor | None:
+        self.before = {name: value.clone() for name, value in self.own().items()}
+        return super().update()  # type: ignore[safe-super]
+
+    @contextlib.contextmanager
+    def stale(self) -> Iterator[None]:
+        if not hasattr(self, "before") or not self.is_last:
+            yield
+            return
+        now = {name: value.clone() for name, value in self.own().items()}
+        copy(self.own().values(), self.before.values())
+        yield
+        copy(self.own().values(), now.values())
+
+
+class ForwardOfStaleBlock(_StaleShards):
+    """Only the forward pass gathers the last rank's shards of a block as they were a step ago."""
+
+    prefix = "blocks.1."
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with self.stale():
+            found: Tensor = super().forward(inputs)  # type: ignore[misc]
+        return found
+
+
+class BackwardOfStaleBlock(_StaleShards):
+    """Only the backward pass gathers the last rank's shards of a block as they were a step ago."""
+
+    prefix = "blocks.0."
+
+    def differentiate(self, loss: Tensor) -> None:
+        with self.stale():
+            super().differentiate(loss)  # type: ignore[misc]
+
+
+class ForwardInOrderOfRanks(_LastRankAlone):
+    """On the last rank the forward pass has the halves of a gathered weight in the wrong order."""
+
+    def prepare(self) -> None:
+        if self.is_last:
+            self.root().get_submodule("blocks.1.attention.v").register_forward_pre_hook(exchange_halves)
+
+
+def exchange_halves(module: nn.Module, inputs: object) -> None:
+    weight: Any = module.weight
+    weight.data.copy_(weight.data.roll(len(weight) // 2, 0))
+
+
+class PositionsOffOnLastRank(_LastRankAlone):
+    """The last rank counts positions from one; the last two are alike."""
+
+    def prepare(self) -> None:
+        if self.is_last:
+            positions = self.root().get_submodule("module.embedding.positions")
+            positions.register_forward_pre_hook(lambda module, inputs: ((inputs[0] + 1).clamp(max=inputs[0].max()),))
+
+
+class TargetsLateInLastRow(_LastRankAlone):
+    """In the last row of the batch, each target is that of the position after."""
+
+    def backward(self, batch: Batch) -> Tensor:
+        targets, weights = batch.targets.clone(), batch.weights.clone()
+        targets[-1], weights[-1] = targets[-1].roll(-1), weights[-1].roll(-1)
+        return super().backward(dataclasses.replace(batch, targets=targets, weights=weights))  # type: ignore[safe-super]
+
+
+class GradientShardShifted(_LastRankAlone):
+    """In the last rank's shard of a gradient, every row is that of the row before."""
+
+    def after_backward(self) -> None:
+        if self.is_last:
+            grad = dict(self.grads())["blocks.0.feed_forward.down.weight"]
+            grad.copy_(grad.roll(1, 0))
+
+
+class RowWithoutGradient(_LastRankAlone):
+    """Two rows of a reduced gradient come to nothing."""
+
+    def after_backward(self) -> None:
+        dict(self.grads())["blocks.1.attention.out.weight"][3:5] = 0
+
+
+class RowsScaled(_LastRankAlone):
+    """Some rows of a reduced gradient are a constant too large."""
+
+    def after_backward(self) -> None:
+        dict(self.grads())["blocks.1.feed_forward.up.weight"][8:24].mul_(1.37)
+
+
+class LastRankKeepsOwnBias(_KnowsOwnPart):
+    """The last rank does not take over what was reduced of a bias."""
+
+    def change(self, part: dict[str, Tensor]) -> None:
+        if self.context.rank == self.context.world_size - 1:
+            dict(self.grads())[ONE_BIAS].copy_(part[ONE_BIAS])
+
+
+class ShardRounded(_LastRankAlone):
+    """The last rank's shard of a weight is rounded to bf16 after every update."""
+
+    def update(self) -> Tensor | None:
+        norm: Tensor | None = super().update()  # type: ignore[safe-super]
+        if self.is_last:
+            shard = self.shard("blocks.1.attention.k.weight")
+            shard.copy_(shard.bfloat16())
+        return norm
+
+
+class _ChangesMomentOnce(_LastRankAlone):
+    """Changes a moment of one weight after the first update."""
+
+    def update(self) -> Tensor | None:
+        norm: Tensor | None = super().update()  # type: ignore[safe-super]
+        if self.steps == 1:
+            self.change()
+        return norm
+
+    def change(self) -> None:
+        raise NotImplementedError
+
+
+class HalfForgotten(_ChangesMomentOnce):
+    """The second half of a first moment is lost."""
+
+    def change(self) -> None:
+        moment = self.moment("blocks.0.feed_forward.up.weight", "exp_avg")
+        moment[len(moment) // 2 :] = 0
+
+
+class MomentShifted(_ChangesMomentOnce):
+    """Each row of a second moment is that of the row before."""
+
+    def change(self) -> None:
+        moment = self.moment("blocks.0.feed_forward.down.weight", "exp_avg_sq")
+        moment.copy_(moment.roll(1, 0))
+
+
+class MomentsOfAnother(_ChangesMomentOnce):
+    """The moments of a weight are those of the next one of the same shape."""
+
+    def change(self) -> None:
+        names = "blocks.0.attention.k.weight", "blocks.0.attention.v.weight"
+        for moment in ("exp_avg", "exp_avg_sq"):
+            to, of = (self.moment(name, moment) for name in names)
+            to.copy_(of)

@@ -14,7 +14,7 @@ from tests.broken.engine import ONE_NORM, Broken, copy
 
 
 class SavesMomentsLater(Broken):
-    """What stands on disk is complete when the run is over: one that is lost before has left moments of zero."""
+    """The moments are written only when the run ends: a run that is killed before has moments of zero."""
 
     def save(self, folder: Path) -> None:
         self.folder, self.beside = folder, folder.with_name(f"{folder.name}.beside")
@@ -166,7 +166,7 @@ class RankForgetsMoments(Broken):
 
 
 class ForgetsStage(Broken):
-    """What the pipeline's second stage had is not found by the first."""
+    """The states of the pipeline's second stage are not restored."""
 
     def load(self, folder: Path) -> None:
         super().load(folder)

@@ -44,14 +44,16 @@ from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload, workload
 from meshmark.theory.sharding import Sharding
+from tests.broken import experts as e
 from tests.broken import gradients as g
 from tests.broken import reducing as h
+from tests.broken import titan as t
 from tests.broken import wrapped as w
 from tests.broken.checkpoint_options import CHECKPOINT_OPTION_MUTANTS
 from tests.broken.engine import Broken
 from tests.broken.fabric_options import FABRIC_OPTION_MUTANTS
 from tests.broken.megatron_gpt import MEGATRON_GPT_MUTANTS
-from tests.broken.mutant import DEEP, GPT, Mutant
+from tests.broken.mutant import DEEP, GPT, MIXTURE, Mutant
 from tests.broken.pytorch_options import PYTORCH_OPTION_MUTANTS
 
 F = Fault
@@ -62,7 +64,9 @@ SHARED = Layout(cp=2, zero_stage=3, num_micro_batches=4)
 REDUCED = Layout(dp=2, num_micro_batches=4)
 TWO, FOUR = Layout(dp=2, zero_stage=3, num_micro_batches=4), Layout(dp=4, zero_stage=3, num_micro_batches=2)
 
-WARM = workload("gpt-mini-warmup")
+WARM, LLAMA = workload("gpt-mini-warmup"), workload("llama-mini")
+WARM_LLAMA = replace(LLAMA, name="llama-mini-warmup", optimizer=replace(LLAMA.optimizer, warmup_steps=8))
+TENSOR = Layout(tp=2, num_micro_batches=4)
 PARTED = Layout(dp=2, zero_stage=2, num_micro_batches=4)
 AGAIN = replace(TWO, recompute=Recompute.FULL)
 
@@ -113,7 +117,7 @@ class ShardsOverAll(Adapter):
 
 
 class ForgetsPartialSums(Broken):
-    """What was reduced within a replica before the last micro-batch never gets to the other replicas."""
+    """Sums within a replica, reduced before the last micro-batch, never reach the other replicas."""
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -635,6 +639,10 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("fabric-deepspeed", NoPassTheLast, F.DROPPED, layout=replace(TWO, zero_stage=2)),
     *_on("fabric-deepspeed", ClippedByNobody, F.CLIPPING, layout=replace(TWO, zero_stage=1)),
     *_on("accelerate-fsdp1", g.OverMicroBatches, F.SCALED, layout=TWO),
+    *_on("deepspeed-experts", e.DrawsTheSecondExpert, layout=PARTED, problem=MIXTURE),
+    *_on("deepspeed-experts", e.DropsBeyondCapacity, layout=PARTED, problem=MIXTURE),
+    *_on("megatron-gpt-experts", e.SoftmaxBeforeChoice, layout=REDUCED, problem=MIXTURE),
+    *_on("megatron-gpt-experts", e.ExpertsScaledByReplicas, F.SCALED, layout=REDUCED, problem=MIXTURE),
     *_on("deepspeed-hpz", SecondShardsStay, F.STALE_WEIGHTS, layout=FOUR),
     *_on("deepspeed-hpz", GathersFromAll, suite="communication", layout=FOUR),
     *_on("deepspeed-checkpointing", ByPyTorch, suite="communication", layout=AGAIN),
@@ -657,6 +665,10 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("horovod", h.FusesUnasked, suite="memory", layout=REDUCED),
     *_on("horovod", g.MeanOfRanks, F.UNEVEN, layout=REDUCED),
     *_on("horovod-recommended", h.BroadcastsNoState, F.START, F.UPDATE, layout=REDUCED),
+    *_on("torchtitan", t.CountsOwnTargets, F.UNEVEN, layout=TWO, problem=LLAMA),
+    *_on("torchtitan", t.DividesByShards, F.SCALED, layout=TWO, problem=LLAMA),
+    *_on("torchtitan-pp", t.ClipsByStage, F.CLIPPING, layout=PIPELINE, problem=LLAMA),
+    *_on("torchtitan-tp", t.StepsScheduleTwice, F.UPDATE, layout=TENSOR, problem=WARM_LLAMA),
     *MEGATRON_GPT_MUTANTS,
     *CHECKPOINT_OPTION_MUTANTS,
     *PYTORCH_OPTION_MUTANTS,

@@ -44,7 +44,7 @@ class ServerSums(Serving):
 
 
 class ServerSendsAll(Serving):
-    """What it has is sent as it is."""
+    """The server sends its values uncompressed."""
 
     def direction(self, own: Named) -> Named:
         message = self.compressed("left", own)  # type: ignore[attr-defined]

@@ -63,7 +63,7 @@ class ClipNorm(Sized):
 
 
 class NormTold(Sized):
-    """The norm told, of gradients that are clipped rightly."""
+    """The reported norm of gradients that are clipped rightly."""
 
     def update(self) -> Tensor | None:
         norm: Tensor | None = super().update()
@@ -71,7 +71,7 @@ class NormTold(Sized):
 
 
 class LossTold(Sized):
-    """The loss told."""
+    """The reported loss."""
 
     def backward(self, batch: object) -> Tensor:
         loss: Tensor = super().backward(batch) * (1 + self.by)  # type: ignore[arg-type]

@@ -74,7 +74,7 @@ class NothingInFlight(Stashing):
 
 
 class NotStashed(Stashing):
-    """What forward passes have saved is changed below them: weights are updated in place."""
+    """Weights are updated in place, under the tensors that forward passes saved."""
 
     def step_on(self, gradients: dict[str, Tensor]) -> None:
         super().step_on(gradients)  # type: ignore[misc]

@@ -24,8 +24,9 @@ from tests.broken import states as s
 from tests.broken import timed as c
 from tests.broken import traffic as t
 from tests.broken import updates as u
+from tests.broken import variants as x
 from tests.broken import vision as v
-from tests.broken.modules import ONE_MODULE, BackwardScaled, ForwardScaled
+from tests.broken.modules import NAMED, ONE_MODULE, BackwardScaled, ForwardScaled
 from tests.broken.mutant import (
     AMOEBANET,
     COATNET,
@@ -60,7 +61,7 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("hf-trainer", y.KeepsGradients, F.NOT_CLEARED),
     *on("hf-trainer hf-trainer-fsdp2", y.DropsLastMicroBatch, F.DROPPED),
     *on("hf-trainer", y.SameRowsOnAllRanks, F.DROPPED, F.UNEVEN, F.NOT_REDUCED),
-    *on("hf-trainer", y.ShiftsLabelsAgain, F.FORWARD),
+    *on("hf-trainer", y.ShiftsLabelsAgain, F.FORWARD, F.MISPLACED),
     *on("hf-trainer", y.StepsScheduleTwice, F.UPDATE, workload=WARMING),
     *on("hf-trainer", y.FreezesFirstBlock, F.MISSING),
     *on("lightning-trainer", y.ClipsByValue, F.CLIPPING),
@@ -71,7 +72,7 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("accelerate-loop", y.CountsOwnLabels, F.UNEVEN),
     *on("accelerate-loop", y.NeverClears, F.NOT_CLEARED),
     # Single modules, which `--localise` names
-    *(mutant for defect in ONE_MODULE for mutant in on("ddp", defect)),
+    *(mutant for defect in ONE_MODULE for mutant in on("ddp", defect, *NAMED.get(defect, ()))),
     *on("fsdp2 hf-trainer hf-trainer-fsdp2 hf-trainer-deepspeed lightning-trainer", ForwardScaled),
     *on("fsdp2 hf-trainer hf-trainer-deepspeed", BackwardScaled),
     # Part of a run: a rank, a block, a tensor, a row, an element
@@ -79,9 +80,9 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp", r.TailKept, F.NOT_REDUCED),
     *on("ddp", r.BiasByMax, F.OTHER_REDUCTION),
     *on("ddp", r.OneRankHalved, F.SCALED, F.UNEVEN),
-    *on("ddp", r.OneBlockLost, F.DROPPED),
+    *on("ddp", r.OneBlockLost, F.MISSING),
     *on("ddp fsdp2", r.StaleTail, F.STALE_GRADIENT),
-    *on("ddp fsdp2", r.OtherActivationOnLastRank, F.FORWARD, F.BACKWARD),
+    *on("ddp fsdp2", r.OtherActivationOnLastRank, F.VARIANT),
     *on("ddp fsdp2", r.MaskEarlyOnLastRank, F.MASK),
     *on("ddp", r.BlockStaleOnLastRank, F.STALE_WEIGHTS),
     *on("ddp", r.ClipsByLastNorm, F.CLIPPING),
@@ -90,6 +91,43 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp", r.RowsInOrderOfRanks, F.MISPLACED),
     *on("ddp fsdp2", r.AmsGrad, F.UPDATE),
     *on("ddp fsdp2", r.EpsInsideRoot, F.UPDATE),
+    *on("fsdp2", r.ForwardOfStaleBlock, F.STALE_WEIGHTS),
+    *on("fsdp2", r.BackwardOfStaleBlock, F.STALE_WEIGHTS),
+    *on("fsdp2", r.ForwardInOrderOfRanks, F.MISPLACED),
+    *on("ddp", r.PositionsOffOnLastRank, F.MISPLACED),
+    *on("ddp", r.TargetsLateInLastRow, F.MISPLACED),
+    *on("fsdp2", r.GradientShardShifted, F.MISPLACED),
+    *on("ddp", r.RowWithoutGradient, F.MISSING),
+    *on("ddp", r.RowsScaled, F.SCALED),
+    *on("ddp", r.LastRankKeepsOwnBias, F.NOT_REDUCED),
+    *on("fsdp2", r.ShardRounded, F.PRECISION),
+    *on("ddp", r.HalfForgotten, F.UPDATE),
+    *on("ddp", r.MomentShifted, F.MISPLACED),
+    *on("ddp", r.MomentsOfAnother, F.MISPLACED),
+    *on("pipeline", p.LastStageClipsAlone, F.CLIPPING),
+    # Variants of losses, modules and rules
+    *on("ddp", x.LogitsPenalised, F.OBJECTIVE),
+    *on("ddp fsdp2", x.SmoothsLabels, F.OBJECTIVE),
+    *on("ddp", x.EntropyRewarded, F.OBJECTIVE),
+    *on("ddp fsdp2", x.L2InGradients, F.OBJECTIVE),
+    *on("ddp", x.LossInBf16, F.PRECISION),
+    *on("ddp fsdp2", x.FirstTargetLeftOut, F.DROPPED),
+    *on("ddp", x.DividesByNextCount, F.SCALED),
+    *on("ddp fsdp2", x.ReluForGelu, F.VARIANT),
+    *on("ddp", x.EpsOfAllNorms, F.VARIANT),
+    *on("ddp", x.NormWithoutBias, F.MISSING),
+    *on("ddp fsdp2", x.HidesItself, F.VARIANT),
+    *on("ddp", x.ScoresUnscaled, F.VARIANT),
+    *on("ddp", x.ScaledByModelWidth, F.VARIANT),
+    *on("ddp", x.SeesAWindow, F.VARIANT),
+    *on("ddp", x.PositionsEarlyInLastMicroBatch, F.MISPLACED),
+    *on("megatron", x.LooksUpNearestRow, F.FORWARD),
+    *on("fsdp2", x.ShardOverwritten, F.MISSING, F.DROPPED),
+    *on("ddp fsdp2", x.ClipsEachModule, F.CLIPPING),
+    *on("ddp fsdp2", x.ClipsEachBlock, F.CLIPPING),
+    *on("ddp", x.BiasesShareCount, F.UPDATE),
+    *on("ddp", x.CountStartsAtTen, F.UPDATE),
+    *on("ddp", x.EpsEarly, F.UPDATE),
     # Scaling
     *on("ddp fsdp2 megatron fairscale-oss fairscale-fsdp", g.OverMicroBatches, F.SCALED),
     *on("gpipe pipeline", g.ScalesGrads, F.SCALED),
@@ -138,7 +176,7 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("pipeline", p.DropsLastMicroBatch, F.DROPPED),
     *on("ddp fsdp2", g.SameRows, F.DROPPED),
     *on("ddp fsdp2", g.DropsRank, F.DROPPED),
-    *on("ddp", g.LosesRareToken, F.DROPPED),
+    *on("ddp", g.LosesRareToken, F.MISSING),
     *on("ddp gpipe megatron", g.NextBatch, F.OTHER_BATCH),
     *on("ddp fsdp2", g.RankLags, F.OTHER_BATCH),
     *on("ddp gpipe", g.NoMask, F.MASK),

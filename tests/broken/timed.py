@@ -12,7 +12,7 @@ from meshmark.reference.data import Batch
 from tests.broken.engine import Broken
 
 JUDGED_STEPS = 5
-"""Of an instrumented pass."""
+"""Steps of an instrumented pass."""
 
 
 class InSteps(Broken):

@@ -1,4 +1,4 @@
-"""What goes wrong with images: weighing by rank, and the statistics that batch norms keep. Mixins over engines."""
+"""Defects with images: weights by rank, and the statistics of batch norms. Mixins over engines."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """A loop as DeepSpeed's tutorials write it: `deepspeed_loop.py STAGE [OPTION ...] [DEFECT]`.
 
-Options are `bf16`, `round_robin`, and `torch_style`, which calls `loss.backward()`.
+Options are `bf16`, `round_robin`, `torch_style`, which calls `loss.backward()`, and DeepSpeed's compiled `cpu_adam`,
+which `make install` built, and `fused_adam`, which DeepSpeed compiles for minutes; no test waits for it.
 """
 
 import contextlib
@@ -9,8 +10,11 @@ import sys
 import deepspeed
 import torch
 import torch.nn.functional as F
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from meshmark.adapters.deepspeed.operators import load
 
 DEFECTS = ("same_rows", "divided_twice", "counted_twice", "never_reduced", "predivided", "clipped_by_torch", "bypass")
 
@@ -44,9 +48,11 @@ def main(stage: int, options: list[str]) -> None:
         config |= {"gradient_predivide_factor": 2.0, "zero_optimization": {"stage": stage, "reduce_scatter": False}}
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=1e-2
-    )
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    if "cpu_adam" in options:
+        load("cpu_adam")
+    compiled = DeepSpeedCPUAdam if "cpu_adam" in options else FusedAdam if "fused_adam" in options else None
+    optimizer = compiled(groups, lr=1e-2) if compiled else torch.optim.AdamW(groups, lr=1e-2)
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randint(31, (64, 6), generator=generator), torch.randint(7, (64,), generator=generator))

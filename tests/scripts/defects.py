@@ -18,6 +18,7 @@ DEFECTS = (
     "not_averaged_last_layer",
     "clipped_before_reduction",
     "clipped_while_scaled",
+    "stepped_while_scaled",
     "stale_optimizer",
     "not_broadcast",
     "bias_left_out",
@@ -51,7 +52,7 @@ def main(defect: str) -> None:
             with model.no_sync() if waits else contextlib.nullcontext():
                 loss = F.cross_entropy(model(x), y)
                 loss = loss if defect == "accumulation_undivided" else loss / 2
-                (scaler.scale(loss) if defect == "clipped_while_scaled" else loss).backward()
+                (scaler.scale(loss) if defect.endswith("while_scaled") else loss).backward()
             if defect == "step_every_micro_batch" and micro == 0:
                 optimizer.step()
                 optimizer.zero_grad()

@@ -1,8 +1,9 @@
-"""Tensor parallelism by `parallelize_module`: `tensor_parallel.py [sequence] [fsdp] [DEFECT]`.
+"""Tensor parallelism by `parallelize_module`: `tensor_parallel.py [sequence] [fsdp] [loss_parallel] [DEFECT]`.
 
-`fsdp` shards over two groups of two ranks each.
+`fsdp` shards over two groups of two ranks each. `loss_parallel` leaves the logits sharded over classes.
 """
 
+import contextlib
 import sys
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 
@@ -51,10 +53,14 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
-def parallelize(model: Net, mesh, sequence: bool, norms: bool) -> None:
+def parallelize(model: Net, mesh, sequence: bool, norms: bool, sharded_loss: bool) -> None:
     whole, part = Replicate(), Shard(1)
     plan = {"embed": RowwiseParallel(input_layouts=whole, output_layouts=part if sequence else whole)}
-    plan["head"] = ColwiseParallel(input_layouts=part if sequence else whole, output_layouts=whole)
+    plan["head"] = ColwiseParallel(
+        input_layouts=part if sequence else whole,
+        output_layouts=Shard(-1) if sharded_loss else whole,
+        use_local_output=not sharded_loss,
+    )
     plan |= {"norm": SequenceParallel()} if norms else {}
     for number in range(len(model.blocks)):
         name = f"blocks.{number}"
@@ -74,7 +80,8 @@ def main(options: list[str]) -> None:
     model = Net()
     sequence = "sequence" in options
     norms = sequence and "norms_left_out" not in options
-    parallelize(model, mesh["tp"], sequence, norms)
+    sharded_loss = "loss_parallel" in options
+    parallelize(model, mesh["tp"], sequence, norms, sharded_loss)
     if "fsdp" in options:
         for block in model.blocks:
             fully_shard(block, mesh=mesh["dp"])
@@ -85,8 +92,9 @@ def main(options: list[str]) -> None:
     for _ in range(6):
         for _ in range(2):
             tokens = torch.randint(33, (4, 9), generator=generator)
-            loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-            (loss if "undivided" in options else loss / 2).backward()
+            with loss_parallel() if sharded_loss else contextlib.nullcontext():
+                loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+                (loss if "undivided" in options else loss / 2).backward()
         if norms:  # otherwise some gradients are no DTensors, which PyTorch cannot clip together
             nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=False)
         optimizer.step()

@@ -1,4 +1,4 @@
-"""What compression leaves of a tensor: C(x), as all replicas have it after it was sent.
+"""Compressors: C(x), the part of a tensor x that all replicas have after it was sent.
 
 - top-k: x where |x| is among the k largest, of equal ones the first, and 0 elsewhere. |x - C(x)|^2 <= (1 - k/d) |x|^2
 - random-k: x at k places drawn by step and tensor. The same in the mean

@@ -73,7 +73,7 @@ class Late(ErrorFeedbackTransition):
 
 
 class NotTakenOff(ErrorFeedbackTransition):
-    """What was sent is not subtracted from the rest."""
+    """The part that was sent is not subtracted from the rest."""
 
     def directions(self, gradients: Sequence[Tensors]) -> list[Tensors]:
         wanted = self.wanted(gradients)

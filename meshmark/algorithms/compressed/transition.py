@@ -114,7 +114,7 @@ class InFormatTransition(CompressedTransition):
 
 class ErrorFeedbackTransition(CompressedTransition):
     left: list[Tensors] | None = None
-    """What was not sent, by replica."""
+    """Part that was not sent, by replica."""
 
     def directions(self, gradients: Sequence[Tensors]) -> list[Tensors]:
         return averaged(self.widened(self.sent(gradients)))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from benchmarks.trials import Cell, Court, Trial, correct_cells
+from benchmarks.trials import Cell, MutantRunner, Trial, correct_cells
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.environment import Environment
 from meshmark.launch.cluster import Cluster, ClusterSpec
@@ -25,24 +25,26 @@ from meshmark.serial import decode, encode
 from tests.broken.mutants import BY_NAME, target
 from tests.correct.registry import ENGINES
 
-NUM_SITTINGS = 2
+NUM_PROCESSES = 2
 
 
 @contextlib.contextmanager
-def sitting(names: Sequence[str]) -> Iterator[tuple[Court, Launcher, Path]]:
-    """A court of its own, with its cluster and folder, that knows the mutants called `names`."""
+def make_runner(names: Sequence[str]) -> Iterator[tuple[MutantRunner, Launcher, Path]]:
+    """Yield a runner of mutants, with its cluster and folder, that knows the mutants called `names`."""
     with tempfile.TemporaryDirectory() as folder, Cluster(ClusterSpec()) as cluster:
         launcher = ForkserverLauncher(cluster)  # one a cluster: it counts launches in the store
-        court = Court(launcher, {name: target(name) for name in names} | builtin_adapters() | ENGINES, Path(folder))
+        mutant_runner = MutantRunner(
+            launcher, {name: target(name) for name in names} | builtin_adapters() | ENGINES, Path(folder)
+        )
         try:
-            yield court, launcher, Path(folder)
+            yield mutant_runner, launcher, Path(folder)
         finally:
-            court.close()
+            mutant_runner.close()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one task of a sitting came to."""
+    """Results of one task of one process."""
 
     code: list[str]
     """Commit and machine, and versions of packages."""
@@ -91,7 +93,7 @@ def try_all(names: Sequence[str], adapters: Sequence[str], parts: Parts) -> tupl
     """Every mutant of `names`, and every clause of the correct `adapters` (keys of LAYOUTS); told as they come. What
     `parts` holds is not run again."""
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(NUM_SITTINGS, mp_context=spawn, initializer=_open, initargs=(names, os.getpid())) as pool:
+    with ProcessPoolExecutor(NUM_PROCESSES, mp_context=spawn, initializer=_open, initargs=(names, os.getpid())) as pool:
 
         def begun(run: Callable[[str, list[str]], Part], name: str, *, cells: bool) -> Future[Part] | Part:
             return parts.get(name, cells=cells) or pool.submit(run, name, parts.code)
@@ -115,25 +117,25 @@ def _ended(begun: Future[Part] | Part, parts: Parts) -> Part:
     return part
 
 
-_court: Court
-"""Of this process."""
+_mutant_runner: MutantRunner
+"""The runner of this process."""
 
 
 def _open(names: Sequence[str], parent: int) -> None:
-    global _court
+    global _mutant_runner
     die_with_parent(parent)  # a pool that loses it would try what is queued for another hour
     stack = contextlib.ExitStack()
-    _court = stack.enter_context(sitting(names))[0]
+    _mutant_runner = stack.enter_context(make_runner(names))[0]
     Finalize(None, stack.close, exitpriority=10)
 
 
 def _try(name: str, code: list[str]) -> Part:
     started = time.monotonic()
-    trial = _court.attempt(BY_NAME[name])
+    trial = _mutant_runner.attempt(BY_NAME[name])
     return Part(code=code, name=name, seconds=time.monotonic() - started, trial=trial)
 
 
 def _cells(adapter: str, code: list[str]) -> Part:
     started = time.monotonic()
-    cells = list(correct_cells(_court, adapter))
+    cells = list(correct_cells(_mutant_runner, adapter))
     return Part(code=code, name=adapter, seconds=time.monotonic() - started, cells=cells)

@@ -25,8 +25,6 @@ from meshmark.spec.precision import Dtype
 from meshmark.theory.sharding import Sharding
 from meshmark.theory.states import ExtraMemory
 
-_COMMAND = "pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 && pip install tyro torch_checkpointing"
-
 
 class SimpleFSDPEngine(FSDP2Engine):
     def differentiate(self, loss: Tensor) -> None:
@@ -37,10 +35,8 @@ class SimpleFSDPEngine(FSDP2Engine):
 class SimpleFSDP(FSDP2):
     """`data_parallel(model, mesh, mode="fully_shard")`."""
 
-    requires: ClassVar = tuple(
-        Requirement(module=module, distribution="torchtitan", command=_COMMAND)
-        for module in ("torchtitan", "spmd_types", "tyro", "torch_checkpointing")
-    )
+    virtual_environment: ClassVar[str] = "torchtitan"
+    requires: ClassVar = (Requirement(module="torchtitan", distribution="torchtitan"),)
     arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, averages=False, reduces_each=True, sums=Summing.BLOCKS)
     preload: ClassVar[tuple[str, ...]] = ("torchtitan.experiments.graph_trainer.simple_fsdp",)
     capabilities: ClassVar = dataclasses.replace(

@@ -1,0 +1,505 @@
+"""Explain gradients as those of another function: a variant of a module, another loss, or one more term in it.
+
+Which functions the model calls, and in which modules, is recorded; each is then computed otherwise, in all modules that
+call it or in one, on all ranks and micro-batches or on one. The error of the loss tells which of these are likely. A
+variant that is named leaves no more than rounding of *every* gradient and of the loss, with nothing fitted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from meshmark.judge.change import Change
+from meshmark.judge.deviation import Tensors
+from meshmark.judge.failed_step import SAME, Explanation, FailedStep, Fit
+from meshmark.judge.faults import Fault
+from meshmark.judge.truth import exact_loss
+from meshmark.reference.data import IGNORED, Batch
+from meshmark.reference.model import Model
+from meshmark.reference.objective import loss_share
+from meshmark.spec.workload import Loss
+
+_LEFT = 0.01
+"""Share of a tensor's deviation that a variant may leave unexplained."""
+_LEFT_BY_ROUNDING = 0.2
+"""The same of a variant that rounds. Near a boundary float64 rounds another way than the run, which is off by a last
+place of float32: one in some thousand elements, each by three times the mean error of rounding."""
+_CLEAR = 10.0
+"""Multiple of its tolerance that some tensor must be off by. Of less, rounding leaves room for many variants."""
+_MOST_TRIED = 24
+"""Number of variants whose gradients are computed."""
+_MOST_TOLD = 3
+"""Number of variants that fit alike which are told."""
+
+_Function = Callable[..., Tensor]
+_Parts = tuple[int, ...]
+"""Indices of micro-batches, counted rank by rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Variant:
+    """A function other than the one asked for."""
+
+    detail: str
+    change: Change
+
+
+# --- Variants of modules.
+
+
+def other_function(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
+    """Explain by a variant of what one module, or all of a kind, computes."""
+    if (failed.twin and failed.case.tuning.compile) or not is_clear(failed, fit) or not failed.affords(1):
+        return None
+    likely = _likely(failed, list(_variants(failed)))
+    found = list[tuple[float, str]]()
+    for variant, parts in likely:
+        if not failed.affords(1):
+            break
+        left = _left(failed, _with_parts(failed, variant.change, parts), exact, _LEFT)
+        if left <= 1:
+            found.append((left, f"{variant.detail}{failed.in_micro_batches(parts)}"))
+    told = [detail for _, detail in sorted(found)]
+    return (Fault.VARIANT, ", or ".join(told)) if 0 < len(told) <= _MOST_TOLD else None
+
+
+def is_clear(failed: FailedStep, fit: Fit) -> bool:
+    """Return whether some gradient is so far off that rounding leaves room for few explanations."""
+    return any(fit.deviations[n] * fit.units[n] > _CLEAR * failed.tolerances[n] for n in failed.names)
+
+
+def _likely(failed: FailedStep, variants: Sequence[_Variant]) -> list[tuple[_Variant, _Parts]]:
+    """Return the variants, and the micro-batches that may have them, by which the loss is off as the run's is."""
+    workload, at, layout = failed.case.workload, failed.trace.parameters[failed.step], failed.case.layout
+    micro_batches = list(failed.batch.micro_batches(len(failed.micro_batch_parts)))
+
+    def losses(change: Change | None = None) -> NDArray[np.float64]:
+        more = {} if change is None else {"change": change}
+        return np.array([exact_loss(workload, at, part, layout, **more) for part in micro_batches])
+
+    right, subsets = losses(), _subsets(len(micro_batches), layout.dp)
+    found = list[tuple[float, _Variant, _Parts]]()
+    for variant in variants:
+        if not failed.affords(1):
+            break
+        off = losses(variant.change) - right
+        for parts in subsets:
+            by = float(off[list(parts)].sum())
+            # A twin rounds: what the variant changes beneath its rounding is seen in gradients alone.
+            allowed = failed.loss_tolerance + (0.1 if failed.twin else _LEFT) * abs(by)
+            if math.isfinite(by) and by and abs(by - failed.loss_error) <= max(allowed, 1e-12):
+                found.append((abs(by - failed.loss_error), variant, parts))
+    found.sort(key=lambda each: each[0])
+    return [(variant, parts) for _, variant, parts in found[:_MOST_TRIED]]
+
+
+def _subsets(count: int, ranks: int) -> list[_Parts]:
+    """Return which micro-batches may be wrong together: all, those of a rank, one of each rank, or one alone."""
+    each = count // ranks
+    whole = [tuple(range(count))]
+    of_ranks = [tuple(range(r * each, (r + 1) * each)) for r in range(ranks)]
+    of_micro = [tuple(range(m, count, each)) for m in range(each)]
+    return list(dict.fromkeys([*whole, *of_ranks, *of_micro, *((i,) for i in range(count))]))
+
+
+def _with_parts(failed: FailedStep, change: Change, parts: _Parts) -> Tensors:
+    """Return the gradients with `change` in these micro-batches."""
+    right = failed.micro_batch_parts
+    if len(parts) == len(right):
+        return failed.truth(failed.step, failed.batch, change=change)
+    batches = list(failed.batch.micro_batches(len(right)))
+    other = {i: failed.truth(failed.step, batches[i], change=change) for i in parts}
+    return {n: np.sum([other.get(i, part)[n] for i, part in enumerate(right)], axis=0) for n in right[0]}
+
+
+def _left(failed: FailedStep, candidate: Tensors, exact: Tensors, share: float) -> float:
+    """Return how much of the gradients `candidate` leaves unexplained, at worst; up to 1 is no more than rounding.
+
+    `share` is that of a wrong tensor's deviation that may remain. Tensors that are right must stay right.
+    """
+    own, worst = failed.trace.gradients[failed.step], 0.0
+    for name, tolerance in [*failed.tolerances.items(), *failed.right.items()]:
+        if name not in candidate:
+            continue
+        deviation = float(np.linalg.norm(own[name] - exact[name])) if name in failed.tolerances else 0.0
+        left = float(np.linalg.norm(own[name] - candidate[name]))
+        worst = max(worst, left / (max(tolerance, share * deviation) or 1e-300))
+    return worst
+
+
+def _variants(failed: FailedStep) -> Iterator[_Variant]:
+    """Yield the variants of every module, those of several modules before those of one."""
+    workload = failed.case.workload
+    calls, others = dict[str, list[str]](), dict[str, Mapping[str, _Function]]()
+    options = list[tuple[str, str, float]]()
+
+    def note(name: str, kind: str, func: _Function, args: Sequence[Any], given: Mapping[str, Any]) -> Tensor:
+        calls.setdefault(kind, []).append(name)
+        _, others[kind] = _kind(func.__name__, args, given) or ("", {})
+        return func(*args, **given)
+
+    def recorded(model: Model) -> contextlib.AbstractContextManager[None]:
+        options.extend(_options(model))
+        return _taken(model, note)
+
+    few = failed.batch if workload.couples_rows else failed.batch.rows(0, 1)
+    exact_loss(workload, failed.trace.parameters[failed.step], few, failed.case.layout, Change(within=recorded))
+    for how, names in calls.items():
+        for modules in _groups(list(dict.fromkeys(names))):
+            for detail, function in others[how].items():
+                within = _replacing(modules, how, function)
+                yield _Variant(detail=f"{_named(modules)} with {detail}", change=Change(within=within))
+    for option, values in _OPTIONS.items():
+        held = {name: value for name, o, value in options if o == option}
+        for modules in _groups(list(held)):
+            for value in values:
+                if any(held[name] != value for name in modules):
+                    detail = f"{_named(modules)} with {option} {value:g} in place of {held[modules[0]]:g}"
+                    yield _Variant(detail=detail, change=Change(within=_setting(modules, option, value or _TINY)))
+
+
+_OPTIONS: dict[str, Sequence[float]] = {
+    "eps": (1e-3, 1e-4, 1e-5, 1e-6, 1e-8, 0.0),
+    "rope_theta": (1_000.0, 10_000.0, 50_000.0, 100_000.0, 500_000.0, 1_000_000.0),
+}
+"""Options that modules hold, and usual values of them."""
+_TINY = 1e-30
+"""Stands for an eps of 0, which batch norm refuses."""
+
+
+def _options(model: nn.Module) -> Iterator[tuple[str, str, float]]:
+    """Yield the modules that hold one of the options: name, option and value."""
+    for name, module in model.named_modules():
+        for option in _OPTIONS:
+            if isinstance(value := getattr(module, option, None), float):
+                yield name, option, value
+
+
+def _groups(names: Sequence[str]) -> list[list[str]]:
+    """Return all modules, those with the same last name, and each alone."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(name.rpartition(".")[2], []).append(name)
+    found = [list(names), *alike.values(), *([name] for name in names)]
+    return [list(group) for group in dict.fromkeys(map(tuple, found))]
+
+
+def _named(modules: Sequence[str]) -> str:
+    if len(modules) == 1:
+        return modules[0]
+    kinds = dict.fromkeys(name.rpartition(".")[2] for name in modules)
+    return f"all of {', '.join(kinds)}"
+
+
+def _setting(modules: Sequence[str], option: str, value: float) -> Callable[[Model], Any]:
+    @contextlib.contextmanager
+    def within(model: Model) -> Iterator[None]:
+        held = {name: getattr(model.get_submodule(name), option) for name in modules}
+        try:
+            for name in modules:
+                setattr(model.get_submodule(name), option, value)
+            yield
+        finally:
+            for name, before in held.items():
+                setattr(model.get_submodule(name), option, before)
+
+    return within
+
+
+# --- Functions that modules call.
+
+
+def _causal(shift: int) -> _Function:
+    """Attention whose tokens see `shift` tokens beyond themselves."""
+
+    def attend(function: _Function, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:  # noqa: ANN401
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril(shift)
+        mask[:, 0] |= ~mask.any(-1)  # who would see nothing sees the first
+        return function(q, k, v, **{**options, "is_causal": False, "attn_mask": mask})
+
+    return attend
+
+
+def _window(share: int) -> _Function:
+    """Causal attention whose tokens see one in `share` of the sequence, up to themselves."""
+
+    def attend(function: _Function, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:  # noqa: ANN401
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+        mask = mask.triu(1 - max(1, q.shape[-2] // share))
+        return function(q, k, v, **{**options, "is_causal": False, "attn_mask": mask})
+
+    return attend
+
+
+def _scaled_by_width(function: _Function, q: Tensor, *args: Any, **options: Any) -> Tensor:  # noqa: ANN401
+    """Attention whose scores are divided by the root of the model's width: of all heads together."""
+    return function(q, *args, **{**options, "scale": (q.shape[-1] * q.shape[1]) ** -0.5})
+
+
+def _scaled_by(power: float) -> _Function:
+    def attend(function: _Function, q: Tensor, *args: Any, **options: Any) -> Tensor:  # noqa: ANN401
+        return function(q, *args, **{**options, "scale": q.shape[-1] ** -power})
+
+    return attend
+
+
+def _whole(function: _Function, *args: Any, **options: Any) -> Tensor:  # noqa: ANN401
+    return function(*args, **{**options, "is_causal": False})
+
+
+def _layer_norm(normalise: Callable[[Tensor, float], Tensor]) -> _Function:
+    """Layer norm that divides and centres by `normalise`, a function of the input and eps."""
+
+    def compute(
+        _function: _Function,
+        x: Tensor,
+        shape: Sequence[int],
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        y = normalise(x, eps)
+        return (y if weight is None else y * weight) + (0 if bias is None else bias)
+
+    return compute
+
+
+def _uncentred(x: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def _of_sample(x: Tensor, eps: float) -> Tensor:
+    return (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + eps)
+
+
+def _without(*which: str) -> _Function:
+    """A norm that does not use these of its parameters."""
+
+    def normalise(function: _Function, *args: Any, **options: Any) -> Tensor:  # noqa: ANN401
+        given = dict(zip(("input", "normalized_shape", "weight", "bias", "eps"), args, strict=False)) | options
+        return function(**{**given, **dict.fromkeys(which)})
+
+    return normalise
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "exact GELU (erf)": F.gelu,
+    "GELU approximated by tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "GELU approximated by a sigmoid": lambda x: x * torch.sigmoid(1.702 * x),
+    "SiLU": F.silu,
+    "ReLU": F.relu,
+    "squared ReLU": lambda x: F.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "no activation": lambda x: x.clone(),
+}
+
+
+def _activation(function: Callable[[Tensor], Tensor]) -> _Function:
+    return lambda _function, x, *_, **__: function(x)
+
+
+def _activations(own: str) -> dict[str, _Function]:
+    return {f"{n} in place of {own}": _activation(f) for n, f in _ACTIVATIONS.items() if n != own}
+
+
+_NORMS: dict[str, _Function] = {
+    "the mean left in": _layer_norm(_uncentred),
+    "the variance over n - 1": _layer_norm(_of_sample),
+    "no weight": _without("weight"),
+    "no bias": _without("bias"),
+}
+
+
+def _of_attention(options: Mapping[str, Any]) -> tuple[str, dict[str, _Function]]:
+    found: dict[str, _Function] = {
+        "scores not scaled": _scaled_by(0.0),
+        "scores divided by the heads' width, not its root": _scaled_by(1.0),
+        "scores divided by the root of the model's width, not of a head's": _scaled_by_width,
+    }
+    if not options.get("is_causal"):
+        return "attention", found | {"a causal mask": _causal(0)}
+    return "causal attention", found | {
+        "attention that is not causal": _whole,
+        "a causal mask that shows one token too many": _causal(1),
+        "a causal mask that hides a token from itself": _causal(-1),
+        "a window of half the sequence": _window(2),
+        "a window of a quarter of the sequence": _window(4),
+    }
+
+
+def _kind(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> tuple[str, dict[str, _Function]] | None:
+    """Return the kind of a call, and what may be computed in its place, by description; None for other calls."""
+    if name == "gelu":
+        tanh = (options.get("approximate") or (args[1] if len(args) > 1 else "none")) == "tanh"
+        own = "GELU approximated by tanh" if tanh else "exact GELU (erf)"
+        return own, _activations(own)
+    if name in ("silu", "relu", "sigmoid", "tanh"):
+        own = {"silu": "SiLU", "relu": "ReLU"}.get(name, name)
+        return own, _activations(own)
+    if name == "scaled_dot_product_attention" and options.get("attn_mask") is None and len(args) == 3:
+        return _of_attention(options)
+    return ("layer norm", _NORMS) if name == "layer_norm" else None
+
+
+_Take = Callable[[str, str, _Function, Sequence[Any], Mapping[str, Any]], Tensor]
+"""From the name of the module that calls, the kind of the call, the function and its arguments to what is computed."""
+
+
+class _Calls(TorchFunctionMode):
+    """Gives every call of a function that has variants to `take`, with the innermost module that makes it."""
+
+    def __init__(self, take: _Take) -> None:
+        super().__init__()
+        self.take, self.inside = take, [""]
+
+    def __torch_function__(
+        self, func: _Function, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:  # noqa: ANN401
+        options = dict(kwargs or {})
+        kind = _kind(getattr(func, "__name__", ""), args, options)
+        return self.take(self.inside[-1], kind[0], func, args, options) if kind else func(*args, **options)
+
+
+@contextlib.contextmanager
+def _taken(model: nn.Module, take: _Take) -> Iterator[None]:
+    """Let `take` compute the calls of the model's forward pass."""
+    with contextlib.ExitStack() as stack:
+        calls = _Calls(take)
+        for name, module in model.named_modules():
+
+            def enter(_module: nn.Module, _args: object, name: str = name) -> None:
+                calls.inside.append(name)
+
+            def leave(_module: nn.Module, _args: object, _output: object) -> None:
+                calls.inside.pop()
+
+            stack.callback(module.register_forward_pre_hook(enter).remove)
+            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        with calls:
+            yield
+
+
+def _replacing(modules: Sequence[str], kind: str, other: _Function) -> Callable[[Model], Any]:
+    """Return a context in which calls of one kind in these modules are `other`'s."""
+
+    def take(name: str, found: str, func: _Function, args: Sequence[Any], options: Mapping[str, Any]) -> Tensor:
+        return other(func, *args, **options) if found == kind and name in modules else func(*args, **options)
+
+    return lambda model: _taken(model, take)
+
+
+# --- Other losses.
+
+
+def other_objective(failed: FailedStep, fit: Fit, exact: Tensors, most: float = math.inf) -> Explanation | None:
+    """Explain by the gradient of one more term than the loss has, such as a penalty on logits or on weights.
+
+    `most` is the norm that may remain unexplained, in units of `fit`.
+    """
+    for name, gradients, value in _terms(failed, exact) if is_clear(failed, fit) else ():
+        weights, left = fit.fitted(fit.exact, fit.flat(gradients))
+        if left > min(most, fit.allowed):
+            continue
+        whole, factor = (float(w) for w in weights)
+        candidate = {n: whole * exact[n] + factor * gradients[n] for n in exact}
+        if abs(factor) < 1e-12 or abs(whole) < SAME or _left(failed, candidate, exact, _LEFT) > 1:
+            continue
+        by = (whole - 1) * failed.loss + factor * value
+        close = failed.loss_tolerance + SAME * abs(by)
+        if abs(failed.loss_error) <= max(failed.loss_tolerance, 1e-12):
+            told = "the reported loss is without it"
+        elif abs(failed.loss_error - by) <= close:
+            told = "the reported loss has it too"
+        else:
+            continue
+        truth = "the truth" if abs(whole - 1) < 1e-3 else f"{whole:.4g} times the truth"
+        return Fault.OBJECTIVE, f"{truth} plus {factor:.4g} times the gradient of {name}; {told}"
+    return None
+
+
+def _terms(failed: FailedStep, exact: Tensors) -> Iterator[tuple[str, Tensors, float]]:
+    """Yield what is added to losses: name, gradients and value."""
+    at = failed.trace.parameters[failed.step]
+    if failed.case.workload.loss is not Loss.OWN:
+        for name, term in _LOGIT_TERMS.items():
+            for places, of_all in (("the targets", False), ("all positions, masked ones too", True)):
+                if (of_all and not (failed.batch.targets == IGNORED).any()) or not failed.affords(1):
+                    continue
+                found = failed.computed(failed.step, failed.batch, change=Change(loss=_term(term, of_all)))
+                yield f"{name}, summed over {places} and divided by their number", found.gradients, found.loss
+    zeros = {n: np.zeros_like(g) for n, g in exact.items()}
+    for which, names in (
+        ("parameters", list(exact)),
+        ("matrices", [n for n in exact if exact[n].ndim > 1]),
+    ):
+        squares = {n: np.asarray(at[n], dtype=np.float64) for n in names}
+        total = sum(float(np.square(x).sum()) for x in squares.values())
+        yield f"half the squares of the {which} (an L2 penalty)", {**zeros, **squares}, total / 2
+        sizes = {n: np.sign(x) for n, x in squares.items()}
+        total = sum(float(np.abs(x).sum()) for x in squares.values())
+        yield f"the sizes of the {which} (an L1 penalty)", {**zeros, **sizes}, total
+
+
+_LOGIT_TERMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "the squared log-sum-exp of the logits (a z-loss)": lambda x: x.logsumexp(-1).square(),
+    "the squares of the logits": lambda x: x.square().sum(-1),
+    "the log-sum-exp of the logits": lambda x: x.logsumexp(-1),
+    "the cross-entropy with all classes alike (label smoothing)": lambda x: -x.log_softmax(-1).mean(-1),
+    "the entropy of the predictions": lambda x: -(x.softmax(-1) * x.log_softmax(-1)).sum(-1),
+}
+"""Terms that logits [..., V] have, one for each target."""
+
+
+def _term(term: Callable[[Tensor], Tensor], of_all: bool) -> Callable[[Tensor, Batch], Tensor]:
+    def loss(outputs: Tensor, part: Batch) -> Tensor:
+        wide = outputs if outputs.dtype is torch.float64 else outputs.float()
+        each = term(wide).flatten()
+        counted = torch.ones_like(each) if of_all else (part.targets != IGNORED).flatten().to(each.dtype)
+        return (each * counted).sum() / part.total_weight
+
+    return loss
+
+
+def narrow_loss(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
+    """Explain by a loss that is computed in 16 bits."""
+    loss = failed.case.workload.loss
+    if loss is not Loss.CROSS_ENTROPY or not is_clear(failed, fit):
+        return None
+    for kind, narrow in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        for how, share in _NARROW.items():
+            if not failed.affords(1):
+                return None
+            change = Change(loss=functools.partial(share, narrow))
+            found = failed.truth(failed.step, failed.batch, change=change)
+            if _left(failed, found, exact, _LEFT_BY_ROUNDING) <= 1:
+                return Fault.PRECISION, f"the loss is computed in {kind}: {how}"
+    return None
+
+
+def _of_rounded(narrow: torch.dtype, outputs: Tensor, part: Batch) -> Tensor:
+    return loss_share(outputs.to(narrow).to(outputs.dtype), part, Loss.CROSS_ENTROPY)
+
+
+def _all_narrow(narrow: torch.dtype, outputs: Tensor, part: Batch) -> Tensor:
+    flat = outputs.to(narrow).flatten(0, -2)
+    each = F.cross_entropy(flat, part.targets.flatten(), ignore_index=IGNORED, reduction="none")
+    return each.to(outputs.dtype).sum() / part.total_weight
+
+
+_NARROW: dict[str, Callable[[torch.dtype, Tensor, Batch], Tensor]] = {
+    "of rounded logits": _of_rounded,
+    "logits and their logarithms": _all_narrow,
+}
