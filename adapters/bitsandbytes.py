@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshmark.adapter.capabilities import Requirement
+from meshmark.adapter.contract import Requirement
 from meshmark.compression.contract import CompressionAdapter, Moment, OptimizerAdapter
 from meshmark.compression.specification import NF4Blocks, NF4DoubleBlocks, linears
 

@@ -14,22 +14,26 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from meshmark.adapter.arithmetic import Arithmetic, Casting
-from meshmark.adapter.capabilities import PYTORCH_2_13, Capabilities, Feature
-from meshmark.adapter.contract import Adapter, Track
-from meshmark.adapter.data_parallel import DataParallelEngine, initial_model
-from meshmark.adapter.engine import Engine, RankContext
-from meshmark.reference.build import buffer_shapes, parameter_shapes
+from meshmark.adapter.contract import PYTORCH_2_13, Adapter, Arithmetic, Capabilities, Casting, Feature, Track
+from meshmark.adapter.engine import DataParallelEngine, Engine, RankContext, initial_model
+from meshmark.reference.model import buffer_shapes, parameter_shapes
 from meshmark.reference.objective import build_optimizer
-from meshmark.spec.case import Case
+from meshmark.spec.case import Case, Knob
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Dtype, Precision
-from meshmark.spec.tuning import Knob
-from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException, exceptions_for
+from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.model_theory import theory_of
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.states import ExtraMemory
-from meshmark.theory.traffic import METERED_STEP, reduced_each, step_traffic
+from meshmark.theory.traffic import (
+    METERED_STEP,
+    Flow,
+    OneTimeTraffic,
+    Purpose,
+    TrafficException,
+    exceptions_for,
+    reduced_each,
+    step_traffic,
+)
 
 # Functions of its own, for DDP lets PyTorch's run on NCCL alone (it knows them by name), though gloo sums bf16 too.
 _HOOKS: dict[Dtype, Callable[[dist.ProcessGroup, Any], Future[Tensor]]] = {

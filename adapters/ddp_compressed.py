@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from meshmark.adapter.capabilities import Capabilities, Feature
+from meshmark.adapter.contract import Capabilities, Feature
 from meshmark.adapter.engine import RankContext
 from meshmark.adapters.ddp import DDP, DDPEngine
 from meshmark.algorithms.compressed import Compressed, Compressing, ErrorFeedback
@@ -26,7 +26,7 @@ from meshmark.errors import AdapterError
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.states import ExtraMemory
+from meshmark.theory.memory import ExtraMemory
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket

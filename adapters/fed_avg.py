@@ -10,11 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshmark.adapter.arithmetic import Arithmetic, Casting
-from meshmark.adapter.capabilities import Capabilities, Feature
-from meshmark.adapter.contract import Adapter
-from meshmark.adapter.data_parallel import DataParallelEngine, initial_model
-from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.contract import Adapter, Arithmetic, Capabilities, Casting, Feature
+from meshmark.adapter.engine import DataParallelEngine, Engine, RankContext, initial_model
 from meshmark.adapters.checkpoint import load_local, save_local
 from meshmark.algorithms.local_sgd import FedAvg as FedAvgAlgorithm
 from meshmark.algorithms.local_sgd.client_shares import client_shares

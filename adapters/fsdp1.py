@@ -13,24 +13,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshmark.adapter.arithmetic import Arithmetic, Casting
-from meshmark.adapter.capabilities import Capabilities, Feature
-from meshmark.adapter.contract import Adapter
-from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine, configure, initial_model
-from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapter.gathered import Gathered
+from meshmark.adapter.contract import Adapter, Arithmetic, Capabilities, Casting, Feature
+from meshmark.adapter.engine import (
+    AUTOCAST,
+    DataParallelEngine,
+    Engine,
+    Gathered,
+    RankContext,
+    configure,
+    initial_model,
+)
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
-from meshmark.reference.build import build_model, sizes_by_block
-from meshmark.reference.initial import initial_value
-from meshmark.reference.model import Model
+from meshmark.reference.model import Model, build_model, initial_value, sizes_by_block
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Purpose, TrafficException, exceptions_for
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.sharding import Padding, Sharding, neighbours, sharded_recipe, sharding_exceptions
-from meshmark.theory.traffic import reduced_each, step_traffic
+from meshmark.theory.traffic import (
+    Padding,
+    Purpose,
+    Sharding,
+    TrafficException,
+    exceptions_for,
+    neighbours,
+    reduced_each,
+    sharded_recipe,
+    sharding_exceptions,
+    step_traffic,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel  # some seconds, which only ranks should take

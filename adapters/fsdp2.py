@@ -12,34 +12,31 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from meshmark.adapter.arithmetic import Arithmetic, Casting, Summing
-from meshmark.adapter.capabilities import Capabilities, Feature
-from meshmark.adapter.contract import Adapter, Track
-from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine, configure
-from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.contract import Adapter, Arithmetic, Capabilities, Casting, Feature, Summing, Track
+from meshmark.adapter.engine import AUTOCAST, DataParallelEngine, Engine, RankContext, configure
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
 from meshmark.errors import AdapterError
-from meshmark.reference.build import block_of, build_model, parameter_shapes
-from meshmark.reference.initial import Block, initial_value
-from meshmark.reference.model import Model
+from meshmark.reference.model import Block, Model, block_of, build_model, initial_value, parameter_shapes
 from meshmark.reference.objective import build_optimizer
-from meshmark.spec.case import Case
+from meshmark.spec.case import Case, Knob
 from meshmark.spec.layout import Offload
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Dtype, Precision
-from meshmark.spec.tuning import Knob
-from meshmark.theory.flow import Flow, Purpose, TrafficException, exceptions_for
+from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.recipe import StateBytes, TrainingRecipe, eager_recipe
-from meshmark.theory.sharding import (
+from meshmark.theory.traffic import (
+    Flow,
     Padding,
+    Purpose,
     Sharding,
+    TrafficException,
+    exceptions_for,
     neighbours,
     offloaded_recipe,
     sharded_recipe,
     sharding_exceptions,
+    step_traffic,
 )
-from meshmark.theory.states import ExtraMemory
-from meshmark.theory.traffic import step_traffic
 
 if TYPE_CHECKING:  # a second or more, which only ranks should take
     from torch.distributed.fsdp import FSDPModule

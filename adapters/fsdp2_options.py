@@ -14,22 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshmark.adapter.capabilities import PYTORCH_2_13, Feature
-from meshmark.adapter.data_parallel import AUTOCAST
-from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.contract import PYTORCH_2_13, Feature
+from meshmark.adapter.engine import AUTOCAST, Engine, RankContext
 from meshmark.adapters.checkpoint import load_converted, load_whole, save_in_background, save_whole
 from meshmark.adapters.fsdp2 import FSDP2, FSDP2HSDP, FSDP2Engine, sharded_units
 from meshmark.errors import AdapterError
-from meshmark.reference.build import block_of, parameter_shapes
 from meshmark.reference.data import make_batch
-from meshmark.reference.initial import initial_value
-from meshmark.reference.model import Model
+from meshmark.reference.model import Model, block_of, initial_value, parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Purpose, TrafficException, besides
+from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.states import ExtraMemory
-from meshmark.theory.traffic import step_traffic
+from meshmark.theory.traffic import Purpose, TrafficException, besides, step_traffic
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

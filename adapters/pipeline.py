@@ -12,26 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshmark.adapter.arithmetic import Arithmetic, Casting
-from meshmark.adapter.capabilities import Capabilities, Feature
-from meshmark.adapter.contract import Adapter
-from meshmark.adapter.data_parallel import optimizer_state_tensors, skip_block
-from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapter.holdings import Holdings
+from meshmark.adapter.contract import Adapter, Arithmetic, Capabilities, Casting, Feature
+from meshmark.adapter.engine import Engine, Holdings, RankContext, optimizer_state_tensors, skip_block
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
 from meshmark.adapters.pipeline_stages import Part, chunk_of, examples, receive_buffers, set_shapes
 from meshmark.reference.data import Batch
 from meshmark.reference.model import Model, drawn_name
 from meshmark.reference.objective import build_optimizer, build_schedule, cross_entropy, weighted_cross_entropy
-from meshmark.spec.case import Case
+from meshmark.spec.case import Case, Knob
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, Family
 from meshmark.spec.precision import Precision
-from meshmark.spec.tuning import Knob
 from meshmark.spec.workload import Loss
-from meshmark.theory.flow import OneTimeTraffic
+from meshmark.theory.memory import ExtraMemory, micro_batch_tokens
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.states import ExtraMemory, micro_batch_tokens
+from meshmark.theory.traffic import OneTimeTraffic
 
 if TYPE_CHECKING:  # a second, which only ranks should take
     from torch.distributed.pipelining import PipelineStage

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshmark.adapter.capabilities import Feature
+from meshmark.adapter.contract import Feature
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.fsdp2 import mesh_extra_memory
 from meshmark.adapters.pipeline import NO_IMAGES, Pipeline, PipelineEngine, group_of
@@ -26,13 +26,19 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import AXES, Axis, Recompute, Schedule
 from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException, besides, exceptions_for
-from meshmark.theory.model_theory import local_parameters
-from meshmark.theory.parameters import stage_parameters
+from meshmark.theory.memory import ExtraMemory
+from meshmark.theory.model_theory import local_parameters, stage_parameters
 from meshmark.theory.partition import uniform_stages
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.states import ExtraMemory
-from meshmark.theory.traffic import step_traffic
+from meshmark.theory.traffic import (
+    Flow,
+    OneTimeTraffic,
+    Purpose,
+    TrafficException,
+    besides,
+    exceptions_for,
+    step_traffic,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

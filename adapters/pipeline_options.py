@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from meshmark.adapter.capabilities import PYTORCH_2_13, Feature
-from meshmark.adapter.data_parallel import initial_model
-from meshmark.adapter.engine import RankContext
+from meshmark.adapter.contract import PYTORCH_2_13, Feature
+from meshmark.adapter.engine import RankContext, initial_model
 from meshmark.adapters.pipeline import NO_IMAGES, Pipeline, PipelineEngine
 from meshmark.adapters.pipeline_stages import Part
 from meshmark.reference.data import Batch

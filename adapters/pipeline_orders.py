@@ -6,15 +6,15 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from meshmark.adapter.capabilities import Feature
+from meshmark.adapter.contract import Feature
 from meshmark.adapters.pipeline import NO_IMAGES, Pipeline
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.theory.activations import num_in_flight, passes_in_flight_bytes
 from meshmark.theory.grid import Column, layout_grid
+from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.model_theory import theory_of
-from meshmark.theory.states import ExtraMemory
 
 _INPUTS = "gradients of stages' inputs are kept until the next step, for the backward pass is in two parts"
 

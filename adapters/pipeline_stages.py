@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 from torch import Tensor, nn
 
-from meshmark.adapter.data_parallel import AUTOCAST, configure
+from meshmark.adapter.engine import AUTOCAST, configure
 from meshmark.errors import AdapterError
-from meshmark.reference.build import build_model
 from meshmark.reference.data import make_batch
-from meshmark.reference.model import Model
+from meshmark.reference.model import Model, build_model
 from meshmark.spec.case import Case
 from meshmark.spec.model_config import Dataset
 from meshmark.spec.precision import Dtype, Precision

@@ -10,10 +10,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
-from meshmark.adapter.contract import Track
-from meshmark.adapter.data_parallel import initial_model
-from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.contract import Capabilities, Feature, Requirement, Track
+from meshmark.adapter.engine import Engine, RankContext, initial_model
 from meshmark.adapter.loop import GREENLET, LOOP_LACKS, Dealing, Loop, LoopEngine, collate
 from meshmark.adapters.ddp import DDPRecommended
 from meshmark.reference.objective import build_optimizer, build_schedule, loss_share

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch.nn.parallel import DistributedDataParallel
 
-from meshmark.adapter.capabilities import Capabilities, Feature
+from meshmark.adapter.contract import Capabilities, Feature
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.checkpoint import load_local, save_local
 from meshmark.adapters.ddp import DDP, DDPEngine

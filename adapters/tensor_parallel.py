@@ -13,15 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshmark.adapter.capabilities import Capabilities, Feature
-from meshmark.adapter.contract import Adapter
-from meshmark.adapter.data_parallel import DataParallelEngine, configure, initial_model
-from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.contract import Adapter, Capabilities, Feature
+from meshmark.adapter.engine import DataParallelEngine, Engine, RankContext, configure, initial_model
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
 from meshmark.adapters.fsdp2 import fill_shards, mesh_extra_memory
 from meshmark.reference.data import Batch
-from meshmark.reference.initial import initial_value
-from meshmark.reference.model import Model
+from meshmark.reference.model import Model, initial_value
 from meshmark.reference.objective import build_optimizer
 from meshmark.reference.tensor_plan import parallelize_by
 from meshmark.reference.transformer import Transformer
@@ -29,11 +26,10 @@ from meshmark.spec.case import Case
 from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.own_model import OwnModelConfig
 from meshmark.spec.precision import Dtype, Precision
-from meshmark.theory.flow import Flow, Purpose, TrafficException, besides, exceptions_for
+from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.model_theory import local_parameters
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.states import ExtraMemory
-from meshmark.theory.traffic import step_traffic, stream_bytes
+from meshmark.theory.traffic import Flow, Purpose, TrafficException, besides, exceptions_for, step_traffic, stream_bytes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh  # some seconds, which only ranks should take

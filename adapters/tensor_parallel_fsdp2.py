@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from meshmark.adapters.fsdp2 import ROWS, dealt_rows, mesh_extra_memory
 from meshmark.adapters.tensor_parallel import NORMS, TensorParallel, num_split, summed_embedding
-from meshmark.reference.build import parameter_shapes, skeleton
-from meshmark.reference.model import Model
+from meshmark.reference.model import Model, parameter_shapes, skeleton
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Axis
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Flow, Purpose, TrafficException, besides
+from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.states import ExtraMemory
-from meshmark.theory.traffic import step_traffic
+from meshmark.theory.traffic import Flow, Purpose, TrafficException, besides, step_traffic
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh  # some seconds, which only ranks should take

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from meshmark.adapter.capabilities import Requirement
+from meshmark.adapter.contract import Requirement
 from meshmark.compression.contract import CompressionAdapter
 from meshmark.compression.specification import ChannelsRemoved, linears
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshmark.adapter.capabilities import Requirement
+from meshmark.adapter.contract import Requirement
 from meshmark.compression.contract import CompressionAdapter
 from meshmark.compression.specification import Int8Rows, Int8RowsAndInputs
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from meshmark.adapter.capabilities import Requirement
+from meshmark.adapter.contract import Requirement
 from meshmark.inference.contract import CacheUse, Emitted, Engine, EngineOptions, InferenceAdapter, Request
 from meshmark.inference.model import PRECISIONS, left_padded, load_model
 

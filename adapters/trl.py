@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from meshmark.adapter.capabilities import Requirement
+from meshmark.adapter.contract import Requirement
 from meshmark.adapter.loop import Dealing, GlobalRows
 from meshmark.adapters.hf_trainer import REQUIRES, HFTrainer
 from meshmark.adapters.hf_trainer.loop import HFModelLossLoop
@@ -18,8 +18,8 @@ from meshmark.reference.data import IGNORED
 from meshmark.reference.transformers_model import DEFAULT_HEAD, parts_of
 from meshmark.spec.case import Case
 from meshmark.spec.own_model import HUGGING_FACE, OwnModelConfig
-from meshmark.theory.flow import Flow, Purpose, TrafficException
 from meshmark.theory.recipe import TrainingRecipe
+from meshmark.theory.traffic import Flow, Purpose, TrafficException
 
 _COMMAND = "pip install trl==1.16.0"
 _METRIC_BYTES = (8, 4, 8, 8)

@@ -6,18 +6,15 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from meshmark.adapter.capabilities import Capabilities, Feature
-from meshmark.adapter.data_parallel import optimizer_state_tensors
-from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapter.holdings import Holdings
+from meshmark.adapter.contract import Capabilities, Feature
+from meshmark.adapter.engine import Engine, Holdings, RankContext, optimizer_state_tensors
 from meshmark.adapters.ddp import DDP, DDPEngine
-from meshmark.reference.build import parameter_shapes
-from meshmark.reference.optimizers import parameter_groups, reference_optimizer
+from meshmark.reference.model import parameter_shapes
+from meshmark.reference.objective import parameter_groups, reference_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
-from meshmark.theory.flow import Purpose, TrafficException, by, exceptions_for
-from meshmark.theory.states import ExtraMemory
-from meshmark.theory.traffic import step_traffic
+from meshmark.theory.memory import ExtraMemory
+from meshmark.theory.traffic import Purpose, TrafficException, by, exceptions_for, step_traffic
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.slowed import HONEST, SLOWED
 from meshmark.environment import describe
 from meshmark.launch.cluster import Cluster, ClusterSpec
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.records.request import Task
 from meshmark.regression.alternate import MARGIN, Trial
 from meshmark.regression.change import ChangeOutcome

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.nothing import NothingEngine
-from meshmark.adapter.capabilities import Capabilities
-from meshmark.adapter.contract import Adapter
+from meshmark.adapter.contract import Adapter, Capabilities
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.reference.data import Batch
 from meshmark.spec.case import Case

@@ -18,17 +18,15 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from meshmark.adapter.data_parallel import AUTOCAST, initial_model
-from meshmark.judge.buffers import exact_model
+from meshmark.adapter.engine import AUTOCAST, initial_model
 from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind
 from meshmark.judge.tolerance_model import Comparisons, noise_run
 from meshmark.judge.truth import initial_values
+from meshmark.judge.twin import exact_model
 from meshmark.passes.noise import num_chunks, num_ways
 from meshmark.reference.data import Batch, make_batch
-from meshmark.reference.initial import random_bits
-from meshmark.reference.model import Model
-from meshmark.reference.objective import loss_share
-from meshmark.reference.optimizers import reference_optimizer
+from meshmark.reference.model import Model, random_bits
+from meshmark.reference.objective import loss_share, reference_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.precision import Dtype

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from meshmark.environment import Environment, describe
 from meshmark.launch.cluster import Cluster, ClusterSpec
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.records.record import Record, Status
 from meshmark.report.kept_page import keep_page
-from meshmark.report.markdown import table as markdown
+from meshmark.report.table import table as markdown
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.serial import decode, encode
 from tests.correct.registry import ENGINES, PRECISIONS, cases

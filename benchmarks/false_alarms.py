@@ -28,10 +28,17 @@ from benchmarks.honest import STEPS, Group, bits, measure_batched, measure_singl
 from benchmarks.problems import PROBLEMS, SMALL, varied
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.environment import machine
-from meshmark.judge.false_alarms import COUNTED, AlarmCounts, FalseAlarms, design_effect, merged
-from meshmark.judge.tolerance_model import FALSE_ALARMS, compare
+from meshmark.judge.tolerance_model import (
+    COUNTED,
+    FALSE_ALARMS,
+    AlarmCounts,
+    FalseAlarms,
+    compare,
+    design_effect,
+    merged,
+)
 from meshmark.launch.cluster import Cluster, ClusterSpec
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.launch.processes import die_with_parent
 from meshmark.passes.noise import FORMAT
 from meshmark.records.record import Record, Status

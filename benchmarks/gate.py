@@ -27,7 +27,7 @@ from pathlib import Path
 from benchmarks.planted import HONEST, PLANTED, PRODUCTS
 from meshmark.environment import Environment, describe
 from meshmark.launch.cluster import Cluster, ClusterSpec
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.records.request import Task
 from meshmark.regression.alternate import MARGIN, CaseTrials, Trial
 from meshmark.regression.change import ChangeOutcome
@@ -35,7 +35,7 @@ from meshmark.regression.samples import CPU, STEP
 from meshmark.regression.sequential import LEAST_PAIRS
 from meshmark.regression.times import ALPHA
 from meshmark.report.kept_page import keep_page
-from meshmark.report.markdown import table
+from meshmark.report.table import table
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout

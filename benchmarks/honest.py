@@ -17,8 +17,7 @@ from benchmarks.problems import PROBLEMS, varied
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.single import Single
 from meshmark.judge.deviation import Quantity
-from meshmark.judge.spread import Spread
-from meshmark.judge.tolerance_model import Comparisons, fit, kind_of, spreads
+from meshmark.judge.tolerance_model import Comparisons, Spread, fit, kind_of, spreads
 from meshmark.passes.noise import NUM_RUNS, train_alone, variance_ratio
 from meshmark.records.request import Request, Task
 from meshmark.serial import encode

@@ -20,8 +20,7 @@ from meshmark.adapter.matrix import layouts
 from meshmark.adapter.registry import load_adapter
 from meshmark.adapters import ADAPTERS
 from meshmark.launch.cluster import Cluster, ClusterSpec
-from meshmark.launch.launch import Launcher
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher, Launcher
 from meshmark.records.request import Request, Task
 from meshmark.spec.case import Case
 from meshmark.spec.workload import workload

@@ -8,10 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from meshmark.adapter.capabilities import Capabilities
-from meshmark.adapter.contract import Adapter
-from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapter.holdings import Holdings
+from meshmark.adapter.contract import Adapter, Capabilities
+from meshmark.adapter.engine import Engine, Holdings, RankContext
 from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
 

@@ -21,7 +21,7 @@ from meshmark.conformance.finding import ClauseResult
 from meshmark.conformance.scenario import FROZEN, SCENARIOS, Scenario, plain_cells
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.launch.cluster import Cluster, ClusterSpec
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute

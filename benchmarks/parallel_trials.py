@@ -18,8 +18,7 @@ from benchmarks.trials import Cell, MutantRunner, Trial, correct_cells
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.environment import Environment
 from meshmark.launch.cluster import Cluster, ClusterSpec
-from meshmark.launch.launch import Launcher
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher, Launcher
 from meshmark.launch.processes import die_with_parent
 from meshmark.serial import decode, encode
 from tests.broken.mutants import BY_NAME, target

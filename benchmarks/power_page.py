@@ -14,10 +14,9 @@ from benchmarks.trials import Cell, Trial
 from meshmark.conformance.clauses import CLAUSES
 from meshmark.conformance.finding import ClauseResult
 from meshmark.environment import Environment
-from meshmark.judge.false_alarms import CLOSE, FalseAlarms, shown
-from meshmark.judge.tolerance_model import FALSE_ALARMS, SMALLEST_FACTORS, compare, kind_of
+from meshmark.judge.tolerance_model import CLOSE, FALSE_ALARMS, SMALLEST_FACTORS, FalseAlarms, compare, kind_of, shown
 from meshmark.records.record import Record, Status
-from meshmark.report.markdown import table as markdown
+from meshmark.report.table import table as markdown
 from meshmark.run.verdict import detection_limits
 from meshmark.spec.model_config import Dataset
 from tests.broken.sizes import SIZED

@@ -17,8 +17,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.goal import verdict
-from meshmark.records.evidence import EvidenceFolder
-from meshmark.records.migration import migrate
+from meshmark.records.record_file import EvidenceFolder, migrate
 
 ROOT = Path(__file__).parent.parent
 BASELINE = ROOT / "baselines" / "epyc-2cpu" / "records.jsonl"

@@ -19,7 +19,7 @@ from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.cli.suite_file import run_file
 from meshmark.environment import describe
 from meshmark.launch.cluster import Cluster, ClusterSpec
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.records.record import Record
 from meshmark.records.record_file import read_records
 from meshmark.report.kept_page import keep_page

@@ -15,7 +15,7 @@ from meshmark.errors import LayoutError
 from meshmark.records.record import Record, Status
 from meshmark.records.request import Task
 from meshmark.report.conformance import columns
-from meshmark.report.markdown import Markup, inline, table
+from meshmark.report.table import Markup, inline, table
 from meshmark.run.throughput import throughput
 from meshmark.spec.case import Case
 from meshmark.spec.layout import AXES

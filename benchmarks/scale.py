@@ -24,10 +24,10 @@ import numpy as np
 import torch.distributed as dist
 
 from benchmarks.goal import verdict
-from meshmark.judge.gather import gather_arrays
+from meshmark.judge.trace import gather_arrays
 from meshmark.launch.cluster import Cluster, ClusterSpec
-from meshmark.launch.launchers import ForkserverLauncher
-from meshmark.measure.interval import student_t
+from meshmark.launch.launch import ForkserverLauncher
+from meshmark.measure.laps import student_t
 from meshmark.records.request import Request, Task
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout

@@ -26,7 +26,7 @@ from benchmarks.size_page import page
 from meshmark.adapter.registry import outside_name
 from meshmark.cli.options import chosen_adapters
 from meshmark.environment import machine
-from meshmark.judge.sample import unsampled
+from meshmark.judge.deviation import unsampled
 from meshmark.records.record import Record, Status
 from meshmark.records.record_file import read_records
 from meshmark.records.request import Task

@@ -7,11 +7,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from meshmark.judge.sample import unsampled
+from meshmark.judge.deviation import unsampled
 from meshmark.records.record import Record
-from meshmark.reference.build import parameter_shapes
-from meshmark.report.markdown import inline, table
-from meshmark.report.table import Rows, bytes_text
+from meshmark.reference.model import parameter_shapes
+from meshmark.report.table import Rows, bytes_text, inline, table
 from meshmark.text import pluralize
 
 _NOTES = """Every case is judged by a sample ([reading.md](../docs/reading.md)): every tensor of the steps that *judged*

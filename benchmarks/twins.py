@@ -25,8 +25,7 @@ from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.environment import describe
 from meshmark.errors import MeshmarkError
 from meshmark.launch.cluster import Cluster, ClusterSpec
-from meshmark.launch.launch import Launcher
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher, Launcher
 from meshmark.plan.calibrate import calibrate_here
 from meshmark.records.rank_report import RankReport
 from meshmark.records.request import Request, Task
@@ -35,7 +34,7 @@ from meshmark.spec.layout import Coordinates, Layout
 from meshmark.spec.model_spec import ModelSpec, gpt
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload
-from meshmark.theory.states import model_states
+from meshmark.theory.memory import model_states
 
 TWINS_DIR = Path(__file__).parent.parent / "baselines" / "twins"
 ADAPTERS = {**builtin_adapters(), "all-reduce": "benchmarks.all_reduce:AllReduce"}

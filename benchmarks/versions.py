@@ -27,7 +27,7 @@ from benchmarks.roster_page import wrong
 from meshmark.environment import PACKAGES
 from meshmark.records.record import Record, Status
 from meshmark.records.record_file import read_records
-from meshmark.report.markdown import code, inline, table
+from meshmark.report.table import code, inline, table
 
 ROOT = Path(__file__).parent.parent
 SETS = ("oldest", "pinned", "newest")

@@ -4,10 +4,8 @@ from typing import ClassVar
 
 import torch
 
-from meshmark.adapter.capabilities import Capabilities
-from meshmark.adapter.contract import Adapter
-from meshmark.adapter.data_parallel import DataParallelEngine, initial_model
-from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.contract import Adapter, Capabilities
+from meshmark.adapter.engine import DataParallelEngine, Engine, RankContext, initial_model
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 

@@ -34,7 +34,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         "meshmark/reference/data.py",
     ),
     "change what a layout must hold, or send": ("meshmark/theory/memory.py", "meshmark/theory/traffic.py"),
-    "let cases ask for a feature that an adapter may lack": ("meshmark/adapter/capabilities.py",),
+    "let cases ask for a feature that an adapter may lack": ("meshmark/adapter/contract.py",),
     "change when a run counts as correct": ("meshmark/run/verdict.py", "meshmark/judge/tolerance_model.py"),
     "add an algorithm that is not synchronous": (
         "meshmark/spec/algorithm.py",
@@ -42,11 +42,11 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         "docs/algorithms.md",
     ),
     "have a fault recognised and named": (
-        "meshmark/judge/faults.py",
+        "meshmark/judge/failed_step.py",
         "meshmark/judge/gradient_faults.py",
         "meshmark/judge/function_faults.py",
         "meshmark/judge/partial_faults.py",
-        "meshmark/judge/update_hypotheses.py",
+        "meshmark/judge/update_faults.py",
         "tests/broken",
     ),
     "add a clause to the conformance table": (
@@ -56,8 +56,8 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     ),
     "have ranks do something new": ("meshmark/records/request.py", "meshmark/passes", "meshmark/launch/rank.py"),
     "change how ranks are started and ended": (
-        "meshmark/launch/launchers.py",
-        "meshmark/launch/launchers.py",
+        "meshmark/launch/launch.py",
+        "meshmark/launch/launch.py",
         "meshmark/launch/watchdog.py",
     ),
     "change when a run counts as worse than another": (

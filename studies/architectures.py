@@ -19,9 +19,9 @@ from pathlib import Path
 from meshmark.records.record import Record
 from meshmark.records.record_file import read_records
 from meshmark.report.kept_page import keep_page
-from meshmark.report.markdown import Markup, inline
-from meshmark.report.markdown import table as markdown
 from meshmark.report.results import CaseResult, newest, results
+from meshmark.report.table import Markup, inline
+from meshmark.report.table import table as markdown
 from meshmark.spec.own_model import OwnModelConfig
 from meshmark.text import clip
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from benchmarks.quiet import Quiet
 from meshmark.adapter.registry import builtin_adapters
-from meshmark.judge.sample import Assess
+from meshmark.judge.deviation import Assess
 from meshmark.launch.cluster import Cluster, ClusterSpec
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.records.record import Record, Status
 from meshmark.records.record_file import read_records
 from meshmark.run.resume import Held

@@ -15,9 +15,9 @@ from meshmark.spec.layout import Layout, Offload, Schedule
 from meshmark.spec.model_config import Dataset
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Loss, Workload
+from meshmark.theory.memory import model_states
 from meshmark.theory.model_theory import theory_of
 from meshmark.theory.partition import held_layers
-from meshmark.theory.states import model_states
 from meshmark.theory.traffic import step_traffic
 
 GPU, NUM_GPUS = gpu("h100"), 64

@@ -18,8 +18,8 @@ from meshmark.adapter.registry import compression_methods
 from meshmark.compression.judge import FACTOR
 from meshmark.compression.run import PAIRS, CompressionRecord, load_method, read_compression, run_case
 from meshmark.records.judged_case import CaseVerdict
-from meshmark.report.markdown import inline
-from meshmark.report.markdown import table as markdown
+from meshmark.report.table import inline
+from meshmark.report.table import table as markdown
 from studies import compression_costs
 
 ROOT = Path(__file__).parents[1]

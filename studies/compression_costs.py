@@ -34,12 +34,11 @@ from meshmark.compression.run import (
 from meshmark.compression.specification import linears
 from meshmark.environment import describe
 from meshmark.import_target import import_module_of
-from meshmark.measure.in_rounds import in_rounds
-from meshmark.measure.interval import ratio_interval
-from meshmark.reference.build import build_model
+from meshmark.measure.laps import in_rounds, ratio_interval
 from meshmark.reference.data import make_batch
+from meshmark.reference.model import build_model
 from meshmark.reference.objective import build_optimizer
-from meshmark.report.markdown import table as markdown
+from meshmark.report.table import table as markdown
 from meshmark.spec.workload import Workload
 
 ROOT = Path(__file__).parents[1]

@@ -14,10 +14,9 @@ from meshmark.report.communication import wire_bytes
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import workload
-from meshmark.theory.flow import departed
+from meshmark.theory.memory import model_states
 from meshmark.theory.model_theory import local_parameters
-from meshmark.theory.states import model_states
-from meshmark.theory.traffic import step_traffic
+from meshmark.theory.traffic import departed, step_traffic
 
 NOTE = (
     "Computed, for float32 and AdamW, by the closed forms that the suites hold each adapter to, without the extra "

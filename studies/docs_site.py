@@ -17,8 +17,8 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.conformance.finding import ClauseResult
 from meshmark.conformance.reproducers import Reproducer, failed_clauses, read_reproducers
-from meshmark.report.markdown import inline, table
 from meshmark.report.results import CaseResult, results
+from meshmark.report.table import inline, table
 from meshmark.report.which import measured_rows
 from meshmark.text import pluralize
 from studies import docs_formulas, pages

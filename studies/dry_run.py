@@ -7,10 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshmark.records.record import Record, Status
-from meshmark.reference.build import parameter_shapes
-from meshmark.run.memory_verdict import COUNT_BYTES, STATE_TOLERANCE, Held, memory_categories, memory_totals
+from meshmark.reference.model import parameter_shapes
 from meshmark.run.runner import Runner
-from meshmark.run.traffic_verdict import judge_communication
+from meshmark.run.verdict import (
+    COUNT_BYTES,
+    STATE_TOLERANCE,
+    Held,
+    judge_communication,
+    memory_categories,
+    memory_totals,
+)
 from meshmark.spec.case import Case
 
 

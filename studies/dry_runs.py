@@ -17,9 +17,9 @@ from pathlib import Path
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.environment import describe
 from meshmark.launch.cluster import Cluster, ClusterSpec
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.report.kept_page import keep_page
-from meshmark.report.markdown import table_of
+from meshmark.report.table import table_of
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule

@@ -14,7 +14,7 @@ from meshmark.plan.rows import Row, number
 from meshmark.plan.step_time import step_time
 from meshmark.spec.hardware import GIB, gpu
 from meshmark.theory.grid import Column
-from meshmark.theory.overheads import Overheads
+from meshmark.theory.memory import Overheads
 from meshmark.theory.recipe import recipe
 from studies.fit import fit_rates
 from studies.papers import paper

@@ -24,7 +24,7 @@ from meshmark.inference.run import InferenceRecord, read_inference
 from meshmark.inference.speed import BASE, LOAD, EngineSpeed, ratios, read_speeds
 from meshmark.inference.waste import LIMIT, MEAN_NEW, MEAN_PROMPT, NUM_REQUESTS, Sharing, Waste
 from meshmark.report.inference import inference_page
-from meshmark.report.markdown import table as markdown
+from meshmark.report.table import table as markdown
 
 ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "reports" / "inference.md", ROOT / "results" / "inference"

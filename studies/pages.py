@@ -181,7 +181,7 @@ PAGES: dict[str, Page] = {
         render=_inference,
         needs=(
             "meshmark/inference",
-            "meshmark/measure/in_rounds.py",
+            "meshmark/measure/laps.py",
             "adapters/paged",
             "adapters/vllm",
             "adapters/transformers_generate.py",

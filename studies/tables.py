@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meshmark.report.markdown import table_of
+from meshmark.report.table import table_of
 from studies.table import Cell, Table
 from studies.tables_goals import judged
 

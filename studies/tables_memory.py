@@ -12,8 +12,8 @@ from meshmark.spec.layout import Recompute
 from meshmark.spec.model_spec import gpt
 from meshmark.theory.activations import layer_activation_bytes
 from meshmark.theory.grid import RECOMPUTES, make_grid
+from meshmark.theory.memory import state_bytes
 from meshmark.theory.recipe import recipe
-from meshmark.theory.state_bytes import state_bytes
 from studies.papers import paper
 from studies.table import Cell, Table
 from studies.tables_models import (

@@ -10,7 +10,7 @@ from meshmark.plan.simulator import simulate
 from meshmark.spec.hardware import gpu
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.model_spec import gpt
-from meshmark.theory.flops import hardware_flops_per_token, model_flops_per_token
+from meshmark.theory.model_theory import hardware_flops_per_token, model_flops_per_token
 from studies.papers import paper
 from studies.published import TERA, korthikanti_table4, korthikanti_table5, megatron_flops, megatron_table1
 from studies.table import Cell, Table

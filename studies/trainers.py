@@ -24,9 +24,9 @@ from meshmark.judge.faults import Diagnosis, Fault
 from meshmark.records.record import Record
 from meshmark.records.record_file import read_records
 from meshmark.report.conformance import AdapterColumn, columns
-from meshmark.report.markdown import inline
-from meshmark.report.markdown import table as markdown
 from meshmark.report.results import CaseResult, newest, results
+from meshmark.report.table import inline
+from meshmark.report.table import table as markdown
 from meshmark.spec.model_spec import Family
 from meshmark.text import clip, pluralize
 from studies.architectures import detection_range

@@ -12,9 +12,9 @@ from meshmark.plan.rows import Row, number, read_rows
 from meshmark.spec.hardware import gpu
 from meshmark.spec.layout import Layout
 from meshmark.spec.model_spec import ModelSpec, gpt
-from meshmark.theory.flops import model_flops_per_token
 from meshmark.theory.grid import make_grid
-from meshmark.theory.overheads import Overheads
+from meshmark.theory.memory import Overheads
+from meshmark.theory.model_theory import model_flops_per_token
 from meshmark.theory.recipe import recipe
 from studies.papers import paper
 from studies.table import Cell, Table

@@ -15,11 +15,8 @@ from meshmark.spec.precision import precision
 from meshmark.spec.workload import Workload
 from meshmark.theory.activations import layer_activation_bytes
 from meshmark.theory.grid import make_grid
-from meshmark.theory.memory import memory
-from meshmark.theory.overheads import Overheads
+from meshmark.theory.memory import Overheads, memory, model_states, state_bytes
 from meshmark.theory.recipe import eager_recipe, recipe
-from meshmark.theory.state_bytes import state_bytes
-from meshmark.theory.states import model_states
 from studies.papers import paper
 from studies.table import Cell, Table
 from studies.twins import model_of, origin, twin

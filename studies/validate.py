@@ -22,7 +22,7 @@ from meshmark.plan.rates import (
     rates,
     write_rates,
 )
-from meshmark.theory.overheads import Overheads
+from meshmark.theory.memory import Overheads
 from studies.errors_of import error_cells
 from studies.fit import fit_rates
 from studies.fit_composer import fit_composer

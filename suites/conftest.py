@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from meshmark.adapter.matrix import matrix
-from meshmark.pytest_plugin.optional_suites import OPTIONAL
 from meshmark.pytest_plugin.plugin import alone, baseline, observed, profiled, runner, scenarios, timed  # noqa: F401
-from meshmark.pytest_plugin.selection import Selection
+from meshmark.pytest_plugin.selection import OPTIONAL, Selection
 from meshmark.spec.case import Case, InvalidLayout
 
 

@@ -1,6 +1,6 @@
 """Does a layout send what it should? Calls and bytes by kind and group of ranks, against theory."""
 
-from meshmark.pytest_plugin.expect import expect
+from meshmark.pytest_plugin.plugin import expect
 from meshmark.records.record import Record
 from meshmark.regression.baseline_gate import BaselineGate
 

@@ -4,7 +4,7 @@ import pytest
 
 from meshmark.conformance.clauses import CLAUSES, Clause
 from meshmark.conformance.scenario_runner import ScenarioRunner
-from meshmark.pytest_plugin.expect import expect_clause
+from meshmark.pytest_plugin.plugin import expect_clause
 from meshmark.spec.case import Case
 
 

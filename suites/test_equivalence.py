@@ -1,6 +1,6 @@
 """Does the framework train correctly? Loss, gradients and parameters against the float64 single-process truth."""
 
-from meshmark.pytest_plugin.expect import expect
+from meshmark.pytest_plugin.plugin import expect
 from meshmark.records.record import Record
 from meshmark.regression.baseline_gate import BaselineGate
 

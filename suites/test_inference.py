@@ -11,8 +11,8 @@ import pytest
 from meshmark.adapter.registry import inference_adapters
 from meshmark.inference.process import load_engine
 from meshmark.inference.run import VARIANTS, InferenceCase, run_case
-from meshmark.pytest_plugin.expect import StaleGapWarning
-from meshmark.pytest_plugin.inference import chosen_engines, chosen_precisions
+from meshmark.pytest_plugin.plugin import StaleGapWarning
+from meshmark.pytest_plugin.selection import chosen_engines, chosen_precisions
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

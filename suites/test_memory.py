@@ -1,6 +1,6 @@
 """Does a layout hold what it should? Bytes of model states and activations on every rank against the closed form."""
 
-from meshmark.pytest_plugin.expect import expect
+from meshmark.pytest_plugin.plugin import expect
 from meshmark.records.record import Record
 from meshmark.regression.baseline_gate import BaselineGate
 

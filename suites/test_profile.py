@@ -1,6 +1,6 @@
 """Where does a step's time go? Computing, communicating, neither: asked for by `--profile`."""
 
-from meshmark.pytest_plugin.expect import expect_ran
+from meshmark.pytest_plugin.plugin import expect_ran
 from meshmark.records.record import Record
 
 

@@ -1,7 +1,7 @@
 """The memory of single ranks in a world that you do not have. Each rank of `--world` is alone in one process and takes
 the framework's real steps over collectives that end at once. Asked for by `--scale`."""
 
-from meshmark.pytest_plugin.expect import expect
+from meshmark.pytest_plugin.plugin import expect
 from meshmark.records.record import Record
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from meshmark.pytest_plugin.expect import expect, expect_no_worse, expect_not_wrong
+from meshmark.pytest_plugin.plugin import expect, expect_no_worse, expect_not_wrong
 from meshmark.records.record import Record
 from meshmark.regression.baseline_gate import BaselineGate
 from meshmark.run.runner import Runner

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from meshmark.launch.launchers import ForkserverLauncher
+    from meshmark.launch.launch import ForkserverLauncher
 
 LONGEST = [
     f"test_{name}.py"
@@ -89,7 +89,7 @@ def noise_is_measured_once(request: pytest.FixtureRequest, tmp_path_factory: pyt
 def launcher() -> Iterator[ForkserverLauncher]:
     """One a worker, for PyTorch and frameworks are imported once in it; a test that harms it has one of its own."""
     from meshmark.launch.cluster import Cluster, ClusterSpec
-    from meshmark.launch.launchers import ForkserverLauncher
+    from meshmark.launch.launch import ForkserverLauncher
 
     with Cluster(ClusterSpec()) as cluster, contextlib.closing(ForkserverLauncher(cluster)) as started:
         yield started

@@ -6,24 +6,23 @@ import dataclasses
 from typing import Any
 
 from meshmark.environment import Environment
-from meshmark.judge.deviation import Deviation, Drift, Quantity
+from meshmark.judge.deviation import Deviation, Drift, ObservedPath, Quantity, Sample
 from meshmark.judge.faults import Diagnosis, Fault
-from meshmark.judge.observed_path import ObservedPath
-from meshmark.judge.sample import Sample
 from meshmark.judge.tolerance_model import Way
-from meshmark.measure.device_memory import DeviceMemory
-from meshmark.measure.gpu_power import GpuPower
+from meshmark.measure.laps import GpuPower
 from meshmark.measure.profile import ActivityKind, Bandwidth, Kernel, Profile
-from meshmark.measure.readings import AlikeSteps, Bytes, Collective, MemoryReading, TrafficReading
-from meshmark.records.reach import Place, Reach
+from meshmark.measure.readings import AlikeSteps, Bytes, Collective, DeviceMemory, MemoryReading, TrafficReading
 from meshmark.records.record import (
     ConformanceEvidence,
     EquivalenceEvidence,
     LaunchSeconds,
     MemoryEvidence,
     Outcome,
+    Place,
+    Reach,
     Record,
     Relaunch,
+    Source,
     Status,
     TimingEvidence,
     TrafficEvidence,
@@ -31,7 +30,6 @@ from meshmark.records.record import (
     Verdict,
 )
 from meshmark.records.request import Task
-from meshmark.records.sources import Source
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Layout
@@ -39,8 +37,8 @@ from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload
-from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException
-from meshmark.theory.states import ExtraMemory, ModelStates
+from meshmark.theory.memory import ExtraMemory, ModelStates
+from meshmark.theory.traffic import Flow, OneTimeTraffic, Purpose, TrafficException
 
 
 def make_model(**changes: Any) -> ModelSpec:  # noqa: ANN401

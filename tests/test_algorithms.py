@@ -10,25 +10,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshmark.adapter.capabilities import Capabilities, Feature
+from meshmark.adapter.contract import Capabilities, Feature
 from meshmark.adapter.registry import load_adapter
 from meshmark.adapters import ADAPTERS
-from meshmark.algorithms.contract import Transition
+from meshmark.algorithms.contract import Synchronous, Transition
 from meshmark.algorithms.local_sgd import LocalSGD
-from meshmark.algorithms.replicas import Synchronous
 from meshmark.conformance.clauses import CLAUSES, judge_clause
 from meshmark.conformance.finding import ClauseResult
 from meshmark.conformance.scenario import SCENARIOS, plain_cells
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.errors import InputError
-from meshmark.judge.deviation import Drift, Quantity, QuantityKind, Tensors
+from meshmark.judge.deviation import Drift, Quantity, QuantityKind, Tensors, by_replica, replicas_of_ranks
 from meshmark.judge.faults import Fault
 from meshmark.judge.replica_diagnosis import diagnose_replicas
-from meshmark.judge.replicas import by_replica, replicas_of_ranks
 from meshmark.judge.tolerance_model import fit, noise_run
 from meshmark.judge.trace import Trace, gather_replicas
 from meshmark.judge.truth import ExactOptimizer, assess_replicas, exact_gradients, initial_values
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.passes.noise import noise_key
 from meshmark.records.record import Record, Status
 from meshmark.reference.data import make_batch
@@ -40,7 +38,7 @@ from meshmark.spec.layout import Layout
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload, workload
-from meshmark.theory.flow import bytes_by_kind
+from meshmark.theory.traffic import bytes_by_kind
 from tests.broken.mutants import BY_NAME, target
 from tests.factories import make_workload
 from tests.test_gather import on_ranks

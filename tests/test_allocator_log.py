@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshmark.measure.allocations import Change, timeline
-from meshmark.measure.allocator_log import Logged, read_log, with_unseen
+from meshmark.measure.allocations import Change, Logged, read_log, timeline, with_unseen
 
 MS = 1_000_000
 """Nanoseconds."""

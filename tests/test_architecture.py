@@ -37,7 +37,7 @@ MAX_ARGUMENTS = 6
 TABLE_HELPERS = {"spec/hardware.py::_gpu"}
 """Functions that stand for one line of a table of data, and may take more."""
 
-BASE = {"environment", "errors", "import_target", "interrupts", "rank_progress", "serial", "text"}
+BASE = {"environment", "errors", "import_target", "rank_progress", "serial", "text"}
 """Modules that every folder may import."""
 FRONT = {"__init__", "__main__", "user_workload"}
 """Modules that users name: the package, `python -m meshmark`, and the class of a user's own workload."""
@@ -108,7 +108,7 @@ def roots(names: Iterator[str] | set[str]) -> set[str]:
 
 
 def used_by(path: Path) -> set[str]:
-    """Folders and modules of the core that `path` imports: `meshmark.theory.states` belongs to theory.
+    """Folders and modules of the core that `path` imports: `meshmark.theory.memory` belongs to theory.
 
     Imports that only type checkers see do not count: a contract may name the types of those who implement it.
     """

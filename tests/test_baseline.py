@@ -13,10 +13,9 @@ import pytest
 from meshmark.cli.commands import main
 from meshmark.environment import ALLOCATOR_VARIABLES
 from meshmark.errors import InputError, ResultsError
-from meshmark.pytest_plugin.expect import NoBaselineWarning, UnsureWarning, expect_no_worse
+from meshmark.pytest_plugin.plugin import NoBaselineWarning, UnsureWarning, expect_no_worse
 from meshmark.records.record import SCHEMA, Outcome, Record, Relaunch, Status
-from meshmark.records.record_file import RecordFile, read_records
-from meshmark.records.session import Attempt, Ending, Session
+from meshmark.records.record_file import Attempt, Ending, RecordFile, Session, read_records
 from meshmark.regression.baseline import accept, find_baseline
 from meshmark.regression.baseline_gate import BaselineGate, baseline_gate, expect_cases, expect_conditions
 from meshmark.regression.change import Change

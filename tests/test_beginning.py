@@ -12,7 +12,7 @@ import torch
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.single import Single
 from meshmark.judge.beginning import Beginning, Direction, Point, describe
-from meshmark.passes.localise import begins
+from meshmark.passes.observe import begins
 from meshmark.records.request import Request, Task
 from meshmark.run.runner import is_open_and_short
 from meshmark.spec.case import Case

@@ -12,12 +12,12 @@ from benchmarks.power_page import SUITES
 from benchmarks.problems import SMALL, varied
 from benchmarks.trials import MutantRunner
 from meshmark.conformance.clauses import CLAUSES
+from meshmark.judge.deviation import OBSERVED_STEPS, Assess
 from meshmark.judge.faults import Fault
-from meshmark.judge.sample import OBSERVED_STEPS, Assess
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.passes.noise import NUM_RUNS
 from meshmark.records.record import Record
-from meshmark.reference.build import parameter_shapes
+from meshmark.reference.model import parameter_shapes
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.run.verdict import detection_limits
 from meshmark.spec.case import Case

@@ -18,8 +18,7 @@ import pytest
 from meshmark.errors import InputError
 from meshmark.launch.cluster import Cluster, ClusterSpec
 from meshmark.launch.folders import VARIABLES, cache_variables, private_base, users_caches
-from meshmark.launch.launch import Launcher, process_environment
-from meshmark.launch.launchers import ForkserverLauncher, TorchrunLauncher
+from meshmark.launch.launch import ForkserverLauncher, Launcher, TorchrunLauncher, process_environment
 from meshmark.records.request import Task
 from meshmark.run.runner import Runner, RunOptions
 from tests.factories import make_case

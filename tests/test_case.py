@@ -6,10 +6,8 @@ import re
 
 import pytest
 
-from meshmark.adapter.capabilities import Capabilities
-from meshmark.adapter.contract import Adapter
-from meshmark.adapter.covering import takes
-from meshmark.adapter.matrix import layouts, matrix
+from meshmark.adapter.contract import Adapter, Capabilities
+from meshmark.adapter.matrix import layouts, matrix, takes
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.adapters import ROSTER
 from meshmark.errors import LayoutError

@@ -12,8 +12,7 @@ import pytest
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.cli.commands import main
 from meshmark.records.record import SCHEMA
-from meshmark.records.record_file import RecordFile, line_of
-from meshmark.records.session import Session
+from meshmark.records.record_file import RecordFile, Session, line_of
 from tests.factories import make_good, make_timed
 
 ROOT = Path(__file__).parent.parent
@@ -96,7 +95,7 @@ def test_doctor_names_every_adapter_and_what_is_here(capsys: pytest.CaptureFixtu
 def test_doctor_says_what_would_be_skipped_and_what_to_do(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from meshmark.adapter.capabilities import Requirement
+    from meshmark.adapter.contract import Requirement
     from meshmark.adapter.registry import load_adapter
 
     needs = (Requirement(module="no_such_module", distribution="no-such"),)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from meshmark.errors import MeshmarkError
 from meshmark.launch.watchdog import tail
-from meshmark.run.outcomes import outcome_of_error
+from meshmark.run.assemble import outcome_of_error
 from meshmark.text import LIMIT
 
 

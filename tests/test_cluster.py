@@ -25,18 +25,18 @@ import pytest
 from benchmarks.cluster.adapters import GATE
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.errors import ClusterError, InputError, NodeLostError, NodesDisagreeError, NoSpaceError
-from meshmark.judge.sample import Assess
-from meshmark.launch import cluster, meeting, store
+from meshmark.judge.deviation import Assess
+from meshmark.launch import cluster, store
 from meshmark.launch.cluster import Cluster, ClusterSpec, NodeLoss, node_loss
 from meshmark.launch.launch import LaunchResult, launch_with
-from meshmark.launch.ranks import RankInfo
+from meshmark.launch.rank import RankInfo
 from meshmark.launch.watchdog import Watchdog
 from meshmark.records.rank_report import RankFailure, RankReport
 from meshmark.records.record import Status
 from meshmark.records.record_file import read_records
 from meshmark.records.request import Request, Task
 from meshmark.reference import data
-from meshmark.run.outcomes import outcome_of_error, outcome_of_launch
+from meshmark.run.assemble import outcome_of_error, outcome_of_launch
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.serial import encode
 from meshmark.spec.layout import Layout
@@ -208,7 +208,7 @@ def test_nodes_that_are_left_go_on_where_they_stand_alike(monkeypatch: pytest.Mo
                 node.regroup("another case" if rank == 3 else "case 7", room=rank + 2, seconds=30)
                 met = node.exchange("launch", f"of {rank}", seconds=30)
                 with pytest.raises(NoSpaceError, match="full" if rank == 4 else "node 4: full"):
-                    meeting.meet(node, asked(), NoSpaceError("full") if rank == 4 else None)
+                    cluster.meet(node, asked(), NoSpaceError("full") if rank == 4 else None)
                 ended[rank] = (
                     node.numbers,
                     node.spec.node_rank,
@@ -477,7 +477,7 @@ def test_nodes_that_were_asked_for_different_things_start_no_rank(
 def test_nodes_with_unlike_numbers_of_gpus_start_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where ranks would share the fewer ones; not where all have enough."""
     here = threading.local()
-    monkeypatch.setattr(meeting, "num_gpus", lambda: here.__dict__.get("gpus", 8))
+    monkeypatch.setattr(cluster, "num_gpus", lambda: here.__dict__.get("gpus", 8))
 
     class Small(Node):
         def run(self, spec: ClusterSpec) -> None:

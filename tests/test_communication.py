@@ -10,9 +10,8 @@ from meshmark.adapters.ddp import DDP
 from meshmark.algorithms.local_sgd import LocalSGD
 from meshmark.measure.readings import AlikeSteps, Collective, TrafficReading
 from meshmark.records.record import Record, Verdict
-from meshmark.run.traffic_verdict import judge_communication
-from meshmark.run.verdict import not_judged
-from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException
+from meshmark.run.verdict import judge_communication, not_judged
+from meshmark.theory.traffic import Flow, OneTimeTraffic, Purpose, TrafficException
 from tests.factories import make_flow, make_good, make_traffic_evidence
 
 PLAN = [

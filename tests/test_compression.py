@@ -22,7 +22,7 @@ from meshmark.compression.contract import CompressionAdapter, OptimizerAdapter
 from meshmark.compression.judge import Batch, judge
 from meshmark.compression.run import compress, gradients_of, held_out, load_method, make_workload, train
 from meshmark.compression.specification import NF4, dynamic_codes, linears, round_int8, round_to_codes
-from meshmark.measure.in_rounds import in_rounds
+from meshmark.measure.laps import in_rounds
 from meshmark.records.record import Record
 from meshmark.records.record_file import read_records
 from meshmark.reference.data import make_batch

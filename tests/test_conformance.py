@@ -20,10 +20,10 @@ from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.conformance.scenario import DROPOUT_STEPS, SCENARIOS, Scenario, plain_cells, plain_workload
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.judge.deviation import Deviation, Drift, Quantity
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.measure.readings import Bytes
 from meshmark.passes.clauses import MESSAGE
-from meshmark.pytest_plugin.expect import expect_clause
+from meshmark.pytest_plugin.plugin import expect_clause
 from meshmark.records.record import (
     ConformanceEvidence,
     EquivalenceEvidence,
@@ -42,7 +42,7 @@ from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
-from meshmark.theory.states import ModelStates
+from meshmark.theory.memory import ModelStates
 from tests.factories import (
     make_case,
     make_environment,

@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 
-from meshmark.adapter.covering import combinations, covering, supported
-from meshmark.adapter.matrix import AUTO, matrix
+from meshmark.adapter.matrix import AUTO, combinations, covering, matrix, supported
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.cli.commands import main
 from meshmark.spec.layout import Layout, Schedule

@@ -10,18 +10,16 @@ import torch
 
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.environment import ALLOCATOR_VARIABLES, allocator_settings
-from meshmark.measure.allocations import timeline
-from meshmark.measure.allocator import cublas_workspace_bytes
-from meshmark.measure.memory import Named, read_memory
-from meshmark.measure.watch import Watch, Window
-from meshmark.passes import kernels
+from meshmark.measure.allocations import cublas_workspace_bytes, timeline
+from meshmark.measure.meters import Named, Watch, Window, read_memory
+from meshmark.passes import noise
 from meshmark.plan import microbenchmarks
 from meshmark.plan.microbenchmarks import Bench
 from meshmark.run.assemble import declare
-from meshmark.run.memory_verdict import memory_totals
+from meshmark.run.verdict import memory_totals
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import workload
-from meshmark.theory.states import ModelStates
+from meshmark.theory.memory import ModelStates
 from tests.factories import make_case
 
 CUDA = SimpleNamespace(type="cuda", index=0)
@@ -214,4 +212,4 @@ def test_how_memory_is_handed_out_is_recorded(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     assert allocator_settings() == "PYTORCH_ALLOC_CONF=expandable_segments:True"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert kernels.effective_settings()["allocator"].endswith("expandable_segments:True")
+    assert noise.effective_settings()["allocator"].endswith("expandable_segments:True")

@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshmark import environment
-from meshmark.adapter.data_parallel import DataParallelEngine, initial_model
-from meshmark.adapter.engine import RankContext
+from meshmark.adapter.engine import DataParallelEngine, RankContext, initial_model
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.adapter.single import Single
 from meshmark.environment import machine, visible_gpus
@@ -27,10 +26,9 @@ from meshmark.launch.cluster import ClusterSpec
 from meshmark.launch.fork_server import ForkServer
 from meshmark.launch.launch import process_environment
 from meshmark.launch.rank import _kind
-from meshmark.measure.device_memory import DeviceMemory, device_memory, read_device_memory
-from meshmark.measure.readings import Bytes, MemoryReading
-from meshmark.passes import kernels
-from meshmark.passes.kernels import pinned
+from meshmark.measure.readings import Bytes, DeviceMemory, MemoryReading, device_memory, read_device_memory
+from meshmark.passes import noise
+from meshmark.passes.noise import pinned
 from meshmark.records.rank_report import RankReport
 from meshmark.records.record import Status
 from meshmark.records.request import Task
@@ -38,10 +36,10 @@ from meshmark.reference.data import Batch, make_batch
 from meshmark.reference.objective import build_optimizer
 from meshmark.run.assemble import _disagreeing
 from meshmark.run.throughput import peak_flops_per_second
+from meshmark.spec.case import Matmul, Tuning
 from meshmark.spec.hardware import gpu_of_device
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Dtype, Precision
-from meshmark.spec.tuning import Matmul, Tuning
 from meshmark.spec.workload import workload
 from tests.factories import make_case, make_environment, make_timed
 
@@ -158,7 +156,7 @@ def test_arithmetic_is_pinned_whatever_an_import_has_set() -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.enable_flash_sdp(False)
     with pinned(Tuning()):
-        told = kernels.effective_settings()
+        told = noise.effective_settings()
     assert (
         told.items()
         >= {
@@ -174,7 +172,7 @@ def test_arithmetic_is_pinned_whatever_an_import_has_set() -> None:
 
 def test_what_nccl_was_told_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_ALGO", "Ring")
-    assert kernels.effective_settings()["NCCL_ALGO"] == "Ring"
+    assert noise.effective_settings()["NCCL_ALGO"] == "Ring"
 
 
 def test_the_allocator_s_statistics_become_bytes_that_are_of_no_use_and_bytes_outside() -> None:
@@ -256,7 +254,7 @@ _FORK_SAFE = """
     torch._C._cuda_getCurrentRawStream = touched  # which a CPU's build lacks, and PyTorch's compiler imports
     from meshmark.adapter.registry import builtin_adapters, load_adapter
     from meshmark.environment import describe
-    from meshmark.launch.launchers import _ALWAYS
+    from meshmark.launch.launch import _ALWAYS
     from meshmark.environment import num_gpus
     from meshmark.passes.noise import noise_key
     from tests.factories import make_case

@@ -18,8 +18,7 @@ from meshmark.judge.deviation import Drift, Quantity
 from meshmark.judge.diagnosis import diagnose
 from meshmark.judge.failed_step import FailedStep
 from meshmark.judge.faults import Diagnosis, Fault, named_factor
-from meshmark.judge.gradient_faults import _is_by_chance
-from meshmark.judge.owners import nobody_reduced
+from meshmark.judge.gradient_faults import _is_by_chance, nobody_reduced
 from meshmark.judge.tolerance_model import ToleranceModel, fit, noise_run
 from meshmark.judge.trace import Trace, host_copies
 from meshmark.judge.truth import ExactOptimizer, assess, exact_gradients

@@ -20,7 +20,7 @@ from meshmark.plan.layout_columns import READ
 from meshmark.records.schema import schema
 from meshmark.spec import workload
 from meshmark.spec.hardware import GPUS
-from meshmark.spec.layout_id import GLOSSARY
+from meshmark.spec.layout import GLOSSARY
 from studies import docs_links, docs_schema, docs_site
 
 ROOT = Path(__file__).parent.parent

@@ -13,22 +13,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.measure.readings import Bytes
 from meshmark.records.record import Record, Verdict
 from meshmark.reference.data import make_batch
 from meshmark.reference.objective import loss_share
 from meshmark.reference.transformer import Transformer
-from meshmark.run.memory_verdict import judge_memory
 from meshmark.run.runner import Runner, RunOptions
+from meshmark.run.verdict import judge_memory
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.model_spec import TEXT_FAMILIES, Family, ModelSpec
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Loss, Workload
+from meshmark.theory.backward_pass import RNG_STATE_BYTES
+from meshmark.theory.memory import ExtraMemory, ModelStates, model_states
 from meshmark.theory.recipe import eager_recipe
-from meshmark.theory.saved_activations import RNG_STATE_BYTES
-from meshmark.theory.states import ExtraMemory, ModelStates, model_states
 from tests.factories import make_environment, make_good, make_memory, make_memory_evidence, make_model, make_workload
 
 SCALARS = 64

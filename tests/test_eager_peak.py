@@ -17,33 +17,28 @@ from hypothesis import strategies as st
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.adapter.single import SingleEngine
-from meshmark.measure.memory import read_memory
+from meshmark.measure.meters import Watch, read_memory
 from meshmark.measure.readings import MemoryReading
-from meshmark.measure.watch import Watch
-from meshmark.passes.observer import Observer
+from meshmark.passes.observe import Observer
 from meshmark.records.request import Request, Task
-from meshmark.reference.build import parameter_shapes
-from meshmark.spec.case import Case
+from meshmark.reference.model import parameter_shapes
+from meshmark.spec.case import Case, Tuning
 from meshmark.spec.layout import Layout
 from meshmark.spec.model_spec import Family, ModelSpec, gpt, llama
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.precision import Precision
-from meshmark.spec.tuning import Tuning
 from meshmark.spec.workload import Workload
 from meshmark.theory.grid import make_grid
-from meshmark.theory.memory import CATEGORIES, memory
-from meshmark.theory.overheads import Overheads
-from meshmark.theory.parameter_order import (
+from meshmark.theory.memory import CATEGORIES, Overheads, memory, model_states
+from meshmark.theory.partition import (
     filled_elements,
     largest_temporaries,
     parameter_sizes,
     part_elements,
     reaching_elements,
+    uniform_stages,
 )
-from meshmark.theory.partition import uniform_stages
-from meshmark.theory.recipe import RECIPES, eager_recipe, recipe
-from meshmark.theory.states import model_states
-from meshmark.theory.update_form import UpdateForm
+from meshmark.theory.recipe import RECIPES, UpdateForm, eager_recipe, recipe
 from tests.factories import make_model
 
 ONE = np.ones(1)

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshmark.adapter.holdings import Holdings
+from meshmark.adapter.engine import Holdings
 from meshmark.adapter.single import SingleEngine
 from meshmark.errors import AdapterError
-from meshmark.judge.engine_tensors import host_gradients, host_parameters, local_holdings
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.judge.trace import host_gradients, host_parameters, local_holdings
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.records.record import Record, Status
-from meshmark.reference.build import parameter_shapes
+from meshmark.reference.model import parameter_shapes
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout

@@ -12,8 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from meshmark.launch.cluster import ClusterSpec
-from meshmark.launch.scheduler import cluster_of
+from meshmark.launch.cluster import ClusterSpec, cluster_of
 from tests.test_readme import run
 
 ROOT = Path(__file__).parent.parent

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshmark.adapter.arithmetic import Casting
+from meshmark.adapter.contract import Casting
 from meshmark.adapter.registry import load_adapter
 from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind
 from meshmark.judge.tolerance_model import Comparisons, ToleranceModel, fit
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.records.record import Record, Status
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case

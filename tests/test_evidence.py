@@ -12,7 +12,7 @@ import pytest
 
 from meshmark.errors import EvidenceError
 from meshmark.judge.deviation import Deviation, QuantityKind
-from meshmark.records import evidence
+from meshmark.records import record_file
 from meshmark.records.record import EquivalenceEvidence, Record
 from meshmark.records.record_file import RecordFile, read_records
 from meshmark.run.verdict import judge_equivalence
@@ -67,7 +67,7 @@ def test_nothing_is_read_before_it_is_used(tmp_path: Path, monkeypatch: pytest.M
     with (tmp_path / "records.jsonl").open("a") as file:
         file.write(f"{older}\n")
     read = list[object]()
-    monkeypatch.setattr(evidence, "_decoded", lambda *about: read.append(about) or {})
+    monkeypatch.setattr(record_file, "_decoded", lambda *about: read.append(about) or {})
     first, second = read_records(tmp_path).records
     assert not read
     assert len(first.equivalence.noise) == len(second.equivalence.noise) == 0 and len(read) == 2
@@ -79,7 +79,7 @@ def test_factors_of_many_quantities_stay_in_the_line_until_they_are_used(tmp_pat
     (line,) = write(tmp_path, told)
     assert line["equivalence"]["factors"] == factors
     (record,) = read_records(tmp_path).records
-    assert isinstance(record.equivalence.factors, evidence.Stored)
+    assert isinstance(record.equivalence.factors, record_file.Stored)
     assert record == told
 
 
@@ -147,7 +147,7 @@ def test_a_name_that_no_evidence_has_is_not_followed(tmp_path: Path, name: str) 
 
 def test_a_file_that_unpacks_to_more_than_is_read_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, make_bulky())
-    monkeypatch.setattr(evidence, "LARGEST", 100)
+    monkeypatch.setattr(record_file, "LARGEST", 100)
     with pytest.raises(EvidenceError, match="damaged"):
         len(read_records(tmp_path).records[0].equivalence.deviations)
 

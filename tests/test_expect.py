@@ -15,7 +15,7 @@ from meshmark.conformance.scenario import SCENARIOS, Scenario
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.judge.deviation import Drift, Quantity
 from meshmark.judge.faults import Diagnosis, Fault
-from meshmark.pytest_plugin.expect import expect, expect_clause
+from meshmark.pytest_plugin.plugin import expect, expect_clause
 from meshmark.records.record import Outcome, Record, Status
 from meshmark.report.conformance import columns
 from meshmark.report.failure_text import MOST_LINES
@@ -77,7 +77,7 @@ def test_bytes_say_where_how_much_and_what_to_mend() -> None:
 
 
 def test_a_crash_inside_a_meter_is_placed_in_the_code_that_was_metered() -> None:
-    frames = [("meshmark/launch/rank.py", "run"), ("engine.py", "step"), ("meshmark/measure/traffic.py", "observe")]
+    frames = [("meshmark/launch/rank.py", "run"), ("engine.py", "step"), ("meshmark/measure/meters.py", "observe")]
     stack = "".join(f'  File "/site/{file}", line 3, in {name}\n' for file, name in frames)
     outcome = Outcome(status=Status.RAISED, rank=1, message="ValueError: no", traceback=stack)
     text = failure(lambda: expect(dataclasses.replace(make_good(), outcome=outcome), "memory"))

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from meshmark.adapter.capabilities import Feature
+from meshmark.adapter.contract import Feature
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.cli.commands import main
 from meshmark.errors import ResultsError
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.measure.readings import MemoryReading
-from meshmark.pytest_plugin.expect import expect_no_worse
+from meshmark.pytest_plugin.plugin import expect_no_worse
 from meshmark.records.record import Outcome, Record, Status
 from meshmark.records.record_file import RecordFile, read_records
 from meshmark.records.request import Request, Task
@@ -32,8 +32,8 @@ from meshmark.report.render import write_report
 from meshmark.report.results import results
 from meshmark.report.scale import scale
 from meshmark.run.assemble import declare
-from meshmark.run.memory_verdict import memory_totals
 from meshmark.run.runner import Runner, RunOptions, fake_ranks
+from meshmark.run.verdict import memory_totals
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.workload import Workload, workload

@@ -20,10 +20,9 @@ from meshmark.launch.rank import _kind
 from meshmark.launch.store import run_secret
 from meshmark.records.record import Status
 from meshmark.records.record_file import read_records
-from meshmark.reference.data import read_corpus
-from meshmark.reference.image_folder import load_images
+from meshmark.reference.data import load_images, read_corpus
 from meshmark.regression.baseline import accept
-from meshmark.run.outcomes import outcome_of_error
+from meshmark.run.assemble import outcome_of_error
 from meshmark.text import LIMIT, describe_error
 from tests.factories import make_good
 from tests.test_compare import write

@@ -14,14 +14,11 @@ from torch.distributed.flight_recorder.components.types import COLLECTIVES
 
 from meshmark.environment import visible_gpus
 from meshmark.errors import TrafficError
-from meshmark.launch import ranks
-from meshmark.launch.ranks import RankInfo
-from meshmark.measure.device_memory import device_memory
-from meshmark.measure.ends import Message
+from meshmark.launch import rank
+from meshmark.launch.rank import RankInfo
 from meshmark.measure.flight_recorder import IssuedOperation, issued_operations, kind_of, under_way
-from meshmark.measure.readings import Collective, wire_factor
-from meshmark.measure.traffic import TorchTraffic, read_traffic
-from meshmark.measure.watch import AskedOperation, Operand, Watch
+from meshmark.measure.meters import AskedOperation, Message, Operand, TorchTraffic, Watch, read_traffic
+from meshmark.measure.readings import Collective, device_memory, wire_factor
 from meshmark.report.table import bytes_text
 from meshmark.spec.hardware import gpu_of_device
 
@@ -241,14 +238,14 @@ def test_what_was_under_way_is_told_after_the_last_that_ended() -> None:
 def test_a_rank_answers_when_it_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, by a thread that waits in the kernel until then; whoever does not listen is not waited for."""
     told = {"entries": [entry("all_reduce", [[1]], state="scheduled")]}
-    monkeypatch.setattr(ranks, "dump", lambda: told)
+    monkeypatch.setattr(rank, "dump", lambda: told)
     info = RankInfo(
         rank=1, local_rank=1, local_world_size=2, world_size=2, host="h", port=0, prefix="", folder=tmp_path
     )
-    assert not ranks.ask(info)
-    ranks.answer_about_collectives(info)
+    assert not rank.ask(info)
+    rank.answer_about_collectives(info)
     deadline = time.monotonic() + 10
-    while not ranks.ask(info) and time.monotonic() < deadline:
+    while not rank.ask(info) and time.monotonic() < deadline:
         time.sleep(0.01)
     file = info.file("collectives")
     while not (file.is_file() and file.read_text()) and time.monotonic() < deadline:

@@ -12,11 +12,10 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.model_spec import MODELS
 from meshmark.spec.workload import WORKLOADS, Workload
-from meshmark.theory.flow import Purpose
+from meshmark.theory.memory import model_states
 from meshmark.theory.model_theory import local_parameters
 from meshmark.theory.partition import held_stage, uniform_stages
-from meshmark.theory.states import model_states
-from meshmark.theory.traffic import pipeline_traffic, stream_bytes
+from meshmark.theory.traffic import Purpose, pipeline_traffic, stream_bytes
 
 LOOP = Layout(pp=4, schedule=Schedule.INTERLEAVED, virtual_stages=2, num_micro_batches=8)
 V = replace(LOOP, folded=True)

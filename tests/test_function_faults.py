@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshmark.adapter.arithmetic import Arithmetic, Casting
+from meshmark.adapter.contract import Arithmetic, Casting
 from meshmark.judge.diagnosis import diagnose
 from meshmark.judge.faults import Diagnosis, Fault
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import ExactOptimizer, assess, exact_gradients
 from meshmark.judge.twin import Twin
-from meshmark.reference.build import build_model
 from meshmark.reference.data import IGNORED, Batch, make_batch
+from meshmark.reference.model import build_model
 from meshmark.reference.objective import loss_share
 from meshmark.spec.precision import Precision
 from tests.test_diagnosis import CASE, STEPS, WEIGHT, examine, gradients, honest, without_hurry

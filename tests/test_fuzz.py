@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from meshmark.cli.commands import main
 from meshmark.cli.options import chosen_adapters, positive, split_values
 from meshmark.errors import InputError, ResultsError
-from meshmark.launch.scheduler import cluster_of
+from meshmark.launch.cluster import cluster_of
 from meshmark.plan.layout_columns import DEGREES, DIMENSIONS
 from meshmark.records.record_file import read_records
 from meshmark.spec.workload import WORKLOADS

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshmark.judge import gather
-from meshmark.judge.gather import all_gather_json, gather_arrays
+from meshmark.judge import trace
+from meshmark.judge.trace import all_gather_json, gather_arrays
 
 ROOT = Path(__file__).parent.parent
 NUM_RANKS = 3
@@ -84,13 +84,13 @@ def test_a_size_that_nobody_can_have_is_refused_by_all(tmp_path: Path) -> None:
     def lie(rank: int) -> object:
         if rank == 1:
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(NUM_RANKS)]
-            dist.all_gather(sizes, torch.tensor([gather.MOST_BYTES + 1]))
+            dist.all_gather(sizes, torch.tensor([trace.MOST_BYTES + 1]))
             return None
         return all_gather_json("honest")
 
     first, _, last = on_ranks(tmp_path, lie)
     assert isinstance(first, ValueError) and isinstance(last, ValueError)
-    assert str(gather.MOST_BYTES + 1) in str(first)
+    assert str(trace.MOST_BYTES + 1) in str(first)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_size_that_nobody_can_have_is_refused_by_all(tmp_path: Path) -> None:
 )
 def test_a_form_that_does_not_fit_its_bytes_is_refused(form: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        gather._unpacked([form], np.zeros(16, np.uint8))  # type: ignore[list-item]
+        trace._unpacked([form], np.zeros(16, np.uint8))  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(

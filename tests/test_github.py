@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshmark.records.session import Attempt, Ending
+from meshmark.records.record_file import Attempt, Ending
 from meshmark.report.github import annotation_lines, step_summary
 from tests.hostile_texts import HOSTILE, kinds, texts
 

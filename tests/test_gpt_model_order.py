@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshmark.judge.gpt_model_order import GPTModelOrder
-from meshmark.judge.split_products import split_loss_share
-from meshmark.reference.build import build_model
+from meshmark.judge.split_products import GPTModelOrder, split_loss_share
 from meshmark.reference.data import make_batch
+from meshmark.reference.model import build_model
 from meshmark.reference.objective import loss_share
 from meshmark.spec.workload import workload
 

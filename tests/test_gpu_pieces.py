@@ -25,24 +25,22 @@ from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.cli.options import chosen_adapters, chosen_layouts, chosen_workloads
 from meshmark.conformance.scenario import plain_cells
 from meshmark.errors import InputError
-from meshmark.judge.sample import LARGEST_FULL, Assess, Sample, assess_of, sample_of
+from meshmark.judge.deviation import LARGEST_FULL, Assess, Sample, assess_of, sample_of
 from meshmark.launch.cluster import Cluster, ClusterSpec
-from meshmark.launch.launch import LaunchResult
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher, LaunchResult
 from meshmark.passes import noise
 from meshmark.pytest_plugin.selection import add_options, expect_gpus
 from meshmark.records.rank_report import RankFailure
 from meshmark.records.record import Status
 from meshmark.records.record_file import RecordFile
 from meshmark.records.request import Request, Task
-from meshmark.reference.build import parameter_shapes
-from meshmark.run.runner import Runner, RunOptions
-from meshmark.run.tolerance_models import num_processes
+from meshmark.reference.model import parameter_shapes
+from meshmark.run.runner import Runner, RunOptions, num_processes
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision, precision
 from meshmark.spec.workload import workload
-from meshmark.theory.states import model_states
+from meshmark.theory.memory import model_states
 from tests.factories import make_case, make_good
 
 SUITES = ("equivalence", "memory", "communication", "throughput", "scale")

@@ -8,11 +8,11 @@ import types
 
 import pytest
 
-from meshmark.measure.gpu_power import GpuPower, GpuSample, GpuWatch, nvml, power_of, spoilt
+from meshmark.measure.laps import GpuPower, GpuSample, GpuWatch, nvml, power_of, spoilt
 from meshmark.records.rank_report import RankReport
 from meshmark.report.results import results
 from meshmark.report.tables import answer
-from meshmark.run.timed_launches import power_of_ranks
+from meshmark.run.throughput import power_of_ranks
 from tests.factories import make_timed, make_timing
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from meshmark.adapter.registry import builtin_adapters, load_adapter
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from tests.broken.mutant import GPT

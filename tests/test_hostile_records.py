@@ -14,9 +14,8 @@ import pytest
 
 from meshmark.cli.commands import main
 from meshmark.records.record import Outcome, Record, Status
-from meshmark.records.record_file import RecordFile
-from meshmark.records.session import Attempt, Ending, Session
-from meshmark.report import markdown
+from meshmark.records.record_file import Attempt, Ending, RecordFile, Session
+from meshmark.report import table
 from meshmark.serial import encode
 from tests.factories import make_case, make_environment, make_good, make_timed, make_verdict, make_workload
 from tests.hostile_texts import HOSTILE, kinds, texts
@@ -239,7 +238,7 @@ AT_FIRST = 12
 def test_a_hostile_text_makes_no_markup_anywhere(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages have the headings, links and tags that they would have with a harmless text in its place; also one as
     short, which would take fewer tables on a page of any width."""
-    monkeypatch.setattr(markdown, "WIDTH", 10**6)
+    monkeypatch.setattr(table, "WIDTH", 10**6)
     for name, said in (("hostile", text), ("harmless", "x" if text.strip() else text)):
         leave(tmp_path / name, *hostile_records(said))
     for page, harmless in zip(report(tmp_path / "hostile"), report(tmp_path / "harmless"), strict=True):

@@ -11,11 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshmark.adapter.data_parallel import initial_model
-from meshmark.measure.watch import Watch
-from meshmark.reference import initial
-from meshmark.reference.build import parameter_shapes
-from meshmark.reference.initial import (
+from meshmark.adapter.engine import initial_model
+from meshmark.measure.meters import Watch
+from meshmark.reference import model
+from meshmark.reference.model import (
     _AT_ONCE_ELSEWHERE,
     Block,
     _counters,
@@ -24,6 +23,7 @@ from meshmark.reference.initial import (
     _signed,
     _splitmix64,
     initial_value,
+    parameter_shapes,
     random_bits,
 )
 from meshmark.spec.layout import Layout
@@ -217,7 +217,7 @@ def test_a_watched_build_costs_no_more_events_for_a_larger_model() -> None:
 
 def test_any_number_of_threads_draws_the_same() -> None:
     shape, before = (3001, 1031), torch.get_num_threads()
-    assert shape[0] * shape[1] > 2 * initial._LEAST_A_THREAD
+    assert shape[0] * shape[1] > 2 * model._LEAST_A_THREAD
     block = Block(shape=(2900, 1031), offset=(7, 0))
     drawn = []
     try:

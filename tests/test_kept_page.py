@@ -8,7 +8,7 @@ import pytest
 
 from meshmark.errors import ResultsError
 from meshmark.report.kept_page import KeptTable, KeptText, keep_page, kept_page, read_blocks, record_path
-from meshmark.report.markdown import table
+from meshmark.report.table import table
 
 ALIGNED = table([{"ranks": 8, "error": "+1.5%", "note": "a | b"}, {"ranks": 1024, "error": "-0.1%", "note": ""}])
 PAGE = f"""# Title

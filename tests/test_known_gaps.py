@@ -12,7 +12,7 @@ from meshmark.conformance.clauses import CLAUSES, judge_clause
 from meshmark.conformance.finding import ClauseResult
 from meshmark.conformance.gap_file import read_gaps
 from meshmark.errors import InputError
-from meshmark.pytest_plugin.expect import StaleGapWarning, expect, expect_not_wrong
+from meshmark.pytest_plugin.plugin import StaleGapWarning, expect, expect_not_wrong
 from meshmark.records.record import Record
 from meshmark.run.assemble import unmatched_gaps, with_gaps
 from meshmark.spec.known_gap import KnownGap

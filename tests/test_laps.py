@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from meshmark.measure.interval import mean_interval, student_t
-from meshmark.measure.laps import LEAST_SETTLED, is_settled, laps_of, num_steps_to_add
+from meshmark.measure.laps import LEAST_SETTLED, is_settled, laps_of, mean_interval, num_steps_to_add, student_t
 
 ALIKE = 0.6
 """Correlation of neighbours."""

@@ -18,7 +18,7 @@ import torch
 
 import meshmark
 from meshmark.launch.folders import private_base
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.launch.watchdog import stack_state
 from meshmark.records.rank_report import StackState
 from meshmark.records.record import Record, Status

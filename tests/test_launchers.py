@@ -27,14 +27,19 @@ import torch
 
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.errors import InputError, MeshmarkError, NoSpaceError
-from meshmark.launch import fork_server, launchers
+from meshmark.launch import fork_server, launch
 from meshmark.launch.cluster import Cluster, ClusterSpec
 from meshmark.launch.folders import private_base, private_caches, private_folder
-from meshmark.launch.fork_server import LOST_EXIT_CODE, ForkServer
-from meshmark.launch.launch import Launcher, process_environment
-from meshmark.launch.launchers import LAUNCHERS, ForkedRanks, ForkserverLauncher, TorchrunLauncher
-from meshmark.launch.ranks import RankInfo
-from meshmark.launch.server_process import LAUNCHER
+from meshmark.launch.fork_server import LAUNCHER, LOST_EXIT_CODE, ForkServer
+from meshmark.launch.launch import (
+    LAUNCHERS,
+    ForkedRanks,
+    ForkserverLauncher,
+    Launcher,
+    TorchrunLauncher,
+    process_environment,
+)
+from meshmark.launch.rank import RankInfo
 from meshmark.passes.clauses import live_bytes
 from meshmark.records.record import Record, Status
 from meshmark.records.request import Request, Task
@@ -403,7 +408,7 @@ FREEZER = Path("/sys/fs/cgroup/freezer")
 def test_a_rank_that_cannot_be_killed_is_told_and_left_behind(
     launcher: ForkserverLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launchers, "KILL_SECONDS", 1.0)
+    monkeypatch.setattr(launch, "KILL_SECONDS", 1.0)
     group = FREEZER / f"meshmark-test-{os.getpid()}"
     group.mkdir()
     try:

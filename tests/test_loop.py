@@ -15,7 +15,7 @@ from meshmark.adapter.loop import Dealing, GlobalRows, Loop, LoopEngine, Moment,
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.cli.options import chosen_workloads
 from meshmark.errors import AdapterError
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.reference.data import Batch, make_batch
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
@@ -160,7 +160,7 @@ def test_a_trainer_is_judged_as_an_engine_is(trainer: str, launcher: ForkserverL
 
 
 def test_an_absent_trainer_is_skipped_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    import meshmark.adapter.capabilities as module
+    import meshmark.adapter.contract as module
 
     real = module.find_spec
     hidden: Any = lambda name: None if name == "pytorch_lightning" else real(name)  # noqa: E731

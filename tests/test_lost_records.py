@@ -12,11 +12,10 @@ import pytest
 
 from meshmark.errors import ResultsError
 from meshmark.launch.cluster import Cluster, ClusterSpec
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.passes.noise import write_noise
 from meshmark.records.record import Status
-from meshmark.records.record_file import RecordFile, line_of, read_records
-from meshmark.records.session import Ending
+from meshmark.records.record_file import Ending, RecordFile, line_of, read_records
 from meshmark.run.runner import Runner, RunOptions
 from tests.factories import make_record, make_timed
 from tests.test_suites import ROOT, suites

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshmark.report.markdown import LINE_CHARACTERS, WIDTH, Markup, block, code, details, inline, table, table_of
+from meshmark.report.table import LINE_CHARACTERS, WIDTH, Markup, block, code, details, inline, table, table_of
 from meshmark.text import LIMIT, clip, clip_tail, describe_error
 from tests.hostile_texts import HOSTILE, kinds, parse, texts
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from meshmark.adapter.capabilities import Feature
+from meshmark.adapter.contract import Feature
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.conformance.scenario import RESUMED_STEPS, plain_workload
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.records.record import Record, Status
 from meshmark.records.request import Task
 from meshmark.run.runner import Runner, RunOptions

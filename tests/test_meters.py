@@ -14,16 +14,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshmark.adapter.holdings import Holdings
-from meshmark.adapter.traffic_source import Transfer
+from meshmark.adapter.engine import Holdings, Transfer
 from meshmark.errors import ClockError
 from meshmark.launch.rank import _kind
 from meshmark.measure import allocations
 from meshmark.measure.allocations import Allocation, Change, Held, Timeline, timeline
-from meshmark.measure.memory import Named, _classify, read_memory
+from meshmark.measure.meters import (
+    AskedOperation,
+    Named,
+    Operand,
+    TorchTraffic,
+    Watch,
+    Window,
+    _classify,
+    _full_bytes,
+    read_memory,
+    read_traffic,
+    sum_transfers,
+)
 from meshmark.measure.readings import Bytes, Collective, MemoryReading, TrafficReading
-from meshmark.measure.traffic import TorchTraffic, _full_bytes, read_traffic, sum_transfers
-from meshmark.measure.watch import AskedOperation, Operand, Watch, Window
 from meshmark.records.record import Status
 
 CPU = torch.device("cpu")

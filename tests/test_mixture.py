@@ -17,12 +17,11 @@ from meshmark.adapters import ADAPTERS
 from meshmark.errors import InputError
 from meshmark.judge.deviation import Tensors
 from meshmark.judge.faults import Fault
-from meshmark.judge.routing import NEAR, followed
-from meshmark.judge.truth import exact_gradients, initial_values
-from meshmark.launch.launchers import ForkserverLauncher
-from meshmark.reference.build import build_model, parameter_shapes, skeleton
+from meshmark.judge.truth import NEAR, exact_gradients, followed, initial_values
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.reference.data import make_batch
 from meshmark.reference.mixture import Mixture
+from meshmark.reference.model import build_model, parameter_shapes, skeleton
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshmark.reference.build import parameter_shapes
 from meshmark.reference.data import Batch, make_batch
+from meshmark.reference.model import parameter_shapes
 from meshmark.reference.objective import loss_share
 from meshmark.reference.transformer import Attention, RMSNorm, Transformer, rotate
 from meshmark.spec.model_spec import Family, ModelSpec

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from meshmark.errors import InputError, UnknownNameError
-from meshmark.reference.build import parameter_shapes
+from meshmark.reference.model import parameter_shapes
 from meshmark.reference.transformer import Transformer
 from meshmark.spec.model_spec import MODELS, Family, ModelSpec, model_spec
 from tests.factories import make_model

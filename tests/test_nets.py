@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from meshmark.reference.data import IGNORED, load_corpus
-from meshmark.reference.digits import load_digits
-from meshmark.reference.initial import initial_value
+from meshmark.reference.data import IGNORED, load_corpus, load_digits
+from meshmark.reference.model import initial_value
 from meshmark.reference.objective import cross_entropy
 from meshmark.spec.algorithm import algorithm_named
 from meshmark.spec.model_spec import gpt

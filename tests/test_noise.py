@@ -16,8 +16,7 @@ from meshmark.adapters import ADAPTERS
 from meshmark.judge.deviation import Quantity
 from meshmark.judge.trace import digest
 from meshmark.launch.cluster import Cluster, ClusterSpec
-from meshmark.launch.launch import LaunchResult
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher, LaunchResult
 from meshmark.passes.noise import NUM_RUNS, TIME_LIMIT_SECONDS, noise_key, num_chunks, perturb, read_noise, write_noise
 from meshmark.records.rank_report import RankFailure
 from meshmark.records.record import Status

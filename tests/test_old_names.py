@@ -8,21 +8,21 @@ import pytest
 
 from meshmark.adapter.contract import Adapter
 from meshmark.adapters.ddp import DDP
-from meshmark.records.migration import migrate
 from meshmark.records.record import SCHEMA
+from meshmark.records.record_file import migrate
 from meshmark.serial import decode, encode
 from meshmark.spec.algorithm import algorithm_named, algorithm_presets
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import WORKLOADS, Workload, workload
-from meshmark.theory import flow, states
+from meshmark.theory import memory, traffic
 
 CASE = Case(adapter="old", workload=workload("gpt-mini"), layout=Layout(dp=2))
 
 
 def test_an_adapter_that_overrides_the_old_names_alone_still_declares() -> None:
-    more = states.ExtraMemory(category="steady", num_bytes=4.0, reason="a counter")
-    less = flow.TrafficException(reason="nothing is sent")
+    more = memory.ExtraMemory(category="steady", num_bytes=4.0, reason="a counter")
+    less = traffic.TrafficException(reason="nothing is sent")
     with (
         pytest.warns(DeprecationWarning, match="Old.remainders is now called extra_memory"),
         pytest.warns(DeprecationWarning, match="Old.departures is now called traffic_exceptions"),
@@ -30,11 +30,11 @@ def test_an_adapter_that_overrides_the_old_names_alone_still_declares() -> None:
 
         class Old(DDP):
             @classmethod
-            def remainders(cls, case: Case, rank: int) -> tuple[states.ExtraMemory, ...]:
+            def remainders(cls, case: Case, rank: int) -> tuple[memory.ExtraMemory, ...]:
                 return (more,)
 
             @classmethod
-            def departures(cls, case: Case, rank: int) -> tuple[flow.TrafficException, ...]:
+            def departures(cls, case: Case, rank: int) -> tuple[traffic.TrafficException, ...]:
                 return (less,)
 
     adapter: type[Adapter] = Old
@@ -47,9 +47,9 @@ def test_old_names_can_be_called_and_imported() -> None:
     with pytest.warns(DeprecationWarning, match="now called traffic_exceptions"):
         assert DDP.departures(CASE, 0) == DDP.traffic_exceptions(CASE, 0)
     with pytest.warns(DeprecationWarning, match="Remainder is now called ExtraMemory"):
-        assert states.Remainder is states.ExtraMemory
+        assert memory.Remainder is memory.ExtraMemory
     with pytest.warns(DeprecationWarning, match="Departure is now called TrafficException"):
-        assert flow.Departure is flow.TrafficException
+        assert traffic.Departure is traffic.TrafficException
 
 
 ALL_OPTIONS = {

@@ -11,16 +11,15 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.matrix import matrix
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.adapters import ADAPTERS, ROSTER
-from meshmark.judge.sample import Assess
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.judge.deviation import Assess
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.run.assemble import declare
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
-from meshmark.theory.flow import departed
-from meshmark.theory.traffic import METERED_STEP
+from meshmark.theory.traffic import METERED_STEP, departed
 
 
 def cases(name: str) -> tuple[type[Adapter], list[Case], list[str]]:

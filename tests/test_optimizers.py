@@ -16,9 +16,9 @@ from meshmark.adapter.registry import load_adapter
 from meshmark.adapters import ADAPTERS
 from meshmark.errors import InputError
 from meshmark.judge.truth import ExactOptimizer
-from meshmark.launch.launchers import ForkserverLauncher
-from meshmark.reference import build
-from meshmark.reference.optimizers import newton_schulz, reference_optimizer
+from meshmark.launch.launch import ForkserverLauncher
+from meshmark.reference import model as model_module
+from meshmark.reference.objective import newton_schulz, reference_optimizer
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
@@ -26,9 +26,8 @@ from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.spec.workload import WORKLOADS, workload
-from meshmark.theory.parameter_order import parameter_shapes
-from meshmark.theory.partition import uniform_stages
-from meshmark.theory.states import model_states
+from meshmark.theory.memory import model_states
+from meshmark.theory.partition import parameter_shapes, uniform_stages
 from tests.broken.mutant import LAYOUTS, under
 from tests.broken.mutants import BY_NAME, target
 from tests.factories import make_case, make_model, make_workload
@@ -91,7 +90,7 @@ def test_options_that_contradict_each_other_are_refused(changes: dict[str, float
     ids=["gpt", "tied", "llama"],
 )
 def test_theory_knows_the_reference_s_shapes(model: ModelSpec) -> None:
-    assert parameter_shapes(model, uniform_stages(model, 1)[0]) == build.parameter_shapes(model)
+    assert parameter_shapes(model, uniform_stages(model, 1)[0]) == model_module.parameter_shapes(model)
 
 
 # One step of each rule by numpy alone, from zero states: parameter, gradient, learning rate, moments and steps so far.
@@ -225,7 +224,7 @@ def test_planned_states_follow_from_the_optimizer(name: str) -> None:
     spec, model = workload(f"gpt-mini-{name}").optimizer, make_model()
     case = make_case(workload=make_workload(optimizer=spec), layout=Layout(pp=2, num_micro_batches=2))
     of_stages = [model_states(case, rank).optimizer_states for rank in range(2)]
-    shapes = build.parameter_shapes(model).items()
+    shapes = model_module.parameter_shapes(model).items()
     assert sum(of_stages) == sum(s.num_bytes for n, shape in shapes for s in spec.states(n, shape, Dtype.FP32))
     exact = dataclasses.replace(case, precision=Precision.FP64, layout=Layout())
     assert model_states(exact, 0).optimizer_states == sum(

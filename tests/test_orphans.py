@@ -117,7 +117,7 @@ def test_a_signal_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
     """Otherwise the run would end with the terminal after all."""
     code = (
         "import signal; signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
-        "from meshmark.interrupts import signals_end_like_ctrl_c\n"
+        "from meshmark.errors import signals_end_like_ctrl_c\n"
         "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
         "with signals_end_like_ctrl_c():\n"
         "    signal.raise_signal(signal.SIGHUP)\n"

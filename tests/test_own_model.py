@@ -15,16 +15,16 @@ import pytest
 import torch
 from torch import nn
 
-from meshmark.adapter.data_parallel import PYTORCHS_CHECKPOINT
+from meshmark.adapter.engine import PYTORCHS_CHECKPOINT
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.cli.options import chosen_workloads
 from meshmark.conformance.scenario import SCENARIOS, plain_cells
 from meshmark.errors import InputError
 from meshmark.judge.truth import ExactOptimizer, assess_replicas, initial_values
 from meshmark.records.record_file import read_records
-from meshmark.reference.build import block_of, build_model, parameter_shapes, sizes_by_block, skeleton
 from meshmark.reference.data import make_batch, on_corpus
-from meshmark.reference.optimizers import parameter_groups
+from meshmark.reference.model import block_of, build_model, parameter_shapes, sizes_by_block, skeleton
+from meshmark.reference.objective import parameter_groups
 from meshmark.reference.own_model import OwnModel, describe, load_workload, reference_values
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
@@ -32,9 +32,8 @@ from meshmark.spec.layout import Layout
 from meshmark.spec.own_model import OwnModelConfig
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload
-from meshmark.theory.flow import Purpose
 from meshmark.theory.model_theory import local_parameters
-from meshmark.theory.traffic import step_traffic
+from meshmark.theory.traffic import Purpose, step_traffic
 from tests.trained import Trial, furthest, train_all
 
 ROOT = Path(__file__).parent.parent

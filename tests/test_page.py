@@ -17,8 +17,7 @@ import pytest
 from meshmark.cli.commands import main
 from meshmark.judge.deviation import Deviation, QuantityKind
 from meshmark.records.record import EquivalenceEvidence, Outcome, Record, Status
-from meshmark.records.record_file import RecordFile
-from meshmark.records.session import Attempt, Ending, Session
+from meshmark.records.record_file import Attempt, Ending, RecordFile, Session
 from meshmark.report.charts import _dots, charts
 from meshmark.report.results import Tradeoff, frontier, results
 from meshmark.report.table import Cell, Rows, Table, bytes_cell, number, to_cell, yes_or_no

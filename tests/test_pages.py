@@ -9,7 +9,7 @@ import pytest
 from benchmarks.chaos.campaign import Results
 from benchmarks.chaos.page import CampaignStart, write_line
 from meshmark.environment import Environment
-from meshmark.report.markdown import WIDTH
+from meshmark.report.table import WIDTH
 from studies import pages
 
 ROOT = Path(__file__).parent.parent

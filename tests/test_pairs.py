@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import pairs
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.run.runner import Runner, RunOptions
 from tests.broken.meeting import LosesTheSecondGroup
 

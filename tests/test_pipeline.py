@@ -14,9 +14,9 @@ from meshmark.adapters.pipeline import GPipe, Pipeline
 from meshmark.conformance.clauses import CLAUSES
 from meshmark.conformance.scenario import plain_cells, plain_workload
 from meshmark.conformance.scenario_runner import ScenarioRunner
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.plan.simulator import task_order
-from meshmark.pytest_plugin.expect import expect, expect_clause
+from meshmark.pytest_plugin.plugin import expect, expect_clause
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute, Schedule
@@ -24,10 +24,9 @@ from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload
 from meshmark.theory.activations import chunk_in_flight, num_in_flight
-from meshmark.theory.flow import bytes_by_kind
 from meshmark.theory.grid import layout_grid
-from meshmark.theory.states import model_states
-from meshmark.theory.traffic import pipeline_traffic
+from meshmark.theory.memory import model_states
+from meshmark.theory.traffic import bytes_by_kind, pipeline_traffic
 from tests.broken.mutant import DEEP, GPT, TIED
 from tests.broken.mutants import BY_NAME, target
 from tests.factories import make_case, make_model, make_workload

@@ -12,11 +12,9 @@ from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.workload import Workload
 from meshmark.theory.activations import chunk_in_flight, num_in_flight
 from meshmark.theory.grid import SCHEDULES, make_grid
-from meshmark.theory.memory import memory
-from meshmark.theory.overheads import Overheads
-from meshmark.theory.pipeline_order import backward_passes
+from meshmark.theory.memory import Overheads, memory, model_states
+from meshmark.theory.peak import backward_passes
 from meshmark.theory.recipe import recipe
-from meshmark.theory.states import model_states
 from tests.factories import make_model
 
 Seen = tuple[int, tuple[int, ...], int, int]

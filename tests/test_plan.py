@@ -9,17 +9,16 @@ import pytest
 import torch
 
 from meshmark.measure.readings import Collective, wire_factor
-from meshmark.reference.build import parameter_shapes
+from meshmark.reference.model import parameter_shapes
 from meshmark.reference.transformer import Transformer
 from meshmark.spec.layout import Layout
 from meshmark.spec.model_spec import MODELS, Family, ModelSpec
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Loss
-from meshmark.theory.flops import model_flops_per_token
-from meshmark.theory.model_theory import local_parameters
+from meshmark.theory.memory import model_states
+from meshmark.theory.model_theory import local_parameters, model_flops_per_token
 from meshmark.theory.recipe import TrainingRecipe, recipe
-from meshmark.theory.states import model_states
 from tests.factories import make_case, make_model, make_workload
 
 SPECS = {

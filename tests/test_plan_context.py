@@ -21,12 +21,10 @@ from meshmark.plan.step_time import PARTS
 from meshmark.spec.hardware import GIB, gpu
 from meshmark.spec.layout import Layout, Recompute
 from meshmark.spec.model_spec import ModelSpec
-from meshmark.theory.flow import bytes_by_kind
 from meshmark.theory.grid import RECOMPUTES, Grid, SearchSpace, make_grid, searched_contexts
-from meshmark.theory.memory import CATEGORIES
+from meshmark.theory.memory import CATEGORIES, model_states
 from meshmark.theory.recipe import recipe
-from meshmark.theory.states import model_states
-from meshmark.theory.traffic import context_parallel_traffic, data_parallel_traffic, step_traffic
+from meshmark.theory.traffic import bytes_by_kind, context_parallel_traffic, data_parallel_traffic, step_traffic
 from studies.papers import paper
 from tests.factories import make_case, make_model, make_workload
 from tests.test_plan_search import sweep_rows, write_table

@@ -15,7 +15,7 @@ from meshmark.plan.model_names import PLAN_MODELS, plan_model
 from meshmark.plan.predict_file import predict_rows
 from meshmark.spec.model_text import described_model
 from meshmark.spec.planned_model import PlannedModel
-from meshmark.theory.flops import model_flops_per_token
+from meshmark.theory.model_theory import model_flops_per_token
 
 ROW = {"model": "mixtral-8x7b", "gpu": "h100", "framework": "nemo", "layout": "dp16.tp2.sp.zero1.mb8"}
 CONFIGS: dict[str, dict[str, object]] = {

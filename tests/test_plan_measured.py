@@ -11,9 +11,9 @@ from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.records.record import Record
 from meshmark.records.record_file import read_records
 from meshmark.report.planned import plans, totals
-from meshmark.run.memory_verdict import memory_categories
-from meshmark.theory import activations, saved_activations
-from meshmark.theory.states import model_states
+from meshmark.run.verdict import memory_categories
+from meshmark.theory import activations, backward_pass
+from meshmark.theory.memory import model_states
 
 BASELINES = Path(__file__).parents[1] / "baselines"
 RECORDS = {
@@ -58,7 +58,7 @@ def test_what_the_allocator_counted_is_as_planned(record: Record) -> None:
 
 def test_a_planner_that_is_wrong_by_more_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     record = next(iter(RECORDS.values()))
-    block = saved_activations.block_bytes
+    block = backward_pass.block_bytes
     monkeypatch.setattr(activations, "block_bytes", lambda *sizes: 1.03 * block(*sizes))
     with pytest.raises(AssertionError, match="activations of rank 0"):
         test_every_category_is_as_planned(record)

@@ -19,13 +19,10 @@ from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
 from meshmark.theory.activations import layer_activation_bytes, num_in_flight
 from meshmark.theory.grid import RECOMPUTES, SCHEDULES, Grid, make_grid
-from meshmark.theory.memory import CATEGORIES, Room, memory, stage_memory
-from meshmark.theory.overheads import Overheads
-from meshmark.theory.parameters import stage_parameters
+from meshmark.theory.memory import CATEGORIES, Overheads, Room, memory, model_states, stage_memory, state_bytes
+from meshmark.theory.model_theory import stage_parameters
 from meshmark.theory.partition import balanced_stages, stages, uniform_stages
 from meshmark.theory.recipe import RECIPES, eager_recipe, recipe
-from meshmark.theory.state_bytes import state_bytes
-from meshmark.theory.states import model_states
 
 STAGES = st.sampled_from([1, 2, 3, 5, 8, 16])
 POWERS = st.sampled_from([1, 2, 4, 8])

@@ -18,7 +18,7 @@ from meshmark.plan.predict_file import Setting, predict_file, predict_rows
 from meshmark.plan.rows import read_rows
 from meshmark.plan.stacks import rates_for, stack_of
 from meshmark.spec.hardware import gpu
-from meshmark.spec.layout_id import parse_layout
+from meshmark.spec.layout import parse_layout
 from meshmark.theory.grid import SearchSpace, enumerate_grid
 from meshmark.theory.recipe import NARROW, recipe
 from studies.papers import paper

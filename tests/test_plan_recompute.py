@@ -20,10 +20,9 @@ from meshmark.spec.hardware import gpu
 from meshmark.spec.layout import Layout, Offload, Recompute, RecomputeModule, Schedule
 from meshmark.spec.model_spec import llama
 from meshmark.theory.activations import held_bytes, layer_activation_bytes
-from meshmark.theory.flops import model_flops_per_token
 from meshmark.theory.grid import RECOMPUTES, Grid, make_grid, module_code
-from meshmark.theory.memory import memory
-from meshmark.theory.overheads import Overheads
+from meshmark.theory.memory import Overheads, memory
+from meshmark.theory.model_theory import model_flops_per_token
 from meshmark.theory.recipe import adapted, narrowed, recipe
 
 H, F, KV, SEQ, LAYERS = 1024, 4096, 256, 2048, 12

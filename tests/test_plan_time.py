@@ -23,8 +23,8 @@ from meshmark.spec.hardware import gpu
 from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.theory.activations import num_in_flight
 from meshmark.theory.bubble import bubble_fraction, bubble_seconds
-from meshmark.theory.flops import hardware_flops_per_token, model_flops_per_token
 from meshmark.theory.grid import SCHEDULES, SearchSpace, enumerate_grid, make_grid
+from meshmark.theory.model_theory import hardware_flops_per_token, model_flops_per_token
 from meshmark.theory.recipe import narrowed, recipe
 from studies.published import megatron_flops
 

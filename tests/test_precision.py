@@ -18,7 +18,7 @@ from meshmark.adapters import ADAPTERS
 from meshmark.errors import InputError, UnknownNameError
 from meshmark.judge.gradient_faults import low_precisions
 from meshmark.judge.trace import host_copies
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.passes.noise import noise_key
 from meshmark.records.record import Record
 from meshmark.records.record_file import read_records
@@ -29,9 +29,8 @@ from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Dtype, Precision, precision
-from meshmark.theory.flow import bytes_by_kind
-from meshmark.theory.states import model_states
-from meshmark.theory.traffic import step_traffic
+from meshmark.theory.memory import model_states
+from meshmark.theory.traffic import bytes_by_kind, step_traffic
 from tests.broken.mutant import GPT, LAYOUTS, VIT_BN
 from tests.broken.mutants import BY_NAME, target
 from tests.factories import make_case

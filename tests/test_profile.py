@@ -14,7 +14,7 @@ import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
 from meshmark.launch.cluster import Cluster, ClusterSpec
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.measure.flight_recorder import IssuedOperation
 from meshmark.measure.profile import Activity, ActivityKind, Bandwidth, Kernel, Profile, curve, read_profile, union
 from meshmark.measure.profiler import _on_gpu

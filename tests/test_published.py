@@ -7,8 +7,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from meshmark.reference.data import HIDDEN, IGNORED
-from meshmark.reference.digits import load_digits
+from meshmark.reference.data import HIDDEN, IGNORED, load_digits
 from studies.convergence import published
 from studies.convergence.published import COMPRESSED, ENCODER, RESNET, RUNS, HeldOut, MaskedText, Run
 from studies.convergence.published_page import (

@@ -10,7 +10,7 @@ import pytest
 from meshmark.errors import InputError
 from meshmark.plan.rates import NetworkRates, Rates, rates, read_rates, write_rates
 from meshmark.serial import encode
-from meshmark.theory.overheads import Overheads
+from meshmark.theory.memory import Overheads
 from studies.twins import twin
 from studies.twins_calibrated import machine_of
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
-from meshmark.adapter.contract import Adapter, Track
+from meshmark.adapter.contract import Adapter, Capabilities, Feature, Requirement, Track
 from meshmark.adapter.registry import (
     builtin_adapters,
     core_adapters,

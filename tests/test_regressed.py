@@ -18,7 +18,7 @@ ENGINES = """
 import time
 import torch
 from meshmark.adapters.ddp import DDP, DDPEngine
-from meshmark.theory.states import ExtraMemory
+from meshmark.theory.memory import ExtraMemory
 
 BAD = {bad}
 

@@ -15,14 +15,14 @@ from meshmark.measure.readings import Collective, TrafficReading
 from meshmark.records.record import LaunchSeconds, Outcome, Record, Status, TimingEvidence, TrainingCurves, Verdict
 from meshmark.records.record_file import Reading, read_records
 from meshmark.records.request import Task
-from meshmark.report.markdown import table as markdown_table
 from meshmark.report.render import write_report
 from meshmark.report.results import results
 from meshmark.report.table import bytes_text
-from meshmark.run.memory_verdict import judge_memory
+from meshmark.report.table import table as markdown_table
+from meshmark.run.verdict import judge_memory
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import TrafficException
+from meshmark.theory.traffic import TrafficException
 from tests.factories import (
     make_case,
     make_environment,

@@ -15,13 +15,12 @@ from meshmark import environment
 from meshmark.adapters import ADAPTERS
 from meshmark.cli.options import duration
 from meshmark.errors import InputError
-from meshmark.judge.sample import Assess
+from meshmark.judge.deviation import Assess
 from meshmark.launch.cluster import ClusterSpec
-from meshmark.pytest_plugin import long_run
+from meshmark.pytest_plugin import session_log
 from meshmark.records.record import ConformanceEvidence, Outcome, Record, Status
-from meshmark.records.record_file import RecordFile, read_records
+from meshmark.records.record_file import Ending, RecordFile, read_records
 from meshmark.records.request import Task
-from meshmark.records.session import Ending
 from meshmark.run.resume import KEPT, Held
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.known_gap import KnownGap
@@ -168,12 +167,12 @@ def test_why_tests_were_not_run_is_not_made_up(up: bool, told: str) -> None:
     """`-x` and a signal leave some too."""
     said: list[str] = []
     stash = pytest.Stash()
-    stash[long_run._LEFT] = {"t": None}
+    stash[session_log._LEFT] = {"t": None}
     if up:
-        stash[long_run._UP] = True
+        stash[session_log._UP] = True
     reporter = SimpleNamespace(section=said.append, write_line=said.append)
     config: Any = SimpleNamespace(stash=stash, option=SimpleNamespace(collectonly=False))
-    long_run.pytest_terminal_summary(reporter, config)
+    session_log._list_tests_not_run(reporter, config)
     assert said[:2] == [f"not run: {told}", "t"]
 
 

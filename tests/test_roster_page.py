@@ -14,7 +14,7 @@ from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.adapters.deepspeed.replicated import DeepSpeedZero0
 from meshmark.records.record import Outcome, Record, Status
 from meshmark.records.record_file import RecordFile
-from meshmark.report.markdown import WIDTH
+from meshmark.report.table import WIDTH
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from meshmark.errors import InputError
-from meshmark.launch.cluster import Cluster, ClusterSpec
+from meshmark.launch.cluster import Cluster, ClusterSpec, cluster_of
 from meshmark.launch.launch import _ranks
-from meshmark.launch.scheduler import cluster_of
 
 TORCHRUN = {
     "GROUP_RANK": "1",

@@ -15,9 +15,8 @@ from meshmark.adapters import ADAPTERS
 from meshmark.conformance.scenario import SCENARIOS, plain_cells
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.errors import ResultsError
-from meshmark.launch.cluster import Cluster, ClusterSpec
-from meshmark.launch.launchers import ForkserverLauncher
-from meshmark.launch.scratch import Scratch
+from meshmark.launch.cluster import Cluster, ClusterSpec, Scratch
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.records.record import Status
 from meshmark.run.runner import Runner, RunOptions
 from tests.test_cluster import free_port, two_nodes

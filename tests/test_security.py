@@ -26,8 +26,7 @@ from meshmark.errors import ClusterError
 from meshmark.launch.cluster import Cluster, ClusterSpec, listen
 from meshmark.launch.fork_server import ForkServer
 from meshmark.launch.launch import process_environment
-from meshmark.launch.rank import perform
-from meshmark.launch.ranks import RankInfo
+from meshmark.launch.rank import RankInfo, perform
 from meshmark.launch.store import RunStore, StoreServer, run_secret
 from meshmark.records.rank_report import RankFailure
 from meshmark.records.record import Status

@@ -15,8 +15,7 @@ import pytest
 
 from meshmark.cli.commands import main
 from meshmark.records.record import SCHEMA, Status
-from meshmark.records.record_file import Reading, RecordFile, read_records
-from meshmark.records.session import Attempt, Ending, Session, latest_attempts
+from meshmark.records.record_file import Attempt, Ending, Reading, RecordFile, Session, latest_attempts, read_records
 from meshmark.report.render import write_report
 from tests.factories import make_good
 from tests.test_suites import ROOT, suites

@@ -14,20 +14,16 @@ from meshmark.adapter.registry import load_adapter
 from meshmark.adapters import ROSTER
 from meshmark.adapters.fsdp2 import dealt_rows
 from meshmark.plan.model_names import known_models
-from meshmark.reference.build import parameter_shapes
+from meshmark.reference.model import parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.model_spec import ModelSpec, gpt, llama
 from meshmark.spec.workload import workload
-from meshmark.theory.dealt_rows import dealt_parameters
-from meshmark.theory.flow import Purpose, departed
 from meshmark.theory.grid import make_grid
-from meshmark.theory.memory import memory
-from meshmark.theory.overheads import Overheads
-from meshmark.theory.partition import stages
+from meshmark.theory.memory import Overheads, memory, model_states
+from meshmark.theory.partition import dealt_parameters, stages
 from meshmark.theory.recipe import StateBytes, recipe
-from meshmark.theory.states import model_states
-from meshmark.theory.traffic import step_traffic
+from meshmark.theory.traffic import Purpose, departed, step_traffic
 
 GPT = workload("gpt-mini")
 FOUR = Layout(dp=4, zero_stage=3, num_micro_batches=2)

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from meshmark.cli.commands import main
-from meshmark.records.migration import migrate
 from meshmark.records.record import SCHEMA, Outcome, Record, Status
-from meshmark.records.record_file import RecordFile
+from meshmark.records.record_file import RecordFile, migrate
 from meshmark.records.schema import schema
 from meshmark.serial import encode
 from tests.factories import make_case, make_good, make_timed

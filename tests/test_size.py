@@ -16,25 +16,32 @@ import pytest
 import torch
 
 from benchmarks import size, size_page
-from meshmark.adapter.gathered import Gathered
+from meshmark.adapter.engine import Gathered
 from meshmark.adapters import ADAPTERS
 from meshmark.conformance.scenario import SCENARIOS
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.judge import layered
-from meshmark.judge.deviation import Drift, QuantityKind, Tensors, global_norm
+from meshmark.judge.deviation import (
+    LARGEST_FULL,
+    Assess,
+    Drift,
+    QuantityKind,
+    Sample,
+    Tensors,
+    assess_of,
+    global_norm,
+    sample_of,
+)
+from meshmark.judge.diagnosis import diagnose_sample
 from meshmark.judge.faults import Fault
-from meshmark.judge.layered import LayeredTruth
-from meshmark.judge.piecewise import assess_pieces
-from meshmark.judge.sample import LARGEST_FULL, Assess, Sample, assess_of, sample_of
-from meshmark.judge.sample_diagnosis import diagnose_sample
-from meshmark.judge.stored import StoredTensors
+from meshmark.judge.layered import LayeredTruth, assess_pieces
 from meshmark.judge.tolerance_model import ToleranceModel, compare, noise_run
-from meshmark.judge.trace import Trace
+from meshmark.judge.trace import StoredTensors, Trace
 from meshmark.judge.truth import ExactOptimizer, assess, exact_gradients, initial_values
 from meshmark.launch.cluster import Cluster, ClusterSpec
-from meshmark.launch.launchers import ForkserverLauncher
-from meshmark.measure.extra_peak import ExtraPeak
-from meshmark.pytest_plugin.expect import expect
+from meshmark.launch.launch import ForkserverLauncher
+from meshmark.measure.allocations import ExtraPeak
+from meshmark.pytest_plugin.plugin import expect
 from meshmark.records.record import Record, Verdict
 from meshmark.records.request import Request
 from meshmark.reference.data import make_batch

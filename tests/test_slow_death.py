@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshmark.launch.ranks import RankInfo
+from meshmark.launch.rank import RankInfo
 from meshmark.launch.watchdog import Watchdog
 from meshmark.records.rank_report import RankFailure
 from meshmark.serial import encode

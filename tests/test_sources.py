@@ -11,11 +11,10 @@ import pytest
 
 from meshmark import environment
 from meshmark.environment import describe, project_of
-from meshmark.records import sources
-from meshmark.records.record import Record
+from meshmark.records import record as record_module
+from meshmark.records.record import Record, sources_of
 from meshmark.records.record_file import RecordFile, read_records
 from meshmark.records.request import Request, Task
-from meshmark.records.sources import sources_of
 from meshmark.regression.run_file import read_run
 from meshmark.run.resume import Held
 from meshmark.spec.workload import workload
@@ -33,7 +32,7 @@ def git(*words: str) -> None:
 def look_again() -> None:
     """As the next process does."""
     project_of.cache_clear()
-    sources._source.cache_clear()
+    record_module._source.cache_clear()
 
 
 @pytest.fixture

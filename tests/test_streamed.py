@@ -12,22 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshmark.adapter.registry import builtin_adapters, load_adapter
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.workload import workload
 from meshmark.theory.grid import layout_grid
-from meshmark.theory.memory import memory
-from meshmark.theory.operations import Parameter, moments
-from meshmark.theory.overheads import Overheads
-from meshmark.theory.parameter_order import parameter_shapes
-from meshmark.theory.partition import uniform_stages
+from meshmark.theory.memory import Overheads, eager_pass, memory, model_states
+from meshmark.theory.partition import parameter_shapes, uniform_stages
 from meshmark.theory.recipe import recipe
-from meshmark.theory.stage_peak import eager_pass
-from meshmark.theory.states import model_states
-from meshmark.theory.streamed import Bucket, Parts
+from meshmark.theory.streamed import Bucket, Parameter, Parts, moments
 from tests.broken.mutants import BY_NAME, target
 from tests.factories import make_model
 

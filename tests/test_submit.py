@@ -16,10 +16,9 @@ from benchmarks.cluster.row import Row, Whole, begin, finish, keep, kept, whole_
 from meshmark.cli.commands import main
 from meshmark.cli.options import part
 from meshmark.errors import InputError
-from meshmark.pytest_plugin.shard import in_part
+from meshmark.pytest_plugin.selection import in_part
 from meshmark.records.record import SCHEMA, Outcome, Status
-from meshmark.records.record_file import RecordFile, merge, read_records
-from meshmark.records.session import Session
+from meshmark.records.record_file import RecordFile, Session, merge, read_records
 from tests.factories import make_case, make_good, make_timed
 
 ROOT = Path(__file__).parent.parent

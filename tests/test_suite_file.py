@@ -19,8 +19,7 @@ from meshmark.plan.rates import rates
 from meshmark.plan.search import Search, search
 from meshmark.pytest_plugin.selection import add_options
 from meshmark.records.record import SCHEMA, Outcome, Record, Status
-from meshmark.records.record_file import RecordFile, read_records
-from meshmark.records.session import Attempt, Ending, Session
+from meshmark.records.record_file import Attempt, Ending, RecordFile, Session, read_records
 from meshmark.spec.hardware import gpu
 from meshmark.spec.model_spec import MODELS
 from meshmark.spec.model_text import describe, described_model
@@ -171,7 +170,7 @@ def test_what_ends_the_command_ends_its_run_in_good_order(tmp_path: Path) -> Non
         "    finally:\n        time.sleep(1)\n        pathlib.Path('cleaned').touch()\n"
     )
     (tmp_path / "conftest.py").write_text(
-        "import pytest\nfrom meshmark.interrupts import signals_end_like_ctrl_c\n\n"
+        "import pytest\nfrom meshmark.errors import signals_end_like_ctrl_c\n\n"
         "@pytest.fixture(autouse=True)\n"
         "def heeding():\n    with signals_end_like_ctrl_c():\n        yield\n"
     )

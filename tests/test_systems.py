@@ -12,7 +12,7 @@ from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.adapters.deepspeed import operators
 from meshmark.adapters.megatron.buckets import bucket_sizes, default_elements, local_sizes
 from meshmark.adapters.megatron.overlap import MegatronGPTOverlap
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from meshmark.pytest_plugin.terminal_summary import MOST_CASES, MOST_DEFECTS, MOST_LEFT_OUT, summary
+from meshmark.pytest_plugin.session_log import MOST_CASES, MOST_DEFECTS, MOST_LEFT_OUT, summary
 from meshmark.records.record import Record
-from meshmark.records.session import Attempt, Ending
+from meshmark.records.record_file import Attempt, Ending
 from tests.factories import make_case, make_good, make_timed, make_verdict
 
 

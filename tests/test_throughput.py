@@ -9,16 +9,16 @@ import os
 import pytest
 
 from meshmark.adapters import ADAPTERS
-from meshmark.launch.launchers import ForkserverLauncher
-from meshmark.measure.interval import student_t
+from meshmark.launch.launch import ForkserverLauncher
+from meshmark.measure.laps import student_t
 from meshmark.records.record import Relaunch
 from meshmark.records.request import Request, Task
 from meshmark.report.tables import interval_text
-from meshmark.run.peak_probe import PeakProbe, num_cores
+from meshmark.run.runner import PeakProbe, num_cores
 from meshmark.run.throughput import drift, fastest_of, peak_flops_per_second, throughput
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision
-from meshmark.theory.flops import model_flops_per_token
+from meshmark.theory.model_theory import model_flops_per_token
 from tests.factories import make_case, make_environment, make_timed, make_timing
 
 TOKENS = 4 * 12

@@ -10,8 +10,7 @@ from meshmark.launch.launch import LaunchResult
 from meshmark.measure.laps import LEAST_LAUNCHES, LEAST_SETTLED
 from meshmark.records.rank_report import RankFailure, RankReport
 from meshmark.records.record import Status
-from meshmark.run.throughput import LEAST_CLAIMED
-from meshmark.run.timed_launches import MOST_LAUNCHES, is_wanted, relaunch_of
+from meshmark.run.throughput import LEAST_CLAIMED, MOST_LAUNCHES, is_wanted, relaunch_of
 
 LONG = 1e9
 

@@ -6,8 +6,7 @@ import dataclasses
 from typing import Any
 
 from meshmark.algorithms.downpour import Downpour
-from meshmark.judge.deviation import Drift, Quantity
-from meshmark.judge.observed_path import ObservedPath
+from meshmark.judge.deviation import Drift, ObservedPath, Quantity
 from meshmark.launch.launch import LaunchResult
 from meshmark.records.rank_report import RankReport
 from meshmark.records.record import Outcome, Record, Relaunch, Status, TrainingCurves, Verdict

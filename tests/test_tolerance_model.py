@@ -9,8 +9,16 @@ import numpy as np
 import pytest
 
 from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind
-from meshmark.judge.spread import Spread
-from meshmark.judge.tolerance_model import SMALLEST_FACTORS, Comparisons, ToleranceModel, compare, fit, noise_run, zeros
+from meshmark.judge.tolerance_model import (
+    SMALLEST_FACTORS,
+    Comparisons,
+    Spread,
+    ToleranceModel,
+    compare,
+    fit,
+    noise_run,
+    zeros,
+)
 from meshmark.spec.precision import Precision
 
 STEPS = 5

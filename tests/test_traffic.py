@@ -8,13 +8,14 @@ from fractions import Fraction
 import pytest
 
 from meshmark.measure.readings import wire_factor
-from meshmark.reference.build import parameter_shapes
+from meshmark.reference.model import parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import WORKLOADS, workload
-from meshmark.theory.flow import (
+from meshmark.theory.model_theory import local_parameters
+from meshmark.theory.traffic import (
     Flow,
     Purpose,
     TrafficException,
@@ -24,9 +25,10 @@ from meshmark.theory.flow import (
     bytes_by_kind,
     departed,
     exceptions_for,
+    pipeline_traffic,
+    step_traffic,
+    tensor_parallel_traffic,
 )
-from meshmark.theory.model_theory import local_parameters
-from meshmark.theory.traffic import pipeline_traffic, step_traffic, tensor_parallel_traffic
 from tests.factories import make_case, make_model, make_workload
 
 P = make_model().num_parameters

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.measure.readings import Collective
 from meshmark.records.record import Record, Status
 from meshmark.run.runner import Runner, RunOptions

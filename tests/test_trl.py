@@ -16,7 +16,7 @@ from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.adapters.trl import TRLSFT, examples
 from meshmark.cli.options import chosen_workloads
 from meshmark.judge.faults import Fault
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.reference.data import IGNORED
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case

@@ -16,7 +16,7 @@ from meshmark.judge.deviation import Deviation, Tensors, deviation, global_norm
 from meshmark.judge.trace import Trace, host_copies
 from meshmark.judge.truth import ExactOptimizer, assess, exact_gradients, initial_values, norm_deviation
 from meshmark.reference.data import make_batch
-from meshmark.reference.initial import initial_value
+from meshmark.reference.model import initial_value
 from meshmark.reference.objective import loss_share
 from meshmark.reference.transformer import Transformer
 from meshmark.spec.model_spec import Family

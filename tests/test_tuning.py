@@ -17,22 +17,20 @@ from meshmark.adapter.single import Single
 from meshmark.errors import InputError
 from meshmark.judge.truth import initial_values
 from meshmark.judge.twin import twin_of
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.passes.noise import noise_key
-from meshmark.passes.tuned import ROUNDED, UNFUSED, WIDE, unused
+from meshmark.passes.observe import ROUNDED, UNFUSED, WIDE, unused
 from meshmark.records.record import Status
-from meshmark.reference.chunked_loss import ROWS, chunked_cross_entropy
 from meshmark.reference.data import make_batch
-from meshmark.reference.objective import build_optimizer, loss_share
+from meshmark.reference.objective import ROWS, build_optimizer, chunked_cross_entropy, loss_share
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.serial import decode, encode
-from meshmark.spec.case import Case
+from meshmark.spec.case import Attention, Case, Matmul, Tuning
 from meshmark.spec.layout import Layout
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.precision import Precision
-from meshmark.spec.tuning import Attention, Matmul, Tuning
 from meshmark.spec.workload import Loss, workload
-from meshmark.theory.states import model_states
+from meshmark.theory.memory import model_states
 from tests.factories import make_case, make_workload
 
 REGION, FUSED, LOSS = "Torch-Compiled Region", "aten::_fused_", "ChunkedCrossEntropy"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshmark.adapter.arithmetic import Arithmetic, Casting, Summing
+from meshmark.adapter.contract import Arithmetic, Casting, Summing
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.single import Single, SingleEngine, reduced_backward
 from meshmark.judge.deviation import Deviations, QuantityKind

@@ -13,7 +13,7 @@ from benchmarks.largest import Probe, largest
 from benchmarks.quiet import Quiet
 from benchmarks.twins import ADAPTERS, TWINS, Bench, write
 from meshmark.errors import InputError, MeshmarkError
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.plan.rows import Row, number
 from meshmark.plan.simulator import simulate
 from meshmark.records.request import Task

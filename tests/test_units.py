@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from meshmark.adapter.registry import builtin_adapters, load_adapter
-from meshmark.judge.sample import Assess
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.judge.deviation import Assess
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.model_spec import ModelSpec, gpt
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
-from meshmark.theory.saved_activations import INDEX_BYTES, Widths, block_bytes
-from meshmark.theory.states import ModelStates, model_states
+from meshmark.theory.backward_pass import INDEX_BYTES, Widths, block_bytes
+from meshmark.theory.memory import ModelStates, model_states
 
 GPT = workload("gpt-mini")
 WORDS = gpt("words", 2, 32, 4, vocab_size=2048, seq_len=16)

@@ -13,10 +13,18 @@ from meshmark.judge.deviation import Deviation, Drift, Quantity
 from meshmark.judge.faults import Diagnosis, Fault
 from meshmark.measure.readings import Bytes
 from meshmark.records.record import Record, Verdict
-from meshmark.run.memory_verdict import LEAK_BYTES, SCALARS_BYTES, judge_memory
-from meshmark.run.traffic_verdict import judge_communication
-from meshmark.run.verdict import BLIND, HIDDEN, Limit, detection_limits, judge_equivalence
-from meshmark.theory.states import ExtraMemory, ModelStates
+from meshmark.run.verdict import (
+    BLIND,
+    HIDDEN,
+    LEAK_BYTES,
+    SCALARS_BYTES,
+    Limit,
+    detection_limits,
+    judge_communication,
+    judge_equivalence,
+    judge_memory,
+)
+from meshmark.theory.memory import ExtraMemory, ModelStates
 from tests.factories import (
     make_equivalence,
     make_good,

@@ -13,7 +13,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.ddp import DDP
 from meshmark.environment import ENVIRONMENTS
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.records.record import Status
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case

@@ -12,26 +12,24 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshmark.adapter.capabilities import Capabilities, Feature
+from meshmark.adapter.contract import Capabilities, Feature
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.registry import load_adapter
 from meshmark.adapter.single import Single, SingleEngine, reduced_backward
 from meshmark.adapters import ADAPTERS
 from meshmark.errors import InputError
-from meshmark.judge.buffers import exact_buffers, initial_buffers
 from meshmark.judge.deviation import QuantityKind
 from meshmark.judge.truth import exact_gradients, initial_values
-from meshmark.launch.launchers import ForkserverLauncher
+from meshmark.judge.twin import exact_buffers, initial_buffers
+from meshmark.launch.launch import ForkserverLauncher
 from meshmark.records.record import Record
-from meshmark.reference import digits
-from meshmark.reference.build import buffer_shapes, build_model, parameter_shapes, sizes_by_block
-from meshmark.reference.data import IGNORED, check_data, make_batch
-from meshmark.reference.digits import load_digits
+from meshmark.reference import data
+from meshmark.reference.data import IGNORED, check_data, load_digits, make_batch
+from meshmark.reference.model import buffer_shapes, build_model, parameter_shapes, sizes_by_block
 from meshmark.reference.objective import loss_share
-from meshmark.run.memory_verdict import judge_memory
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.run.throughput import throughput
-from meshmark.run.traffic_verdict import judge_communication
+from meshmark.run.verdict import judge_communication, judge_memory
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
@@ -40,9 +38,8 @@ from meshmark.spec.model_spec import MODELS, Family
 from meshmark.spec.precision import Precision
 from meshmark.spec.vision_spec import VISION_MODELS
 from meshmark.spec.workload import Loss, Workload, workload
-from meshmark.theory.flow import bytes_by_kind
-from meshmark.theory.states import ModelStates, model_states
-from meshmark.theory.traffic import step_traffic
+from meshmark.theory.memory import ModelStates, model_states
+from meshmark.theory.traffic import bytes_by_kind, step_traffic
 from tests.broken.mutant import ALGORITHMS, under
 from tests.broken.mutants import BY_NAME, target
 from tests.factories import make_good, make_memory_evidence, make_timed, make_traffic_evidence
@@ -82,7 +79,7 @@ def test_the_digits_are_scikit_learns() -> None:
 
 
 def test_without_scikit_learn_the_user_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digits.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(data.importlib.util, "find_spec", lambda name: None)
     load_digits.cache_clear()
     with pytest.raises(InputError, match="pip install scikit-learn"):
         check_data(VIT)

@@ -14,10 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from meshmark.errors import InputError
 from meshmark.judge.truth import ExactOptimizer, exact_gradients, initial_values
-from meshmark.reference.build import parameter_shapes
 from meshmark.reference.data import make_batch
-from meshmark.reference.objective import build_optimizer, build_schedule, loss_share
-from meshmark.reference.optimizers import parameter_groups
+from meshmark.reference.model import parameter_shapes
+from meshmark.reference.objective import build_optimizer, build_schedule, loss_share, parameter_groups
 from meshmark.reference.transformer import Transformer
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.workload import Loss, Workload

@@ -15,10 +15,9 @@ import torch.distributed as dist
 
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.registry import builtin_adapters, load_adapter
-from meshmark.judge.deviation import Deviations, QuantityKind
+from meshmark.judge.deviation import Deviations, QuantityKind, replicas_of_ranks
 from meshmark.judge.faults import Diagnosis
 from meshmark.judge.replica_diagnosis import diagnose_replicas
-from meshmark.judge.replicas import replicas_of_ranks
 from meshmark.judge.tolerance_model import fit, noise_run
 from meshmark.judge.trace import Trace, gather_replicas, host_copies
 from meshmark.judge.truth import assess_replicas

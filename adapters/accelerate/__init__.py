@@ -19,11 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from meshmark.adapter.arithmetic import Arithmetic, Casting, Summing
-from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
-from meshmark.adapter.contract import Adapter
-from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine
-from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.contract import Adapter, Arithmetic, Capabilities, Casting, Feature, Requirement, Summing
+from meshmark.adapter.engine import AUTOCAST, DataParallelEngine, Engine, RankContext
 from meshmark.adapters.accelerate.prepare import (
     TakesSeveral,
     backend_arguments,
@@ -44,16 +41,14 @@ from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.config import prepare
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine, is_deepspeed
 from meshmark.adapters.fsdp2 import FSDP2, FSDP2Engine, fsdp2_exceptions, row_extra_memory
-from meshmark.reference.build import block_classes
 from meshmark.reference.data import Batch
+from meshmark.reference.model import block_classes
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import OneTimeTraffic, TrafficException
+from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.sharding import Sharding, sharded_recipe
-from meshmark.theory.states import ExtraMemory
-from meshmark.theory.traffic import reduced_each
+from meshmark.theory.traffic import OneTimeTraffic, Sharding, TrafficException, reduced_each, sharded_recipe
 
 REQUIREMENT = Requirement(module="accelerate", distribution="accelerate")
 FP16_IS_FP32 = (

@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from meshmark.adapter.arithmetic import Arithmetic, Casting
-from meshmark.adapter.data_parallel import AUTOCAST, configure, initial_model
-from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.contract import Arithmetic, Casting
+from meshmark.adapter.engine import AUTOCAST, Engine, RankContext, configure, initial_model
 from meshmark.adapters.accelerate import FP16_IS_FP32, REQUIREMENT, AccelerateEngine
 from meshmark.adapters.accelerate.prepare import (
     choose_device,
@@ -20,9 +19,7 @@ from meshmark.adapters.accelerate.prepare import (
     sharding_accelerator,
 )
 from meshmark.adapters.fsdp1 import FSDP1, FSDP1Engine, canonical
-from meshmark.reference.build import block_classes, build_model, skeleton
-from meshmark.reference.initial import initial_value
-from meshmark.reference.model import Model, drawn_name
+from meshmark.reference.model import Model, block_classes, build_model, drawn_name, initial_value, skeleton
 from meshmark.reference.objective import build_optimizer, build_schedule
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import TEXT_FAMILIES

@@ -6,11 +6,11 @@ import dataclasses
 import os
 from typing import Any, ClassVar
 
-from meshmark.adapter.capabilities import Feature
+from meshmark.adapter.contract import Feature
 from meshmark.adapter.engine import RankContext
 from meshmark.adapters.accelerate import AccelerateFSDP2
 from meshmark.adapters.accelerate.prepare import sharding_accelerator
-from meshmark.reference.build import block_classes
+from meshmark.reference.model import block_classes
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
 

@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
-from meshmark.adapter.contract import Track
-from meshmark.adapter.data_parallel import initial_model
-from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.contract import Capabilities, Feature, Requirement, Track
+from meshmark.adapter.engine import Engine, RankContext, initial_model
 from meshmark.adapter.loop import GREENLET, LOOP_LACKS, Dealing, GlobalRows, Loop, LoopEngine, collate
 from meshmark.adapters.accelerate import REQUIREMENT, UnderAccelerate
 from meshmark.adapters.accelerate.prepare import (
@@ -36,9 +34,9 @@ from meshmark.reference.objective import build_optimizer, build_schedule, loss_s
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
 from meshmark.spec.workload import Loss
-from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException
-from meshmark.theory.saved_activations import RNG_STATE_BYTES
-from meshmark.theory.states import ExtraMemory
+from meshmark.theory.backward_pass import RNG_STATE_BYTES
+from meshmark.theory.memory import ExtraMemory
+from meshmark.theory.traffic import Flow, OneTimeTraffic, Purpose, TrafficException
 
 
 class Progress:

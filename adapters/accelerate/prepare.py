@@ -11,8 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from meshmark.adapter.contract import Adapter
-from meshmark.adapter.data_parallel import initial_model
-from meshmark.adapter.engine import RankContext
+from meshmark.adapter.engine import RankContext, initial_model
 from meshmark.errors import AdapterError
 from meshmark.reference.objective import build_optimizer, build_schedule
 from meshmark.spec.case import Case

@@ -7,8 +7,8 @@ import math
 from meshmark.algorithms.compressed import Compressing, ErrorFeedback
 from meshmark.algorithms.compressed.traffic import trained_shapes
 from meshmark.spec.case import Case
+from meshmark.theory.memory import ExtraMemory, model_states
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.states import ExtraMemory, model_states
 
 
 def _holders(case: Case, rank: int, kind: str) -> int:

@@ -5,18 +5,15 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from meshmark.adapter.arithmetic import Arithmetic, Casting
-from meshmark.adapter.capabilities import Capabilities, Feature
-from meshmark.adapter.contract import Adapter
-from meshmark.adapter.data_parallel import initial_model
-from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.contract import Adapter, Arithmetic, Capabilities, Casting, Feature
+from meshmark.adapter.engine import Engine, RankContext, initial_model
 from meshmark.adapters.decentralised.memory import held_besides
 from meshmark.algorithms import decentralised
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.states import ExtraMemory
+from meshmark.theory.memory import ExtraMemory
 
 
 class Decentralised(Adapter):

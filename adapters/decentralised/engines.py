@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshmark.adapter.data_parallel import DataParallelEngine
-from meshmark.adapter.engine import RankContext
-from meshmark.adapter.holdings import Holdings
+from meshmark.adapter.engine import DataParallelEngine, Holdings, RankContext
 from meshmark.adapters.checkpoint import load_local, save_local
 from meshmark.adapters.decentralised.exchange import Exchange
 from meshmark.algorithms import decentralised

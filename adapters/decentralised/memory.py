@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 from meshmark.algorithms.decentralised import Decentralised
-from meshmark.reference.build import parameter_shapes
+from meshmark.reference.model import parameter_shapes
 from meshmark.spec.case import Case
+from meshmark.theory.memory import ExtraMemory, model_states
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.states import ExtraMemory, model_states
 from meshmark.theory.traffic import METERED_STEP
 
 

@@ -15,11 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from meshmark.adapter.arithmetic import Arithmetic, Casting, Summing
-from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
-from meshmark.adapter.contract import Adapter
-from meshmark.adapter.data_parallel import initial_model
-from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.contract import Adapter, Arithmetic, Capabilities, Casting, Feature, Requirement, Summing
+from meshmark.adapter.engine import Engine, RankContext, initial_model
 from meshmark.adapters.deepspeed.config import closed_form_options, ds_config, prepare
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.adapters.deepspeed.traffic_exceptions import (
@@ -28,19 +25,18 @@ from meshmark.adapters.deepspeed.traffic_exceptions import (
     state_shards,
     zero_exceptions,
 )
-from meshmark.reference.build import parameter_shapes
-from meshmark.reference.model import Model
+from meshmark.reference.model import Model, parameter_shapes
 from meshmark.reference.objective import build_optimizer, build_schedule
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Recompute
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Dtype, Precision
-from meshmark.theory.flow import OneTimeTraffic, TrafficException
+from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.model_theory import bucket_elements, local_parameters
-from meshmark.theory.parameter_order import reaching_elements
+from meshmark.theory.partition import reaching_elements
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.states import ExtraMemory
+from meshmark.theory.traffic import OneTimeTraffic, TrafficException
 
 
 def sizes_by_group(case: Case, sizes: Sequence[int]) -> list[list[int]]:

@@ -16,9 +16,8 @@ from meshmark.errors import AdapterError
 from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Flow, Purpose, TrafficException, exceptions_for
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.traffic import step_traffic
+from meshmark.theory.traffic import Flow, Purpose, TrafficException, exceptions_for, step_traffic
 
 
 class ByHandEngine(DeepSpeedEngine):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from meshmark.adapter.arithmetic import Arithmetic, Casting
+from meshmark.adapter.contract import Arithmetic, Casting
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.adapters.deepspeed.replicated import DeepSpeedZero0

@@ -13,24 +13,30 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from meshmark.adapter.capabilities import Feature
-from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapter.gathered import Gather, Gathered
+from meshmark.adapter.contract import Feature
+from meshmark.adapter.engine import Engine, Gather, Gathered, RankContext
 from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine, whole, whole_gradient
 from meshmark.adapters.deepspeed.traffic_exceptions import sharing_exceptions, state_shards
 from meshmark.errors import AdapterError
-from meshmark.reference.build import parameter_shapes
 from meshmark.reference.data import Batch
+from meshmark.reference.model import parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Axis, Recompute
 from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException, exceptions_for
+from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.model_theory import local_parameters
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.states import ExtraMemory
-from meshmark.theory.traffic import step_traffic, stream_bytes
+from meshmark.theory.traffic import (
+    Flow,
+    OneTimeTraffic,
+    Purpose,
+    TrafficException,
+    exceptions_for,
+    step_traffic,
+    stream_bytes,
+)
 
 _COLUMN = r"blocks\.\d+\.(attention\.[qkv]|feed_forward\.(up|gate))\.(weight|bias)"
 _ROW = r"blocks\.\d+\.(attention\.out|feed_forward\.down)\.weight"

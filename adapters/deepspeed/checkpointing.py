@@ -11,17 +11,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from meshmark.adapter.capabilities import Feature
+from meshmark.adapter.contract import Feature
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.errors import AdapterError
-from meshmark.reference.build import parameter_shapes, sizes_by_block
-from meshmark.reference.model import Model
+from meshmark.reference.model import Model, parameter_shapes, sizes_by_block
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
-from meshmark.theory.flow import Purpose, TrafficException, besides
-from meshmark.theory.states import ExtraMemory
-from meshmark.theory.traffic import step_traffic
+from meshmark.theory.memory import ExtraMemory
+from meshmark.theory.traffic import Purpose, TrafficException, besides, step_traffic
 
 
 def recompute(block: nn.Module, x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, ClassVar
 
-from meshmark.adapter.capabilities import Feature
+from meshmark.adapter.contract import Feature
 from meshmark.adapter.engine import RankContext
 from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.engine import TAG, DeepSpeedEngine

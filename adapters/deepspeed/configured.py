@@ -9,7 +9,7 @@ from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.config import prepare
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.errors import AdapterError
-from meshmark.reference.optimizers import parameter_groups, reference_optimizer
+from meshmark.reference.objective import parameter_groups, reference_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 

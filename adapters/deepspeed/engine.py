@@ -13,11 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshmark.adapter.data_parallel import DataParallelEngine, optimizer_state_tensors
-from meshmark.adapter.gathered import Gathered
-from meshmark.adapter.holdings import Holdings
+from meshmark.adapter.engine import DataParallelEngine, Gathered, Holdings, optimizer_state_tensors
 from meshmark.errors import AdapterError
-from meshmark.reference.initial import initial_value
+from meshmark.reference.model import initial_value
 from meshmark.reference.objective import Schedule
 
 TAG, _UNIVERSAL = "meshmark", "universal"

@@ -13,10 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshmark.adapter.capabilities import Feature
-from meshmark.adapter.data_parallel import initial_model
-from meshmark.adapter.engine import RankContext
-from meshmark.adapter.gathered import Gathered
+from meshmark.adapter.contract import Feature
+from meshmark.adapter.engine import Gathered, RankContext, initial_model
 from meshmark.adapters.deepspeed import EARLIER_GAPS, DeepSpeed
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine, whole, whole_gradient
 from meshmark.adapters.deepspeed.traffic_exceptions import state_shards
@@ -27,19 +25,17 @@ from meshmark.adapters.expert_ranks import (
     mixture_of,
     refusal_of_ranks,
 )
-from meshmark.reference.build import parameter_shapes
 from meshmark.reference.mixture import Mixture
-from meshmark.reference.model import Model
+from meshmark.reference.model import Model, parameter_shapes
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.mixture_spec import MixtureSpec
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import OneTimeTraffic
-from meshmark.theory.parameter_order import reaching_elements
-from meshmark.theory.states import ExtraMemory
-from meshmark.theory.traffic import METERED_STEP
+from meshmark.theory.memory import ExtraMemory
+from meshmark.theory.partition import reaching_elements
+from meshmark.theory.traffic import METERED_STEP, OneTimeTraffic
 
 Whole = Callable[[nn.Parameter], list[Tensor]]
 """Brings together a parameter, or its gradient, from the ranks that share its states."""

@@ -11,17 +11,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from meshmark.adapter.capabilities import Feature
+from meshmark.adapter.contract import Feature
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.deepspeed import STAGE_3_GAPS, DeepSpeed
 from meshmark.adapters.deepspeed.traffic_exceptions import zero_exceptions
 from meshmark.errors import AdapterError
-from meshmark.reference.build import parameter_shapes
+from meshmark.reference.model import parameter_shapes
 from meshmark.spec.case import Case
-from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException
-from meshmark.theory.sharding import neighbours
-from meshmark.theory.states import ExtraMemory
-from meshmark.theory.traffic import step_traffic
+from meshmark.theory.memory import ExtraMemory
+from meshmark.theory.traffic import Flow, OneTimeTraffic, Purpose, TrafficException, neighbours, step_traffic
 
 NODE = 2
 """Ranks that stand for those of one node: the fewest."""

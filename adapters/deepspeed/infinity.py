@@ -11,20 +11,18 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from meshmark.adapter.capabilities import Feature
-from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapter.holdings import Holdings
+from meshmark.adapter.contract import Feature
+from meshmark.adapter.engine import Engine, Holdings, RankContext
 from meshmark.adapters.deepspeed import STAGE_3_GAPS
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.adapters.deepspeed.operators import load, missing
 from meshmark.adapters.deepspeed.variants import DeepSpeedOffload
 from meshmark.errors import AdapterError
-from meshmark.reference.build import parameter_shapes
-from meshmark.reference.model import Model
+from meshmark.reference.model import Model, parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Offload
 from meshmark.spec.precision import Precision
-from meshmark.theory.states import ExtraMemory
+from meshmark.theory.memory import ExtraMemory
 
 OPERATORS = ("cpu_adam", "pin_memory", "async_io")
 SMALLEST = 1024**2

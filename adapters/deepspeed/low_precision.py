@@ -9,20 +9,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from meshmark.adapter.capabilities import Feature
-from meshmark.adapter.data_parallel import DataParallelEngine
-from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapter.holdings import Holdings
+from meshmark.adapter.contract import Feature
+from meshmark.adapter.engine import DataParallelEngine, Engine, Holdings, RankContext
 from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.adapters.deepspeed.replicated import DeepSpeedZero0, ReplicatedEngine
 from meshmark.adapters.deepspeed.traffic_exceptions import keeps_whole_gradients
 from meshmark.errors import AdapterError
-from meshmark.reference.initial import initial_value
+from meshmark.reference.model import initial_value
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Purpose, TrafficException
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
+from meshmark.theory.traffic import Purpose, TrafficException
 
 
 class DeepSpeedBF16(DeepSpeed):

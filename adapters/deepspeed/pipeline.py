@@ -10,10 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from meshmark.adapter.capabilities import Feature
-from meshmark.adapter.data_parallel import configure
-from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapter.holdings import Holdings
+from meshmark.adapter.contract import Feature
+from meshmark.adapter.engine import Engine, Holdings, RankContext, configure
 from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.config import ds_config, prepare
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
@@ -25,11 +23,10 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Axis, Recompute, Schedule
 from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException
-from meshmark.theory.parameter_order import reaching_elements
+from meshmark.theory.memory import ExtraMemory, micro_batch_tokens
+from meshmark.theory.partition import reaching_elements
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.states import ExtraMemory, micro_batch_tokens
-from meshmark.theory.traffic import step_traffic
+from meshmark.theory.traffic import Flow, OneTimeTraffic, Purpose, TrafficException, step_traffic
 
 _SHAPE_BYTES = 4 * 256
 """A buffer of 256 numbers, which describes activations to the next stage."""

@@ -7,22 +7,19 @@ import dataclasses
 import math
 from typing import Any, ClassVar
 
-from meshmark.adapter.capabilities import Feature
-from meshmark.adapter.contract import Track
-from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapter.holdings import Holdings
+from meshmark.adapter.contract import Feature, Track
+from meshmark.adapter.engine import Engine, Holdings, RankContext
 from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.adapters.deepspeed.traffic_exceptions import zero_exceptions
 from meshmark.errors import AdapterError
-from meshmark.reference.build import parameter_shapes
+from meshmark.reference.model import parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException, exceptions_for
+from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.model_theory import bucket_elements
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.states import ExtraMemory
-from meshmark.theory.traffic import step_traffic
+from meshmark.theory.traffic import Flow, OneTimeTraffic, Purpose, TrafficException, exceptions_for, step_traffic
 
 BUCKET_ELEMENTS = 500_000_000
 """`reduce_bucket_size`; allocated whole, whatever the model."""

@@ -9,17 +9,16 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from meshmark.adapter.capabilities import Feature
-from meshmark.adapter.data_parallel import DataParallelEngine
-from meshmark.adapter.holdings import Holdings
+from meshmark.adapter.contract import Feature
+from meshmark.adapter.engine import DataParallelEngine, Holdings
 from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.engine import TAG, DeepSpeedEngine
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Flow, Purpose, TrafficException
+from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.states import ExtraMemory
+from meshmark.theory.traffic import Flow, Purpose, TrafficException
 
 
 class ReplicatedEngine(DeepSpeedEngine):

@@ -6,13 +6,21 @@ import dataclasses
 import math
 from fractions import Fraction
 
-from meshmark.reference.build import parameter_shapes
+from meshmark.reference.model import parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Offload, Recompute
 from meshmark.spec.precision import Dtype
-from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException, besides, exceptions_for
 from meshmark.theory.model_theory import theory_of
-from meshmark.theory.traffic import scalar_flows, step_traffic
+from meshmark.theory.traffic import (
+    Flow,
+    OneTimeTraffic,
+    Purpose,
+    TrafficException,
+    besides,
+    exceptions_for,
+    scalar_flows,
+    step_traffic,
+)
 
 WHOLE_BUCKETS = "`use_multi_rank_bucket_allreduce`, the default: all-reduced, 1.5 times ZeRO's bytes on a ring"
 """Why gradients of stages 1 and 2 are all-reduced."""

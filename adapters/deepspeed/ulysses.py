@@ -11,9 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from meshmark.adapter.capabilities import Feature
-from meshmark.adapter.data_parallel import configure
-from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.contract import Feature
+from meshmark.adapter.engine import Engine, RankContext, configure
 from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.adapters.deepspeed.traffic_exceptions import zero_exceptions
@@ -24,8 +23,7 @@ from meshmark.reference.transformer import Attention, Transformer
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Flow, Purpose, TrafficException
-from meshmark.theory.traffic import context_parallel_traffic, stream_bytes
+from meshmark.theory.traffic import Flow, Purpose, TrafficException, context_parallel_traffic, stream_bytes
 
 
 class UlyssesAttention(Attention):

@@ -11,26 +11,24 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from meshmark.adapter.capabilities import Feature
-from meshmark.adapter.data_parallel import DataParallelEngine
-from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.contract import Feature
+from meshmark.adapter.engine import DataParallelEngine, Engine, RankContext
 from meshmark.adapters.deepspeed import EARLIER_GAPS, STAGE_3_GAPS, DeepSpeed, sizes_by_group
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.adapters.deepspeed.operators import load, missing
 from meshmark.adapters.deepspeed.traffic_exceptions import WHOLE_BUCKETS, keeps_whole_gradients
 from meshmark.errors import AdapterError
-from meshmark.reference.build import block_classes, parameter_shapes, skeleton
 from meshmark.reference.data import Batch
-from meshmark.reference.optimizers import parameter_groups, reference_optimizer
+from meshmark.reference.model import block_classes, parameter_shapes, skeleton
+from meshmark.reference.objective import parameter_groups, reference_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Offload
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException, by, exceptions_for
+from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.model_theory import bucket_elements
-from meshmark.theory.parameter_order import reaching_elements
-from meshmark.theory.states import ExtraMemory
-from meshmark.theory.traffic import step_traffic
+from meshmark.theory.partition import reaching_elements
+from meshmark.theory.traffic import Flow, OneTimeTraffic, Purpose, TrafficException, by, exceptions_for, step_traffic
 
 WHOLE_REDUCED = "`reduce_scatter: false`: a bucket is all-reduced, and each rank keeps its part"
 

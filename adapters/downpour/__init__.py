@@ -7,18 +7,16 @@ import dataclasses
 import math
 from typing import ClassVar
 
-from meshmark.adapter.capabilities import Capabilities, Feature
-from meshmark.adapter.contract import Adapter
-from meshmark.adapter.data_parallel import initial_model
-from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.contract import Adapter, Capabilities, Feature
+from meshmark.adapter.engine import Engine, RankContext, initial_model
 from meshmark.algorithms.compressed.traffic import trained_shapes
 from meshmark.algorithms.downpour import Downpour as DownpourAlgorithm
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
+from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.states import ExtraMemory
 
 COUNT_BYTES = 4
 """Bytes of PyTorch's count of an optimizer's steps, which is a tensor."""

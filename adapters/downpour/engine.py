@@ -15,10 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import rpc
 
-from meshmark.adapter.data_parallel import DataParallelEngine
-from meshmark.adapter.engine import RankContext
-from meshmark.adapter.holdings import Holdings
-from meshmark.adapter.traffic_source import TrafficSource
+from meshmark.adapter.engine import DataParallelEngine, Holdings, RankContext, TrafficSource
 from meshmark.adapters.checkpoint import load_local, save_local
 from meshmark.adapters.downpour import server
 from meshmark.adapters.downpour.sent import PickledCalls

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.rpc import internal
 
-from meshmark.adapter.traffic_source import Transfer
+from meshmark.adapter.engine import Transfer
 
 
 class PickledCalls:

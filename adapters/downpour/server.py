@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshmark.adapter.holdings import Holdings
+from meshmark.adapter.engine import Holdings
 from meshmark.algorithms.downpour.parameter_server import ParameterServer
 
 PATIENCE_SECONDS = 60.0

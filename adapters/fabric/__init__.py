@@ -18,23 +18,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from meshmark.adapter.arithmetic import Arithmetic, Casting
-from meshmark.adapter.capabilities import Capabilities, Requirement
-from meshmark.adapter.contract import Adapter
-from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine, initial_model
-from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.contract import Adapter, Arithmetic, Capabilities, Casting, Requirement
+from meshmark.adapter.engine import AUTOCAST, DataParallelEngine, Engine, RankContext, initial_model
 from meshmark.adapters.ddp import DDPEngine
 from meshmark.adapters.fsdp1 import FSDP1, FSDP1Engine
 from meshmark.errors import AdapterError
-from meshmark.reference.build import block_classes, block_of, buffer_shapes, parameter_shapes
+from meshmark.reference.model import block_classes, block_of, buffer_shapes, parameter_shapes
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Dtype, Precision
-from meshmark.theory.flow import Purpose, TrafficException, besides
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.traffic import step_traffic
+from meshmark.theory.traffic import Purpose, TrafficException, besides, step_traffic
 
 FABRIC = (Requirement(module="lightning_fabric", distribution="lightning-fabric"),)
 ON_CPU = frozenset({"cpu"})

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
-from meshmark.adapter.contract import Track
-from meshmark.adapter.data_parallel import initial_model
-from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.contract import Capabilities, Feature, Requirement, Track
+from meshmark.adapter.engine import Engine, RankContext, initial_model
 from meshmark.adapter.loop import GREENLET, LOOP_LACKS, Dealing, Loop, LoopEngine, collate
 from meshmark.adapters.ddp import DDPRecommended
 from meshmark.adapters.fabric import FABRIC, ON_CPU, launched
@@ -24,7 +22,7 @@ from meshmark.reference.objective import build_optimizer, build_schedule, loss_s
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
 from meshmark.spec.workload import Loss
-from meshmark.theory.flow import Flow, Purpose, TrafficException
+from meshmark.theory.traffic import Flow, Purpose, TrafficException
 
 
 class FabricLoop(Loop):

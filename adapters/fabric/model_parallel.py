@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
-from meshmark.adapter.data_parallel import initial_model
-from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.engine import Engine, RankContext, initial_model
 from meshmark.adapters.fabric import FABRIC, ON_CPU, ThroughFabric, launched, set_up
 from meshmark.adapters.tensor_parallel import TensorParallelEngine, split
 from meshmark.adapters.tensor_parallel_fsdp2 import TensorParallelFSDP2

@@ -6,14 +6,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from meshmark.adapter.data_parallel import initial_model
-from meshmark.adapter.engine import RankContext
+from meshmark.adapter.engine import RankContext, initial_model
 from meshmark.adapters.deepspeed.variants import DeepSpeedOffloadParams, DeepSpeedSeparateGradients
 from meshmark.adapters.fabric import FabricDDP, FabricFSDP
 from meshmark.adapters.fabric.deepspeed import FabricDeepSpeed, on_cpu
 from meshmark.adapters.fsdp1 import FSDP1Hybrid, FSDP1ShardGradOp
-from meshmark.reference.build import block_classes
-from meshmark.reference.model import Model
+from meshmark.reference.model import Model, block_classes
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Recompute

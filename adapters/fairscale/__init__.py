@@ -13,26 +13,36 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from meshmark.adapter.arithmetic import Arithmetic, Casting
-from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
-from meshmark.adapter.contract import Adapter
-from meshmark.adapter.data_parallel import DataParallelEngine, initial_model, optimizer_state_tensors
-from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapter.gathered import Gathered
-from meshmark.adapter.holdings import Holdings
+from meshmark.adapter.contract import Adapter, Arithmetic, Capabilities, Casting, Feature, Requirement
+from meshmark.adapter.engine import (
+    DataParallelEngine,
+    Engine,
+    Gathered,
+    Holdings,
+    RankContext,
+    initial_model,
+    optimizer_state_tensors,
+)
 from meshmark.adapters.fairscale.on_cpu import StayOnCPU, run_without_cuda
-from meshmark.reference.build import parameter_shapes, sizes_by_block
-from meshmark.reference.objective import build_optimizer
-from meshmark.reference.optimizers import parameter_groups, reference_optimizer
+from meshmark.reference.model import parameter_shapes, sizes_by_block
+from meshmark.reference.objective import build_optimizer, parameter_groups, reference_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Purpose, TrafficException, by, exceptions_for
+from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.sharding import Padding, Sharding, sharded_recipe, sharding_exceptions
-from meshmark.theory.states import ExtraMemory
-from meshmark.theory.traffic import step_traffic
+from meshmark.theory.traffic import (
+    Padding,
+    Purpose,
+    Sharding,
+    TrafficException,
+    by,
+    exceptions_for,
+    sharded_recipe,
+    sharding_exceptions,
+    step_traffic,
+)
 
 _FAIRSCALE = (Requirement(module="fairscale", distribution="fairscale"),)
 _NO_SCALER = "FairScale's ShardedGradScaler is CUDA's, off on a CPU; on a GPU it has never been run here"

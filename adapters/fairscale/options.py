@@ -14,20 +14,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from meshmark.adapter.capabilities import Feature
-from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapter.gathered import Gathered
+from meshmark.adapter.contract import Feature
+from meshmark.adapter.engine import Engine, Gathered, RankContext
 from meshmark.adapters.fairscale import FairScaleFSDP, FairScaleOSS, FSDPEngine, OSSEngine, canonical
 from meshmark.errors import AdapterError
-from meshmark.reference.build import parameter_shapes
+from meshmark.reference.model import parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Recompute
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import TrafficException
+from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.sharding import Padding, Sharding, sharding_exceptions
-from meshmark.theory.states import ExtraMemory
+from meshmark.theory.traffic import Padding, Sharding, TrafficException, sharding_exceptions
 
 
 class FairScaleFSDPNoReshard(FairScaleFSDP):

@@ -8,19 +8,16 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from meshmark.adapter.capabilities import Feature
-from meshmark.adapter.data_parallel import optimizer_state_tensors
-from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapter.holdings import Holdings
+from meshmark.adapter.contract import Feature
+from meshmark.adapter.engine import Engine, Holdings, RankContext, optimizer_state_tensors
 from meshmark.adapters.ddp import DDPEngine
 from meshmark.adapters.fairscale import FairScaleOSS
 from meshmark.adapters.zero_redundancy import DDPZero1
-from meshmark.reference.optimizers import parameter_groups, reference_optimizer
+from meshmark.reference.objective import parameter_groups, reference_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Purpose, TrafficException, by, exceptions_for
-from meshmark.theory.states import ExtraMemory
-from meshmark.theory.traffic import step_traffic
+from meshmark.theory.memory import ExtraMemory
+from meshmark.theory.traffic import Purpose, TrafficException, by, exceptions_for, step_traffic
 
 
 class OSSUnderDDPEngine(DDPEngine):

@@ -11,8 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
-from meshmark.adapter.contract import Track
+from meshmark.adapter.contract import Capabilities, Feature, Requirement, Track
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.loop import GREENLET, LOOP_LACKS, LoopEngine
 from meshmark.adapters.accelerate import AccelerateFSDP2, UnderAccelerate
@@ -32,8 +31,7 @@ from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
 from meshmark.spec.optimizer import OptimizerKind
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Flow, Purpose, TrafficException
-from meshmark.theory.sharding import Sharding
+from meshmark.theory.traffic import Flow, Purpose, Sharding, TrafficException
 
 REQUIRES = (
     Requirement(module="transformers", distribution="transformers"),

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshmark.adapter.data_parallel import initial_model
-from meshmark.adapter.engine import RankContext
+from meshmark.adapter.engine import RankContext, initial_model
 from meshmark.adapter.loop import NUM_STEPS, Dealing, Loop
 from meshmark.adapters.accelerate.prepare import choose_device, name_as_on_gpu, prove, prove_ddp
 from meshmark.adapters.deepspeed.config import ds_config
@@ -18,7 +17,7 @@ from meshmark.adapters.deepspeed.config import prepare as prepare_deepspeed
 from meshmark.adapters.deepspeed.engine import is_deepspeed
 from meshmark.adapters.hf_trainer.rows import collator, loss_function, model_collator
 from meshmark.errors import AdapterError
-from meshmark.reference.build import block_classes, skeleton
+from meshmark.reference.model import block_classes, skeleton
 from meshmark.reference.objective import build_optimizer, build_schedule
 from meshmark.spec.case import Case
 from meshmark.spec.optimizer import OptimizerSpec

@@ -10,12 +10,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from meshmark.adapter.arithmetic import Arithmetic, Casting
-from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
-from meshmark.adapter.contract import Adapter, Track
-from meshmark.adapter.data_parallel import DataParallelEngine, initial_model
-from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapter.traffic_source import TrafficSource
+from meshmark.adapter.contract import Adapter, Arithmetic, Capabilities, Casting, Feature, Requirement, Track
+from meshmark.adapter.engine import DataParallelEngine, Engine, RankContext, TrafficSource, initial_model
 from meshmark.adapters.horovod.launch import join
 from meshmark.adapters.horovod.traffic import HorovodTraffic
 from meshmark.algorithms.compressed import Compressed
@@ -25,7 +21,7 @@ from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.states import ExtraMemory
+from meshmark.theory.memory import ExtraMemory
 
 _UNFUSED = {"HOROVOD_FUSION_THRESHOLD": "0"}
 """No buffer that tensors are joined in: every gradient is sent as it lies."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from meshmark.adapter.engine import RankContext
-from meshmark.judge.gather import all_gather_json
+from meshmark.judge.trace import all_gather_json
 
 
 def join(context: RankContext, variables: dict[str, str]) -> Callable[[], None]:

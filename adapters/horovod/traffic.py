@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshmark.adapter.traffic_source import Transfer
+from meshmark.adapter.engine import Transfer
 from meshmark.errors import TrafficError
 
 _PREFIX, _INFIX = "horovod_torch_", "_async_"

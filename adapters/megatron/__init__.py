@@ -10,11 +10,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from meshmark.adapter.arithmetic import Arithmetic, Casting
-from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
-from meshmark.adapter.contract import Adapter
-from meshmark.adapter.data_parallel import configure
-from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.contract import Adapter, Arithmetic, Capabilities, Casting, Feature, Requirement
+from meshmark.adapter.engine import Engine, RankContext, configure
 from meshmark.adapters.megatron.connections import one_connection
 from meshmark.adapters.megatron.engine import MegatronEngine
 from meshmark.adapters.megatron.layers import initialize, parallelize, recompute
@@ -26,11 +23,10 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
 from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Purpose, TrafficException, exceptions_for
+from meshmark.theory.backward_pass import RNG_STATE_BYTES, cast_weight_bytes
+from meshmark.theory.memory import ExtraMemory, micro_batch_tokens
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.saved_activations import RNG_STATE_BYTES, cast_weight_bytes
-from meshmark.theory.states import ExtraMemory, micro_batch_tokens
-from meshmark.theory.traffic import step_traffic
+from meshmark.theory.traffic import Purpose, TrafficException, exceptions_for, step_traffic
 
 
 class Megatron(Adapter):

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine
-from meshmark.adapter.engine import RankContext
-from meshmark.adapter.gathered import Gathered
+from meshmark.adapter.engine import AUTOCAST, DataParallelEngine, Gathered, RankContext
 from meshmark.adapters.megatron.layers import split_dim
 from meshmark.adapters.megatron.on_cpu import CudaNamesOnCPU, checkpointing_on
 from meshmark.reference.data import Batch

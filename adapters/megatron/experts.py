@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from meshmark.adapter.capabilities import Feature
+from meshmark.adapter.contract import Feature
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.expert_ranks import EXPERT_RANKS, elements_elsewhere, mixture_of, refusal_of_ranks
 from meshmark.adapters.megatron.gpt_model import MegatronGPT
@@ -16,7 +16,7 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.states import ExtraMemory
+from meshmark.theory.memory import ExtraMemory
 
 
 class MegatronGPTExperts(MegatronGPT):

@@ -13,7 +13,7 @@ from meshmark.adapters.megatron.gpt_weights import initial_values, shard
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
 from meshmark.spec.model_spec import Family
-from meshmark.theory.flow import Flow, Purpose, TrafficException, exceptions_for
+from meshmark.theory.traffic import Flow, Purpose, TrafficException, exceptions_for
 
 
 def narrow_activations(case: Case, flows: Sequence[Flow] | None) -> tuple[TrafficException, ...]:

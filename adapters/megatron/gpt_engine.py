@@ -10,10 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshmark.adapter.data_parallel import optimizer_state_tensors
-from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapter.gathered import Gathered
-from meshmark.adapter.holdings import Holdings
+from meshmark.adapter.engine import Engine, Gathered, Holdings, RankContext, optimizer_state_tensors
 from meshmark.adapters.megatron.gpt_weights import Fused, dense, fused_of, split
 from meshmark.adapters.megatron.on_cpu import cuda_is
 from meshmark.reference.data import Batch

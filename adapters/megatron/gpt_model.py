@@ -11,9 +11,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from meshmark.adapter.arithmetic import Arithmetic, Casting
-from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
-from meshmark.adapter.contract import Adapter
+from meshmark.adapter.contract import Adapter, Arithmetic, Capabilities, Casting, Feature, Requirement
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.expert_ranks import EXPERT_RANKS
 from meshmark.adapters.megatron.buckets import bucket_sizes, local_sizes
@@ -29,10 +27,9 @@ from meshmark.spec.layout import Recompute, Schedule
 from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.optimizer import OptimizerKind
 from meshmark.spec.precision import Dtype, Precision
-from meshmark.theory.flow import Purpose, TrafficException, besides
+from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.states import ExtraMemory
-from meshmark.theory.traffic import step_traffic
+from meshmark.theory.traffic import Purpose, TrafficException, besides, step_traffic
 
 ELEMENT_WISE_MASTERS = (
     "the distributed optimizer cuts float32 masters by elements of a buffer, across the ends of tensors, and Meshmark "

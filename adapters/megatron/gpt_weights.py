@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshmark.adapters.expert_ranks import expert_numbers
-from meshmark.reference.build import parameter_shapes
-from meshmark.reference.initial import initial_value
+from meshmark.reference.model import initial_value, parameter_shapes
 from meshmark.spec.mixture_spec import MixtureSpec
 from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.workload import Workload

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from meshmark.reference.initial import Block, initial_value
-from meshmark.reference.model import drawn_name
+from meshmark.reference.model import Block, drawn_name, initial_value
 from meshmark.reference.transformer import Attention, Transformer, products_of
 
 

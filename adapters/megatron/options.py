@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapter.gathered import Gathered
+from meshmark.adapter.engine import Engine, Gathered, RankContext
 from meshmark.adapters.megatron.gpt_engine import GPTModelEngine
 from meshmark.adapters.megatron.gpt_model import ELEMENT_WISE_MASTERS, MegatronGPT, MegatronGPTDistributedOptimizer
 from meshmark.adapters.megatron.on_cpu import cuda_is
@@ -20,9 +19,8 @@ from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute, Schedule
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Flow, Purpose, TrafficException, exceptions_for
-from meshmark.theory.states import micro_batch_tokens
-from meshmark.theory.traffic import step_traffic
+from meshmark.theory.memory import micro_batch_tokens
+from meshmark.theory.traffic import Flow, Purpose, TrafficException, exceptions_for, step_traffic
 
 
 def _copy(tensors: Mapping[str, Tensor], name: str, scale: float = 1.0) -> list[Tensor]:

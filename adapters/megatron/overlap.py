@@ -12,8 +12,7 @@ from meshmark.adapters.megatron.gpt_engine import GPTModelEngine
 from meshmark.adapters.megatron.gpt_model import MegatronGPT
 from meshmark.errors import AdapterError
 from meshmark.spec.case import Case
-from meshmark.theory.flow import Flow, Purpose, TrafficException, exceptions_for
-from meshmark.theory.traffic import step_traffic
+from meshmark.theory.traffic import Flow, Purpose, TrafficException, exceptions_for, step_traffic
 
 BUCKET_ELEMENTS = 10_000
 """Several of the suites' small models, which are one bucket of megatron-core's default."""

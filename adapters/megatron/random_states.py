@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from meshmark.theory.saved_activations import RNG_STATE_BYTES
-from meshmark.theory.states import ExtraMemory
+from meshmark.theory.backward_pass import RNG_STATE_BYTES
+from meshmark.theory.memory import ExtraMemory
 
 
 def random_states() -> ExtraMemory:

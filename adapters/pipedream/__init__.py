@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from meshmark.adapter.capabilities import Capabilities, Feature
+from meshmark.adapter.contract import Capabilities, Feature
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.pipedream.engines import PipeDreamEngine, VerticalEngine
 from meshmark.adapters.pipedream.mare import PipeMareEngine
@@ -17,9 +17,9 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Schedule
 from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
+from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.model_theory import local_parameters
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.states import ExtraMemory
 
 ENGINES: dict[str, type[PipelineEngine]] = {
     pipedream.PipeDream.kind: PipeDreamEngine,

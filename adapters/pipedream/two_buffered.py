@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshmark.adapter.engine import RankContext
-from meshmark.adapter.holdings import Holdings
+from meshmark.adapter.engine import Holdings, RankContext
 from meshmark.adapters.checkpoint import load_local, save_local
 from meshmark.adapters.pipeline import PipelineEngine
 from meshmark.reference.data import Batch

@@ -14,21 +14,20 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from meshmark.adapter.capabilities import Capabilities, Requirement
-from meshmark.adapter.contract import Track
+from meshmark.adapter.contract import Capabilities, Requirement, Track
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.loop import GREENLET, LOOP_LACKS, LoopEngine
 from meshmark.adapters.ddp import DDP
 from meshmark.adapters.fsdp1 import FSDP1, FSDP1Engine
 from meshmark.adapters.fsdp2 import FSDP2
-from meshmark.reference.build import block_classes, sizes_by_block
+from meshmark.reference.model import block_classes, sizes_by_block
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
 from meshmark.spec.model_spec import Family
 from meshmark.spec.workload import Loss
-from meshmark.theory.flow import Flow, Purpose, TrafficException
+from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.states import ExtraMemory
+from meshmark.theory.traffic import Flow, Purpose, TrafficException
 
 REQUIRES = (Requirement(module="pytorch_lightning", distribution="pytorch-lightning"), GREENLET)
 _SIGNAL_BYTES = 8

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from meshmark.adapter.data_parallel import initial_model
-from meshmark.adapter.engine import RankContext
+from meshmark.adapter.engine import RankContext, initial_model
 from meshmark.adapter.loop import NUM_STEPS, Dealing, Loop, collate
 from meshmark.adapters.fsdp1 import canonical
 from meshmark.errors import AdapterError

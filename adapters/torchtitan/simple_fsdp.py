@@ -11,19 +11,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from meshmark.adapter.arithmetic import Arithmetic, Casting, Summing
-from meshmark.adapter.capabilities import Feature, Requirement
-from meshmark.adapter.data_parallel import AUTOCAST, configure
-from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.contract import Arithmetic, Casting, Feature, Requirement, Summing
+from meshmark.adapter.engine import AUTOCAST, Engine, RankContext, configure
 from meshmark.adapters.fsdp2 import FSDP2, FSDP2Engine, fill_shards
-from meshmark.reference.build import build_model, parameter_shapes
+from meshmark.reference.model import build_model, parameter_shapes
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
 from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Dtype
-from meshmark.theory.sharding import Sharding
-from meshmark.theory.states import ExtraMemory
+from meshmark.theory.memory import ExtraMemory
+from meshmark.theory.traffic import Sharding
 
 
 class SimpleFSDPEngine(FSDP2Engine):

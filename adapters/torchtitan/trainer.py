@@ -13,8 +13,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
-from meshmark.adapter.contract import Adapter
+from meshmark.adapter.contract import Adapter, Capabilities, Feature, Requirement
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.loop import GREENLET, LOOP_LACKS, LoopEngine
 from meshmark.adapters.fsdp2 import dealt_rows, fsdp2_exceptions, mesh_extra_memory, norm_of_tensors
@@ -25,13 +24,19 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute, Schedule
 from meshmark.spec.model_spec import Family
 from meshmark.spec.optimizer import OptimizerKind
-from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException
+from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.model_theory import local_parameters, theory_of
 from meshmark.theory.partition import held_stage
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.sharding import Sharding
-from meshmark.theory.states import ExtraMemory
-from meshmark.theory.traffic import scalar_flows, step_traffic
+from meshmark.theory.traffic import (
+    Flow,
+    OneTimeTraffic,
+    Purpose,
+    Sharding,
+    TrafficException,
+    scalar_flows,
+    step_traffic,
+)
 
 _ONLY_LLAMA = "torchtitan's Trainer is run on its own Llama 3"
 _COUNT_BYTES = 8

@@ -13,8 +13,7 @@ from benchmarks.chaos import processes
 from benchmarks.chaos.faults import Ended, Fault, Filled, ResultsGone
 from benchmarks.chaos.session import PATIENCE_SECONDS, Session
 from meshmark.records.record import Record, Status
-from meshmark.records.record_file import CUT_OFF, Reading, read_records
-from meshmark.records.session import Ending
+from meshmark.records.record_file import CUT_OFF, Ending, Reading, read_records
 
 _START_SECONDS = 120.0
 """For pytest to collect, and for a server to import a framework."""

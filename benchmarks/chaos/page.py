@@ -12,7 +12,7 @@ from benchmarks.chaos.campaign import Results, Trial
 from benchmarks.chaos.session import PATIENCE_SECONDS
 from benchmarks.chaos.settings import PLAIN
 from meshmark.environment import Environment
-from meshmark.report.markdown import table as markdown
+from meshmark.report.table import table as markdown
 from meshmark.serial import decode, encode
 
 

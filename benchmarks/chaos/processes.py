@@ -82,7 +82,7 @@ def marked(mark: str, child: str | None = None) -> list[int]:
 
 def servers_of(pid: int) -> list[int]:
     """Return the processes that fork ranks, among the descendants of `pid`; the innermost one comes last."""
-    return [process for process in descendants(pid) if b"meshmark.launch.server_process" in _command(process)]
+    return [process for process in descendants(pid) if b"meshmark.launch.fork_server" in _command(process)]
 
 
 def describe(pid: int) -> str:

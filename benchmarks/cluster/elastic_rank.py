@@ -9,8 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from meshmark.launch.rank import perform
-from meshmark.launch.ranks import RankInfo
+from meshmark.launch.rank import RankInfo, perform
 from meshmark.passes.resume import TRACE
 from meshmark.records.rank_report import RankReport
 from meshmark.records.request import Request, Task

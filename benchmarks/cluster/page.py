@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from benchmarks.cluster.row import Row, Whole
 from benchmarks.cluster.trial import END_SECONDS
 from meshmark.environment import describe
-from meshmark.report.markdown import table as markdown
+from meshmark.report.table import table as markdown
 
 _WIDTH = 42
 """So that a row stays one."""

@@ -9,8 +9,7 @@ from benchmarks.cluster.jobs import Job
 from benchmarks.cluster.row import Row
 from benchmarks.cluster.slurm import SWITCHES, TOP, Slurm
 from benchmarks.cluster.trial import Trial
-from meshmark.records.reach import Place
-from meshmark.records.record import Record, Status
+from meshmark.records.record import Place, Record, Status
 from meshmark.records.record_file import read_records
 
 _HOURS = 3600.0

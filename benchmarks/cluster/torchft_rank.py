@@ -20,11 +20,9 @@ from torchft.optim import OptimizerWrapper
 from torchft.process_group import ProcessGroupGloo
 
 from benchmarks.cluster.fault_tolerance import BACKWARD, DEATHS, UPDATE, Reducer
-from meshmark.adapter.data_parallel import DataParallelEngine, initial_model
-from meshmark.adapter.engine import RankContext
-from meshmark.judge.engine_tensors import host_parameters
-from meshmark.judge.trace import Trace
-from meshmark.passes.observer import digests
+from meshmark.adapter.engine import DataParallelEngine, RankContext, initial_model
+from meshmark.judge.trace import Trace, host_parameters
+from meshmark.passes.observe import digests
 from meshmark.records.request import Request, Task
 from meshmark.reference.data import Batch, make_batch
 from meshmark.reference.objective import build_optimizer

@@ -16,10 +16,8 @@ from typing import NoReturn
 from benchmarks.reach.options import Probe
 from benchmarks.reach.scope import MODULES, SITE
 from meshmark.launch.cluster import Cluster
-from meshmark.launch.launch import LaunchResult, launch_with
-from meshmark.launch.launchers import ForkedRanks, ForkserverLauncher
-from meshmark.launch.rank import run_forked_rank
-from meshmark.launch.ranks import RankInfo
+from meshmark.launch.launch import ForkedRanks, ForkserverLauncher, LaunchResult, launch_with
+from meshmark.launch.rank import RankInfo, run_forked_rank
 from meshmark.records.request import Request, Task
 
 Lines = dict[str, set[int]]

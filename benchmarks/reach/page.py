@@ -10,7 +10,7 @@ from benchmarks.reach.attempts import Attempt, End, Reading, ReadingKind
 from benchmarks.reach.measured import FileReach, Measured
 from benchmarks.reach.options import SOURCES, OptionStatus, status
 from benchmarks.reach.scope import MODULES, framework_of, of_ranges
-from meshmark.report.markdown import Markup, code, inline, table
+from meshmark.report.table import Markup, code, inline, table
 
 LINES_GOAL, OPTIONS_GOAL, MUTANTS_GOAL = 0.75, 0.70, 0.80
 """Executed lines of a module; judged options of those that are neither refused nor outside of training; mutants killed

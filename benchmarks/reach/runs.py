@@ -22,8 +22,7 @@ from meshmark.reference.own_model import describe
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
-from meshmark.spec.layout import Layout, Recompute
-from meshmark.spec.layout_id import parse_layout
+from meshmark.spec.layout import Layout, Recompute, parse_layout
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload, workload
 

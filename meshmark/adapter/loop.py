@@ -24,17 +24,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
-from meshmark.adapter.capabilities import Feature, Requirement
-from meshmark.adapter.data_parallel import DataParallelEngine, skip_block
-from meshmark.adapter.engine import RankContext
-from meshmark.adapter.holdings import Holdings
+from meshmark.adapter.contract import Feature, Requirement
+from meshmark.adapter.engine import DataParallelEngine, Holdings, RankContext, skip_block
 from meshmark.errors import AdapterError
 from meshmark.reference.data import Batch, make_batch
-from meshmark.spec.case import Case
+from meshmark.spec.case import Case, Knob
 from meshmark.spec.layout import Layout
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
-from meshmark.spec.tuning import Knob
 
 GREENLET = Requirement(module="greenlet", distribution="greenlet")
 """The requirement that all adapters of a loop share."""

@@ -8,8 +8,7 @@ import importlib.metadata
 import inspect
 from collections.abc import Collection
 
-from meshmark.adapter.capabilities import Capabilities, Requirement
-from meshmark.adapter.contract import Adapter
+from meshmark.adapter.contract import Adapter, Capabilities, Requirement
 from meshmark.errors import AdapterError, InputError, UnknownNameError
 from meshmark.import_target import import_module_of
 
@@ -55,7 +54,7 @@ def load_adapter(target: str) -> type[Adapter]:
         what = f"lacks {', '.join(lacking)}; see meshmark.adapter.contract.Adapter"
         raise AdapterError(f"adapter {target!r}{_origin(target)} {what}")
     if not all(isinstance(each, Requirement) for each in found.requires):
-        what = f"requires {found.requires!r:.80}; expected meshmark.adapter.capabilities.Requirement of each package"
+        what = f"requires {found.requires!r:.80}; expected meshmark.adapter.contract.Requirement of each package"
         raise AdapterError(f"adapter {target!r}{_origin(target)} {what}")
     return found
 

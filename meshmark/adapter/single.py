@@ -8,17 +8,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from meshmark.adapter.arithmetic import Arithmetic, Casting
-from meshmark.adapter.capabilities import Capabilities, Feature
-from meshmark.adapter.contract import Adapter
-from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine, initial_model, skip_block
-from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.contract import Adapter, Arithmetic, Capabilities, Casting, Feature
+from meshmark.adapter.engine import AUTOCAST, DataParallelEngine, Engine, RankContext, initial_model, skip_block
 from meshmark.reference.data import Batch
 from meshmark.reference.objective import build_optimizer
-from meshmark.spec.case import Case
+from meshmark.spec.case import Case, Knob
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
-from meshmark.spec.tuning import Knob
 
 
 class SingleEngine(DataParallelEngine):

@@ -15,8 +15,7 @@ import meshmark
 from meshmark.check.options import add_options, make_private, mistake_in
 from meshmark.check.rank import VERDICT
 from meshmark.check.verdict import Finding, Level, Outcome, Verdict
-from meshmark.errors import InputError
-from meshmark.interrupts import signals_end_like_ctrl_c
+from meshmark.errors import InputError, signals_end_like_ctrl_c
 
 EPILOG = """exit codes: 0 right, 1 wrong, 2 a mistake in the command, 3 cannot tell, 4 could not run"""
 

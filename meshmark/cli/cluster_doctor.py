@@ -20,11 +20,8 @@ import torch
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.environment import describe, machine, num_gpus, versions
 from meshmark.errors import InputError
-from meshmark.launch.cluster import LOOPBACK, Cluster, ClusterSpec
-from meshmark.launch.launch import LaunchResult, device_towards
-from meshmark.launch.launchers import ForkserverLauncher
-from meshmark.launch.meeting import code_digest
-from meshmark.launch.scheduler import cluster_of
+from meshmark.launch.cluster import LOOPBACK, Cluster, ClusterSpec, cluster_of, code_digest
+from meshmark.launch.launch import ForkserverLauncher, LaunchResult, device_towards
 from meshmark.measure.links import FEWEST_NODES, Link, odd_ones
 from meshmark.passes.links import NUM_BYTES
 from meshmark.records.request import Request, Task

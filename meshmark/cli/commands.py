@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # here, where a failure can still be reported
         return code
     except MeshmarkError as error:
-        from meshmark.report.markdown import visible
+        from meshmark.report.table import visible
 
         told = "\n".join(visible(line) for line in str(error).splitlines())  # records and file names may say anything
         print(f"meshmark: {told}", file=sys.stderr)
@@ -158,7 +158,7 @@ def _add_doctor(doctor: argparse.ArgumentParser) -> None:
 
 
 def _add_cases(cases: argparse.ArgumentParser) -> None:
-    from meshmark.cli.run_options import add_case_options
+    from meshmark.cli.options import add_case_options
 
     add_case_options(cases)
     cases.set_defaults(run=_cases)

@@ -14,7 +14,7 @@ from meshmark.plan.arguments import framework_given
 from meshmark.plan.frameworks import FRAMEWORKS
 from meshmark.plan.search import Search
 from meshmark.spec.case import Case, InvalidLayout, cell
-from meshmark.spec.layout_id import parse_layout
+from meshmark.spec.layout import parse_layout
 from meshmark.spec.model_config import Dataset
 from meshmark.spec.model_text import describe, described_model, is_description
 from meshmark.spec.precision import Precision

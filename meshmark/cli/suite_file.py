@@ -12,12 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from meshmark.cli.run_options import RUN_OPTIONS
-from meshmark.errors import InputError, ResultsError, UnknownNameError, refuse_device
-from meshmark.interrupts import signals_end_like_ctrl_c
+from meshmark.cli.options import RUN_OPTIONS
+from meshmark.errors import InputError, ResultsError, UnknownNameError, refuse_device, signals_end_like_ctrl_c
 from meshmark.records.record import SCHEMA
-from meshmark.records.record_file import Reading, RecordFile, read_records
-from meshmark.records.session import Attempt, Ending, Session, latest_attempts
+from meshmark.records.record_file import Attempt, Ending, Reading, RecordFile, Session, latest_attempts, read_records
 from meshmark.regression.attempts import attempts_of
 from meshmark.regression.baseline_gate import suite_of
 from meshmark.regression.change import Change, Kind

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshmark.adapter.holdings import storage_bytes
+from meshmark.adapter.engine import storage_bytes
 from meshmark.compression.contract import Moment, OptimizerAdapter
 from meshmark.compression.judge import FACTOR, compare, ratio
 from meshmark.compression.specification import HALF_ULP, TABLE_ROOM, dynamic_codes, in_blocks, round_to_codes

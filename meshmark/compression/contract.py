@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from meshmark.adapter.capabilities import Requirement
+from meshmark.adapter.contract import Requirement
 from meshmark.compression.specification import Specification
 
 

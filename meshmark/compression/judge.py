@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from meshmark.adapter.holdings import storage_bytes
+from meshmark.adapter.engine import storage_bytes
 from meshmark.compression.contract import CompressionAdapter
 from meshmark.compression.network import WAYS, Layer, network
 from meshmark.compression.specification import HALF_ULP, ROUNDINGS, ExactLayer, linears

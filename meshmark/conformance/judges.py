@@ -7,10 +7,9 @@ import math
 from collections.abc import Callable, Sequence
 
 from meshmark.conformance.finding import ClauseResult, Finding, all_of, decide, drift_text
-from meshmark.judge.deviation import QuantityKind
-from meshmark.judge.replicas import by_replica, num_replicas
+from meshmark.judge.deviation import QuantityKind, by_replica, num_replicas
 from meshmark.judge.tolerance_model import MULTIPLES, compare, gradient_norms
-from meshmark.measure.interval import Interval, mean_interval
+from meshmark.measure.laps import Interval, mean_interval
 from meshmark.passes.clauses import MESSAGE
 from meshmark.records.record import MemoryEvidence, PeerEnd, Record, Status
 from meshmark.reference.data import make_batch

@@ -8,11 +8,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from meshmark.adapter.capabilities import Feature
-from meshmark.adapter.contract import Adapter
-from meshmark.adapter.covering import combinations, takes
+from meshmark.adapter.contract import Adapter, Feature
+from meshmark.adapter.matrix import combinations, takes, variants
 from meshmark.adapter.matrix import layouts as matrix_layouts
-from meshmark.adapter.matrix import variants
 from meshmark.errors import AlgorithmError, LayoutError, MeshmarkError
 from meshmark.records.record import Status
 from meshmark.records.request import Task

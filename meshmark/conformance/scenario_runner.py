@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from meshmark.adapter.capabilities import Feature
+from meshmark.adapter.contract import Feature
 from meshmark.conformance.clauses import Clause, judge_clause, point_back
 from meshmark.conformance.finding import Finding
 from meshmark.conformance.scenario import SCENARIOS, Scenario
-from meshmark.judge.sample import Assess
+from meshmark.judge.deviation import Assess
 from meshmark.records.record import Record
 from meshmark.run.runner import Runner
 from meshmark.spec.case import Case

@@ -26,8 +26,7 @@ from meshmark.inference.contract import Request, Served
 from meshmark.inference.model import PRECISIONS, prompts, write_model
 from meshmark.inference.process import EngineError, EngineProcess, load_engine
 from meshmark.inference.run import InferenceCase
-from meshmark.measure.in_rounds import in_rounds
-from meshmark.measure.interval import ratio_interval
+from meshmark.measure.laps import in_rounds, ratio_interval
 
 LOAD = (16, 64, 32)
 """Requests that arrive at once, tokens of each prompt, new tokens of each."""

@@ -1,14 +1,23 @@
-"""Deviations of a run from the truth, and of replicas from one another, as values without torch."""
+"""Deviations of a run from the truth, and of replicas from one another, as values without torch.
+
+Replicas that may differ by design: which ranks and quantities belong to which replica.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from meshmark.spec.algorithm import Algorithm
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout
+from meshmark.spec.precision import LossScaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,3 +160,144 @@ class Drift:
     """Ranks that differ from what most hold. If two values are as frequent, that of the lowest rank counts as most."""
     others: list[int] = field(default_factory=list)
     """The other ranks that hold it."""
+
+
+T = TypeVar("T")
+
+
+def replica_of(layout: Layout, rank: int) -> int:
+    """Return the data-parallel replica of `rank`. The ranks of one replica hold one state."""
+    return layout.coordinates(rank).dp
+
+
+def num_replicas(case: Case) -> int:
+    """Return the number of replicas with distinct states. It is one if all must hold the same."""
+    return case.layout.dp if case.workload.algorithm.replicas_differ else 1
+
+
+def replicas_of_ranks(case: Case) -> list[int]:
+    """Return the replica of each rank."""
+    return [replica_of(case.layout, r) if num_replicas(case) > 1 else 0 for r in range(case.world_size)]
+
+
+def by_replica(values: Mapping[Quantity, T], num_replicas: int) -> list[dict[Quantity, T]]:
+    """Split values by replica. Their quantities then have no replica, as if there were only one."""
+    if num_replicas == 1:
+        return [dict(values)]
+    return [{replace(q, replica=None): v for q, v in values.items() if q.replica == r} for r in range(num_replicas)]
+
+
+class Assess(StrEnum):
+    """How much of a run is held against the truth."""
+
+    FULL = "full"
+    """Every step and tensor, by a noise of 24 runs; in memory, on one core."""
+    SAMPLED = "sampled"
+    """Every tensor of the first steps, one by one, by a noise of fewer runs; on all cores, or the run's device."""
+    OFF = "off"
+    """Nothing: only memory, traffic and time are measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """The sample that `Assess.SAMPLED` judges."""
+
+    steps: int = 2
+    """The first ones: an update's moments and bias correction show in the second."""
+    noise_runs: int = 6
+
+    def stored_bytes(self, num_parameters: int) -> int:
+        """Return the bytes that one run's tensors take on disk until it is judged, in float32: the parameters before
+        and after every step, and the gradients of each."""
+        return 4 * num_parameters * (2 * self.steps + 1)
+
+    @property
+    def text(self) -> str:
+        return f"{self.steps} steps, noise of {self.noise_runs} runs"
+
+
+TIME_LIMITS = 10
+"""Multiple of the usual time limit for a pass in which a large model is judged."""
+OBSERVED_STEPS = 5
+"""Number of steps of a run that is judged in full."""
+ENDURANCE_STEPS = 50
+"""Number of steps of a run that should show late faults."""
+ENDURANCE_TIME = ENDURANCE_STEPS // OBSERVED_STEPS
+"""Time limits that such a run has."""
+LARGEST_FULL = 20_000_000
+"""Parameters of the largest model that is judged whole unless asked otherwise: of all steps at once it takes some 80
+bytes a parameter on one rank."""
+
+
+def assess_of(case: Case, asked: Assess | None) -> Assess:
+    """Return how to judge a case: as `asked`, or by default depending on the size of its model.
+
+    A case that cannot be sampled is judged in full if it is small enough.
+    """
+    small = case.workload.model.num_parameters <= LARGEST_FULL
+    chosen = asked or (Assess.FULL if small else Assess.SAMPLED)
+    if chosen is Assess.SAMPLED and unsampled(case):
+        return Assess.FULL if small else Assess.OFF
+    return chosen
+
+
+def unsampled(case: Case) -> str | None:
+    """Why `case` cannot be judged by a sample; None when it can."""
+    if case.workload.couples_rows:
+        return "its rows are normalised together, so that its gradients cannot be computed layer by layer"
+    if num_replicas(case) > 1:
+        return "its replicas may differ, and their states are judged together"
+    return None
+
+
+def sample_of(case: Case) -> Sample:
+    """A step that loss scaling leaves out is known by its gradients, and tried again: there the metered one is judged
+    too."""
+    return Sample(steps=3) if case.precision.loss_scaling is LossScaling.DYNAMIC else Sample()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservedPath:
+    """The values that the instrumented pass computed, and that the untouched pass must also compute."""
+
+    losses: list[float]
+    """Losses by step, up to the last timed step: of judged steps, and of later steps by the same calls."""
+    digests: list[str]
+    """A hash of every parameter's bits before the first step and after each judged step."""
+    later: dict[int, str] = field(default_factory=dict)
+    """The same hashes after more steps than these, by steps done."""
+    left_out: int = 0
+    """Number of steps that loss scaling skipped, among as many first steps as are judged."""
+    repeats: bool | None = None
+    """True if another such pass computed the same bits. None if that was not needed."""
+
+    def digest(self, done: int) -> str | None:
+        """Return the hash after `done` steps, or None if there is none."""
+        return self.digests[done] if done < len(self.digests) else self.later.get(done)
+
+    @property
+    def num_judged(self) -> int:
+        """Number of judged steps."""
+        return len(self.digests) - 1
+
+    def is_left_to_tolerance(self, algorithm: Algorithm) -> bool:
+        """Return whether an untouched pass that computed other bits is judged by the tolerance model of losses.
+
+        True if two passes of the engine differed, and under a parameter server: there chance decides which replica
+        comes first, so that two passes that agree prove nothing.
+        """
+        return self.repeats is False or (self.repeats is not None and algorithm.steps_until_chance is not None)
+
+    def differences(self, losses: list[float], digests: dict[int, str]) -> list[str]:
+        """Return where an untouched pass computed other bits. `digests` is by steps done."""
+        judged = "where it was judged", "where the calls that were judged went on"
+        found = [
+            f"the loss of step {step} is {own!r}, and {other!r} {judged[step >= self.num_judged]}"
+            for step, (own, other) in enumerate(zip(losses, self.losses, strict=False))
+            if own != other
+        ]
+        return found + [
+            f"the parameters after {done} steps are others than {judged[done > self.num_judged]}"
+            for done, own in digests.items()
+            if self.digest(done) not in (None, own)
+        ]

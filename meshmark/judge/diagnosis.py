@@ -4,6 +4,11 @@ Runs on rank 0, which has the whole trace, and only when something exceeds its t
 anything wrong decides. Within it, initial values come before gradients, gradients before the update, and the update
 before merely reported values, because each makes the next wrong. Two independent defects in one step give one
 diagnosis: fix it, and run again.
+
+Diagnose the run of a large model from its deviations alone, because its tensors are gone.
+
+To weigh single sequences as `diagnose` does would need several whole models in float64. A small model in the same
+layout shows the same defect, and can be diagnosed fully.
 """
 
 from __future__ import annotations
@@ -18,12 +23,17 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from meshmark import rank_progress
-from meshmark.judge.buffer_faults import explain_buffers
 from meshmark.judge.deviation import Deviations, Drift, Quantity, QuantityKind
 from meshmark.judge.failed_step import Explanation, FailedStep, block_of
 from meshmark.judge.faults import MOST_NAMES, Diagnosis, Fault, named_factor
-from meshmark.judge.gradient_faults import explain_gradients, low_precisions
-from meshmark.judge.owners import nobody_reduced, not_summed_over_tp, shards_of_owners
+from meshmark.judge.gradient_faults import (
+    explain_buffers,
+    explain_gradients,
+    low_precisions,
+    nobody_reduced,
+    not_summed_over_tp,
+    shards_of_owners,
+)
 from meshmark.judge.partial_faults import describe_region, on_ranks, wrong_region
 from meshmark.judge.tolerance_model import TWINS, ToleranceModel, zeros
 from meshmark.judge.trace import Trace
@@ -331,3 +341,61 @@ def _loss_factor(deviations: Deviations, step: int) -> float:
 def _diagnosis(finding: Explanation, step: int, names: Sequence[str]) -> Diagnosis:
     fault, detail = finding
     return Diagnosis(fault=fault, step=step, names=list(names[:MOST_NAMES]), num_names=len(names), detail=detail)
+
+
+_SAME = 1e-3
+"""Factors that differ by less, relative to one, count as equal."""
+_ALONG = 0.05
+"""Share of a deviation that its factor may leave unexplained."""
+_ADVICE = "a model of up to 20 million parameters in the same layout is diagnosed in full"
+
+
+def diagnose_sample(
+    deviations: Deviations, drifts: Sequence[Drift], tolerance_model: ToleranceModel
+) -> Diagnosis | None:
+    """Return the diagnosis, or None when nothing is wrong."""
+    if start := [q.name for q, d in deviations.items() if q.kind is QuantityKind.INITIAL and d[0].distance]:
+        return _sample_finding(Fault.START, f"{len(start)} initial values differ", 0, start)
+    wrong = [(step, q, e) for e, q, step in tolerance_model.judge(deviations) if not e <= 1]
+    first = min((step for step, *_ in wrong), default=None)
+    drift = first_drift(drifts)
+    if drift and (first is None or drift.step <= first):
+        return drift
+    if first is None:
+        return None
+    here = {q: e for step, q, e in sorted(wrong, key=lambda w: -w[2]) if step == first}
+    zero = {q.name for q in zeros(deviations)}
+    gradients = _names(here, QuantityKind.GRADIENTS, QuantityKind.SCALE)
+    if solid := [name for name in gradients if name not in zero] or gradients:
+        return _of_gradients(deviations, first, solid, loss_is_wrong=QuantityKind.LOSS.of() in here)
+    if QuantityKind.NORM.of() in here:
+        factor = deviations[QuantityKind.NORM.of()][first].factor
+        return _sample_finding(Fault.CLIPPING, f"the reported norm is {factor:.7g} times the right one", first, [])
+    if updates := _names(here, QuantityKind.PARAMETERS):
+        return _sample_finding(Fault.UPDATE, f"the gradients are right; {_ADVICE}", first, updates)
+    factor = deviations[QuantityKind.LOSS.of()][first].factor
+    return _sample_finding(Fault.LOSS, f"{factor:.7g} times the truth, while every gradient is right", first, [])
+
+
+def _names(wrong: dict[Quantity, float], *kinds: QuantityKind) -> list[str]:
+    return list(dict.fromkeys(q.name for q in wrong if q.kind in kinds))
+
+
+def _of_gradients(deviations: Deviations, step: int, names: list[str], *, loss_is_wrong: bool) -> Diagnosis:
+    found = [deviations[QuantityKind.GRADIENTS.of(name)][step] for name in names]
+    if absent := [d for d in found if not np.isfinite(d.distance) or (d.factor == 0 and d.scale)]:
+        return _sample_finding(
+            Fault.MISSING, f"{len(absent)} of {len(names)} are absent, zero or no number", step, names
+        )
+    factors = [d.factor for d in found]
+    left_over = [abs(d.distance - abs(d.factor - 1) * d.scale) / d.distance for d in found]
+    if max(factors) - min(factors) < _SAME and max(left_over) < _ALONG:
+        return _sample_finding(Fault.SCALED, f"{factors[0]:.7g} times the truth", step, names)
+    if loss_is_wrong:
+        factor = deviations[QuantityKind.LOSS.of()][step].factor
+        return _sample_finding(Fault.FORWARD, f"the loss is {factor:.6g} times the truth; {_ADVICE}", step, names)
+    return _sample_finding(Fault.BACKWARD, f"the loss is right; {_ADVICE}", step, names)
+
+
+def _sample_finding(fault: Fault, detail: str, step: int, names: list[str]) -> Diagnosis:
+    return Diagnosis(fault=fault, step=step, names=names[:MOST_NAMES], num_names=len(names), detail=detail)

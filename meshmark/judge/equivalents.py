@@ -20,12 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshmark.adapter.arithmetic import Casting
+from meshmark.adapter.contract import Casting
 from meshmark.judge.tolerance_model import WAYS
 from meshmark.judge.twin import Twin
 from meshmark.reference.data import Batch
-from meshmark.reference.initial import random_bits
-from meshmark.reference.model import Model
+from meshmark.reference.model import Model, random_bits
 from meshmark.reference.transformer import Attention, FeedForward, rotate
 
 _HANDS = 3

@@ -1,4 +1,7 @@
-"""The first wrong step of a run: what is wrong there, and what would have been right."""
+"""The first wrong step of a run: what is wrong there, and what would have been right.
+
+Classes of defects that a diagnosis names, and its evidence.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from meshmark.adapter.arithmetic import Arithmetic, Casting
-from meshmark.judge.buffers import together
-from meshmark.judge.change import UNCHANGED, Change
+from meshmark.adapter.contract import Arithmetic, Casting
 from meshmark.judge.deviation import Tensors, global_norm
 from meshmark.judge.faults import Fault
 from meshmark.judge.tolerance_model import ZERO
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import Exact, exact_gradients
-from meshmark.judge.twin import Twin, TwinStep
+from meshmark.judge.twin import UNCHANGED, Change, Twin, TwinStep, together
 from meshmark.reference.data import Batch, make_batch
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout

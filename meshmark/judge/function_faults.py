@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from meshmark.judge.change import Change
 from meshmark.judge.deviation import Tensors
 from meshmark.judge.failed_step import SAME, Explanation, FailedStep, Fit
 from meshmark.judge.faults import Fault
 from meshmark.judge.truth import exact_loss
+from meshmark.judge.twin import Change
 from meshmark.reference.data import IGNORED, Batch
 from meshmark.reference.model import Model
 from meshmark.reference.objective import loss_share

@@ -4,11 +4,15 @@ Every hypothesis is a few candidate gradients, computed in float64. The run's gr
 The first hypothesis that leaves no more than rounding (or 5 % of the deviation) is accepted. The most informative
 candidates are the gradients of the batch's single sequences: their weights show what was dropped, reduced, or
 averaged, and how.
+
+Explain wrong buffers: what would have produced these running statistics of a batch norm?
+
+Explain gradients that are one rank's part only: which rank's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -33,8 +37,75 @@ from meshmark.judge.partial_faults import (
     shifted_targets,
     wrong_region,
 )
+from meshmark.judge.trace import Trace
+from meshmark.judge.twin import exact_buffers, known_parameters, replica_truth, together
 from meshmark.reference.data import Batch, make_batch
+from meshmark.spec.case import Case
 from meshmark.text import pluralize
+
+
+def shards_of_owners(failed: FailedStep) -> Explanation | None:
+    """Explain tensors made of different sequences: each shard is the part of the rank that owns it."""
+    batch, own, parts = failed.batch, failed.trace.gradients[failed.step], set()
+    rows = [failed.truth(failed.step, part) for part in failed.parts(batch)]
+    for name in failed.names:
+        basis = np.stack([row[name].ravel() for row in rows], axis=1)
+        gradient = np.asarray(own[name], dtype=np.float64).ravel()
+        weights = np.linalg.lstsq(basis, gradient, rcond=None)[0]
+        if np.linalg.norm(gradient - basis @ weights) < LEFT_OVER * np.linalg.norm(gradient):
+            parts.add(tuple(int(i) for i in np.flatnonzero(np.abs(weights) > SAME * np.abs(weights).max())))
+    if len(parts) < 2 or sum(map(len, parts)) > len(rows):
+        return None
+    listed = " or ".join(str(list(part)) for part in sorted(parts))
+    return Fault.NOT_REDUCED, f"each tensor is made of its owner's {failed.parts_name} alone: {listed}"
+
+
+def nobody_reduced(case: Case, trace: Trace, step: int) -> str | None:
+    """Return a text if every drifting rank, and the lowest, has gradients of one data-parallel rank's sequences only.
+
+    None if some rank's gradients are made of several ranks' sequences, or of something else.
+    """
+    names = sorted(set.intersection(*(set(held) for held in trace.drifted.values()))) if trace.drifted else []
+    if not names or step >= len(trace.gradients) or any(name not in trace.gradients[step] for name in names):
+        return None
+    batch = make_batch(case.workload, step)
+    failed = FailedStep(case=case, trace=trace, step=step, tolerances=dict.fromkeys(names, 0.0))
+    rows = [failed.truth(step, part) for part in failed.parts(batch)]
+    held = {0: trace.gradients[step], **trace.drifted}
+    parts = {rank: _whose(held[rank], rows, names, case.layout.dp) for rank in sorted(held)}
+    if any(part is None for part in parts.values()) or len(set(parts.values())) < 2:
+        return None
+    listed = ", ".join(f"rank {rank} that of {part}" for rank, part in parts.items())
+    return f"no rank reduced, each holds the part of one data-parallel rank alone: {listed}"
+
+
+def not_summed_over_tp(case: Case, trace: Trace, step: int, tolerance: Callable[[str], float]) -> list[str]:
+    """Return the parameters whose gradients on the tensor-parallel ranks differ, and add up to the truth.
+
+    Other gradients may drift as well: what reached them over a residual connection was summed, or was whole.
+    """
+    tp = case.layout.tp
+    held = {0: trace.gradients[step], **trace.drifted} if step < len(trace.gradients) else {}
+    if tp == 1 or not held.keys() >= set(range(tp)):
+        return []
+    names = set.intersection(*(set(held[rank]) for rank in range(tp)))
+    failed = FailedStep(case=case, trace=trace, step=step, tolerances=dict.fromkeys(names, 0.0))
+    exact = failed.exact
+    totals = {name: sum(np.asarray(held[rank][name], dtype=np.float64) for rank in range(tp)) for name in names}
+    return sorted(name for name in names if np.linalg.norm(totals[name] - exact[name]) <= tolerance(name))
+
+
+def _whose(own: Tensors, rows: Sequence[Tensors], names: Sequence[str], dp: int) -> int | None:
+    """Return the data-parallel rank whose sequences alone produce all these gradients, or None."""
+    basis = np.stack([np.concatenate([row[n].ravel() for n in names]) for row in rows], axis=1)
+    gradient = np.concatenate([np.asarray(own[n], dtype=np.float64).ravel() for n in names])
+    weights = np.linalg.lstsq(basis, gradient, rcond=None)[0]
+    if np.linalg.norm(gradient - basis @ weights) > LEFT_OVER * np.linalg.norm(gradient):
+        return None
+    shares = np.abs(weights.reshape(dp, -1)).max(axis=1)
+    present = np.flatnonzero(shares > SAME * shares.max())
+    return int(present[0]) if len(present) == 1 else None
+
 
 _ALONG = 0.3
 """Share of a rounding deviation that lies along the gradient itself."""
@@ -360,3 +431,47 @@ def rounding(relative: Sequence[float], what: str) -> Explanation | None:
         f"{what} off by {middle:.2g} in relative norm, alike in {pluralize(len(relative), 'tensor')}: rounding to "
         "16 bits, or noise of that size, such as dropout",
     )
+
+
+_MOMENTA = (0.9, 0.5, 0.2, 0.05, 0.01, 0.001, 1.0, 0.0)
+"""Alternative momenta. Frameworks define momentum differently: 0.9 in one is 0.1 in another."""
+
+
+def explain_buffers(failed: FailedStep, names: list[str]) -> tuple[Explanation, list[int]]:
+    """Return why these buffers have their values after the step, and on which ranks."""
+    workload, layout, replicas = failed.case.workload, failed.case.layout, failed.trace.buffers
+    exact = [replica_truth(failed.trace, workload, layout, r, failed.step) for r in range(len(replicas))]
+    distances = [_distance(told[failed.step + 1], x, names) for told, x in zip(replicas, exact, strict=True)]
+    wrong = [r for r, distance in enumerate(distances) if not distance <= LEFT_OVER * max(distances)]
+    worst = max(wrong, key=lambda r: distances[r])
+    told, before = replicas[worst][failed.step + 1], replicas[worst][failed.step]
+    if absent := [name for name in names if name not in told]:
+        return (Fault.MISSING, f"{pluralize(len(absent), 'buffer is', 'buffers are')} absent"), wrong
+
+    def fits(rival: Tensors) -> bool:
+        return _distance(told, rival, names) <= LEFT_OVER * distances[worst]
+
+    if fits(before):
+        return (Fault.BUFFERS, "as before the step: not updated"), wrong
+    if others := [r for r, x in enumerate(exact) if r != worst and fits(x)]:
+        return (Fault.BUFFERS, f"those of rank {others[0]}"), wrong
+    if kinds := low_precisions(told[name] for name in names if told[name].dtype.kind == "f"):
+        return (Fault.BUFFERS, f"every value is a {kinds[0]} number"), wrong
+    own = together(workload, failed.batch.shard(worst, len(replicas)), layout)
+    here = known_parameters(failed.trace, workload, failed.step)
+    for r, other in enumerate(replicas):
+        if r != worst and fits(exact_buffers(workload, here, other[failed.step], own)):
+            return (Fault.BUFFERS, f"as if the step had begun with those of rank {r}"), wrong
+    if fits(exact_buffers(workload, here, before, [part for part in own for _ in range(2)])):
+        return (Fault.BUFFERS, "as if every micro-batch had been seen twice, as where blocks are computed again"), wrong
+    for momentum in _MOMENTA:
+        if fits(exact_buffers(workload, here, before, own, momentum)):
+            return (Fault.BUFFERS, f"with a momentum of {momentum:g}"), wrong
+    return (Fault.BUFFERS, "no other momentum and no other replica's micro-batches explain them"), wrong
+
+
+def _distance(told: Tensors, exact: Tensors, names: Iterable[str]) -> float:
+    """Return the distance over all buffers together. Infinite if one is missing."""
+    if any(name not in told or name not in exact for name in names):
+        return float("inf")
+    return float(np.sqrt(sum(np.sum(np.square(told[n].astype(np.float64) - exact[n])) for n in names)))

@@ -2,30 +2,271 @@
 
 `diagnose` handles what is wrong in one replica, independently of the algorithm. This module handles the algorithm:
 which replicas' parts gradients are made of, and other ways of averaging parameters.
+
+The first wrong step of replicas that may differ, and how well another account of it fits.
+
+Replay a failed run of replicas under other accounts of what they do, to find one that explains it.
+
+Diagnose a pipeline that does not wait: which versions of the weights its gradients are computed at.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshmark.algorithms.replicas import LEFT_OVER, SAME, averaged, flat, listed
-from meshmark.judge.deviation import Deviations, Drift, Quantity, QuantityKind, global_norm
+from meshmark.algorithms.contract import (
+    LEFT_OVER,
+    SAME,
+    GradientRule,
+    Tensors,
+    Transition,
+    UpdateRule,
+    averaged,
+    flat,
+    listed,
+)
+from meshmark.judge.deviation import (
+    Deviations,
+    Drift,
+    Quantity,
+    QuantityKind,
+    by_replica,
+    global_norm,
+    num_replicas,
+    replica_of,
+)
 from meshmark.judge.diagnosis import diagnose
-from meshmark.judge.failed_replicas import FailedReplicas
 from meshmark.judge.failed_step import Explanation
 from meshmark.judge.faults import MOST_NAMES, Diagnosis, Fault
-from meshmark.judge.pipeline_diagnosis import diagnose_pipeline
-from meshmark.judge.replays import Replays
-from meshmark.judge.replicas import by_replica, num_replicas, replica_of
 from meshmark.judge.tolerance_model import ToleranceModel
-from meshmark.judge.trace import Trace
-from meshmark.judge.truth import exact_gradients, local_rules
+from meshmark.judge.trace import Trace, observed_run
+from meshmark.judge.truth import MOST_PAST, ExactOptimizer, exact_gradients, exact_pipelined_step, local_rules
 from meshmark.judge.twin import Twin
+from meshmark.judge.update_faults import update_hypotheses
 from meshmark.reference.data import make_batch
 from meshmark.spec.case import Case
+from meshmark.spec.optimizer import OptimizerSpec
+from meshmark.spec.workload import Workload
+
+
+def diagnose_pipeline(
+    case: Case, trace: Trace, deviations: Deviations, tolerance_model: ToleranceModel
+) -> Diagnosis | None:
+    """Return the diagnosis, or None if no other versions explain the first wrong step."""
+    wrong = [(step, q) for excess, q, step in tolerance_model.judge(deviations) if not excess <= 1]
+    first = min((step for step, _ in wrong), default=0)
+    names = {
+        kind: [q.name for step, q in wrong if step == first and q.kind is kind]
+        for kind in (QuantityKind.GRADIENTS, QuantityKind.PARAMETERS)
+    }
+    if gradients := names[QuantityKind.GRADIENTS]:
+        explains = _of_gradients(case, trace, first, gradients, tolerance_model)
+    elif updates := names[QuantityKind.PARAMETERS]:
+        gradients, explains = updates, _of_update(case, trace, first, updates)
+    else:
+        return None
+    if explains is None:
+        return None
+    return Diagnosis(
+        fault=Fault.ALGORITHM, step=first, names=gradients[:MOST_NAMES], num_names=len(gradients), detail=explains
+    )
+
+
+def _of_gradients(case: Case, trace: Trace, step: int, names: list[str], tolerance_model: ToleranceModel) -> str | None:
+    workload, layout = case.workload, case.layout
+    tolerances = {name: tolerance_model.tolerance(QuantityKind.GRADIENTS.of(name), step) for name in names}
+    right = workload.algorithm.gradient_rule(workload, layout)
+    assert right is not None, f"{workload.algorithm.id} has no gradient rule"
+    accounts = (
+        (hypothesis.description, _gradients_by(hypothesis.rule(), case, trace, step))
+        for hypothesis in workload.algorithm.gradient_hypotheses(workload, layout)
+    )
+    return _first_that_fits(accounts, _gradients_by(right, case, trace, step), trace.gradients[step], tolerances)
+
+
+def _gradients_by(rule: GradientRule, case: Case, trace: Trace, step: int) -> Tensors:
+    """Return the gradients of `step` by a rule, replayed from the first step because it may keep state."""
+    found: Tensors = {}
+    for index in range(step + 1):
+        past = trace.parameters[max(0, index + 1 - MOST_PAST) : index + 1]
+        batch = make_batch(case.workload, index)
+        found = exact_pipelined_step(rule, case.workload, past, batch).gradients
+    return found
+
+
+def _first_that_fits(
+    accounts: Iterable[tuple[str, Tensors]], exact: Tensors, told: Tensors, tolerances: Mapping[str, float]
+) -> str | None:
+    """Return the first account that fits. `tolerances` is by the names of wrong tensors."""
+    for how, there in accounts:
+        if all(
+            np.linalg.norm(told[name] - there[name])
+            <= max(tolerance, LEFT_OVER * float(np.linalg.norm(told[name] - exact[name])))
+            for name, tolerance in tolerances.items()
+            if name in told
+        ):
+            return how
+    return None
+
+
+def _of_update(case: Case, trace: Trace, step: int, names: list[str]) -> str | None:
+    """Return what is wrong with an update by right gradients; None where no known fault explains it."""
+    workload, after = case.workload, trace.parameters[step + 1]
+    for hypothesis in workload.algorithm.fault_hypotheses(workload, observed_run([trace], step)):
+        right = workload.algorithm.transition(workload, local_rules(workload, 1), num_stages=case.layout.pp)
+        wrong = hypothesis.transition(workload, local_rules(workload, 1))
+        exact: Tensors = {}
+        there: Tensors = {}
+        for index in range(step + 1):
+            here, given = [trace.parameters[index]], [trace.gradients[index]]
+            (exact,), (there,) = right.transition(here, given), wrong.transition(here, given)
+        if all(
+            np.linalg.norm(after[name] - there[name]) <= LEFT_OVER * float(np.linalg.norm(after[name] - exact[name]))
+            for name in names
+        ):
+            return hypothesis.description
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailedReplicas:
+    """The first step at which anything is wrong, for all replicas together."""
+
+    case: Case
+    traces: Sequence[Trace]
+    tolerance_models: Sequence[ToleranceModel]
+    """Tolerance models by replica, like the traces."""
+    step: int
+    wrong: dict[int, dict[Quantity, float]]
+    """Excesses by replica, then quantity: distance from the truth in tolerances. Contains only replicas with any."""
+
+    def names(self, *kinds: QuantityKind) -> dict[int, list[str]]:
+        """Return the names of wrong tensors by replica, the worst first."""
+        found = {}
+        for replica, excesses in self.wrong.items():
+            worst = sorted((q for q in excesses if q.kind in kinds), key=lambda q: -excesses[q])
+            if worst:
+                found[replica] = list(dict.fromkeys(q.name for q in worst))
+        return found
+
+    def at(self, step: int) -> tuple[list[Tensors], list[Tensors]]:
+        """Return each replica's parameters before `step`, and its gradients."""
+        uses = self.case.workload.uses
+        own: list[Tensors] = [
+            {n: g for n, g in trace.gradients[step].items() if uses(n, step)} for trace in self.traces
+        ]
+        return [trace.parameters[step] for trace in self.traces], own
+
+
+def worst_excess(
+    failed: FailedReplicas, wrong: dict[int, list[str]], exact: Sequence[Tensors], there: Sequence[Tensors]
+) -> float:
+    """Return how far the worst of the wrong parameters is from `there`. Up to 1, `there` explains the run."""
+    after = [trace.parameters[failed.step + 1] for trace in failed.traces]
+    return max(
+        float(np.linalg.norm(after[r][name] - there[r][name]))
+        / max(
+            failed.tolerance_models[r].tolerance(QuantityKind.PARAMETERS.of(name), failed.step),
+            LEFT_OVER * float(np.linalg.norm(after[r][name] - exact[r][name])),
+        )
+        for r, names in wrong.items()
+        for name in names
+    )
+
+
+Account = tuple[int, Explanation]
+"""The number of steps explained from the failed one on, and the explanation."""
+Transitions = Callable[[Workload, Sequence[UpdateRule]], Transition]
+"""Makes a transition, right or wrong, from a workload and the replicas' optimizers."""
+
+
+class Replays:
+    """Finds the account that explains the most steps from the failed one on.
+
+    One step is not enough: at the first, all replicas have the same parameters, and many accounts agree.
+    """
+
+    def __init__(self, failed: FailedReplicas, wrong: dict[int, list[str]]) -> None:
+        """`wrong` has the names of wrong parameters by replica."""
+        workload = failed.case.workload
+        self.failed, self.wrong = failed, wrong
+        self.run = observed_run(failed.traces, failed.step)
+        self.spec = workload.algorithm.local_optimizer(workload.optimizer)
+        self.exact = self.replayed(self.real)
+
+    def real(self, workload: Workload, rules: Sequence[UpdateRule]) -> Transition:
+        """Return the right transition, which follows what the run leaves to chance."""
+        transition = workload.algorithm.transition(workload, rules)
+        transition.follow(self.run)
+        return transition
+
+    def rules(self, spec: OptimizerSpec | None = None) -> list[UpdateRule]:
+        return [ExactOptimizer(spec or self.spec) for _ in self.failed.traces]
+
+    def replayed(self, kind: Transitions, rules: Sequence[UpdateRule] | None = None) -> list[list[Tensors]]:
+        """Return where a transition puts each replica, by step."""
+        algorithm = kind(self.failed.case.workload, rules or self.rules())
+        return [algorithm.transition(*self.failed.at(step)) for step in range(self.num_steps)]
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.failed.traces[0].gradients)
+
+    def explained(self, kind: Transitions, rules: Sequence[UpdateRule] | None = None) -> int:
+        """Return how many steps are explained from the failed one on, without a gap."""
+        there, steps = self.replayed(kind, rules), range(self.failed.step, self.num_steps)
+
+        def explains(step: int) -> bool:
+            return worst_excess(replace(self.failed, step=step), self.wrong, self.exact[step], there[step]) <= 1
+
+        return next((s for s in steps if not explains(s)), self.num_steps) - self.failed.step
+
+    def of_rules(self) -> Iterator[Account]:
+        """Yield other update rules of every replica."""
+        for every in zip(*(update_hypotheses(self.spec, self.failed.step) for _ in self.failed.traces), strict=True):
+            if every[0].gradients is None:
+                steps = self.explained(self.real, [rival.optimizer for rival in every])
+                yield steps, (every[0].fault, every[0].detail)
+        for factor in (2.0, 0.5, *self.fitted_factors()):
+            rate = replace(self.spec, learning_rate=factor * self.spec.learning_rate)
+            yield self.explained(self.real, self.rules(rate)), (Fault.UPDATE, f"{factor:.4g} times the right step")
+
+    def fitted_factors(self) -> Iterator[float]:
+        """Yield the worst replica's failed step as a multiple of the right step, if all replicas are averaged."""
+        if not self.failed.case.workload.algorithm.averages_after(self.failed.step):
+            return
+        replica, names = next(iter(self.wrong.items()))
+        step, traces = self.failed.step, self.failed.traces
+        before = flat(averaged([trace.parameters[step] for trace in traces])[replica], names)
+        moved = flat(traces[replica].parameters[step + 1], names) - before
+        right = flat(self.exact[step][replica], names) - before
+        if right.any() and (factor := float(moved @ right / (right @ right))) > 0:
+            yield factor
+
+    def of_faults(self) -> Iterator[Account]:
+        """Yield the ways in which the algorithm is got wrong, and what is fitted to the run."""
+        workload = self.failed.case.workload
+        for hypothesis in workload.algorithm.fault_hypotheses(workload, self.run):
+            yield self.explained(hypothesis.transition), (Fault.ALGORITHM, hypothesis.description)
+        fresh = workload.algorithm.transition(workload, self.rules())
+        if fitted := workload.algorithm.estimate_fault(workload, fresh, self.run, self.wrong, self.exact):
+            steps, detail = fitted
+            yield steps, (Fault.ALGORITHM, detail)
+
+    def longest(self, accounts: Iterable[Account]) -> Explanation | None:
+        """Return the account that explains the most steps, or None. The first that explains all ends the search."""
+        most: int = 0
+        best: Explanation | None = None
+        for steps, account in accounts:
+            if steps > most:
+                most, best = steps, account
+            if most == self.num_steps - self.failed.step:
+                break
+        return best
 
 
 def diagnose_replicas(

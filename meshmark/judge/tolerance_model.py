@@ -7,21 +7,250 @@ over the noise runs. For a single number, over which nothing averages, it is als
 how each quantity scatters about its noise, and the distance that a correct run exceeds with probability FALSE_ALARMS,
 shared over all comparisons of a case. That gives the quantity's factor: a case passes while no comparison exceeds
 factor x noise.
+
+How one quantity scatters between correct runs, estimated from its noise runs, and the tail of that distribution.
+
+The square of a tensor's distance is a sum of squares in many directions, some with larger shares than others. Its
+variance relative to its mean is 2 / d. Here d is its *degrees of freedom*: the number of equal directions with that
+variance. A few large shares make a longer tail than d equal ones, so the tail is that of d / 7 directions with the
+same variance (one direction if d is below seven). The mean is estimated from a few runs, which turns chi-squared into
+an F distribution. A single number has only one direction, however little a few draws differ; for it the distribution
+is Student's t. reports/power.md compares this with correct runs.
+
+How often correct runs fail: measured frequencies, as opposed to the tolerance model's target.
+
+`make power-long` runs correct training, of `single` and of real adapters, and writes the counts to `false_alarms.json`
+in this folder. A run with the same bits as another shows nothing and is not counted. Runs of one problem share its
+tolerance models, so they are more alike than runs of several problems. They are worth as many independent runs as
+their number divided by their design effect (Kish, Survey Sampling, 1965).
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from meshmark.adapter.arithmetic import Casting
-from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind
-from meshmark.judge.replicas import by_replica
-from meshmark.judge.spread import Spread
+from meshmark.adapter.contract import Casting
+from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind, by_replica
+from meshmark.serial import decode
 from meshmark.spec.precision import Precision
+
+COUNTED = Path(__file__).with_name("false_alarms.json")
+CONFIDENCE = 0.95
+CLOSE = 0.02
+"""Share of all runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlarmCounts:
+    """Counts of correct runs of one problem."""
+
+    what: str
+    """How the runs were made, their workload and precision."""
+    problems: int
+    """Number of problems with different seeds, numbers of micro-batches, or both."""
+    tolerance_models: int
+    """Number of tolerance models, each from separate noise runs."""
+    runs: int
+    """Number of runs, no two with the same bits."""
+    alarms: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FalseAlarms:
+    """All counts under one version of the tolerance model."""
+
+    version: int
+    """Version of the noise and its factors: `passes.noise.FORMAT`."""
+    machines: list[str]
+    torch: list[str]
+    design_effect: float = 1.0
+    counted: list[AlarmCounts] = field(default_factory=list)
+
+    @property
+    def runs(self) -> int:
+        return sum(c.runs for c in self.counted)
+
+    @property
+    def alarms(self) -> int:
+        return sum(c.alarms for c in self.counted)
+
+    @property
+    def independent(self) -> int:
+        """Number of runs of distinct problems that would show as much."""
+        return int(self.runs / self.design_effect)
+
+    @property
+    def bound(self) -> float:
+        """Upper limit of the probability that a correct run fails, by Clopper and Pearson.
+
+        It assumes the effective number of independent runs with the same share of alarms (Korn and Graubard, Survey
+        Methodology 24, 1998).
+        """
+        return upper_limit(self.alarms / self.design_effect, self.runs / self.design_effect)
+
+    def __str__(self) -> str:
+        if not self.runs:
+            return "not counted yet: run make power-long"
+        what = f"{self.alarms} alarms" if self.alarms > 1 else "1 alarm" if self.alarms else "no alarm"
+        worth = f"which show as much as {self.independent:,} independent ones"
+        return f"{what} in {self.runs:,} correct runs, {worth}: below {self.bound:.2g} ({CONFIDENCE:.0%})"
+
+
+def design_effect(groups: Sequence[Sequence[float]]) -> float:
+    """Return how much more the share of runs close to an alarm varies between problems than for independent runs.
+
+    It is at least one. `groups` is the largest excess of every run, by problem. Alarms themselves are too rare, so the
+    furthest CLOSE of all runs are used.
+    """
+    sizes = np.array([len(group) for group in groups])
+    if sizes.sum() < 1 / CLOSE or len(groups) < 2:
+        return 1.0
+    limit = np.quantile(np.concatenate([np.asarray(group) for group in groups]), 1 - CLOSE)
+    close = np.array([np.sum(np.asarray(group) > limit) for group in groups])
+    share = close.sum() / sizes.sum()
+    if not 0 < share < 1:
+        return 1.0
+    scatter = np.sum((close - share * sizes) ** 2) * len(groups) / (len(groups) - 1)
+    return max(float(scatter / (sizes.sum() * share * (1 - share))), 1.0)
+
+
+def upper_limit(num_events: float, num_trials: float, confidence: float = CONFIDENCE) -> float:
+    """Return the probability at which `num_events` or fewer in `num_trials` have a chance of 1 - `confidence`.
+
+    Neither number needs to be an integer.
+    """
+    from scipy.special import betaincinv  # takes a quarter of a second, and few commands need it
+
+    return float(betaincinv(num_events + 1, num_trials - num_events, confidence)) if num_events < num_trials else 1.0
+
+
+def merged(parts: Sequence[AlarmCounts]) -> list[AlarmCounts]:
+    """Add up counts with the same description."""
+    found: dict[str, AlarmCounts] = {}
+    for part in parts:
+        so_far = found.get(part.what, AlarmCounts(what=part.what, problems=0, tolerance_models=0, runs=0, alarms=0))
+        found[part.what] = AlarmCounts(
+            what=part.what,
+            problems=so_far.problems + part.problems,
+            tolerance_models=so_far.tolerance_models + part.tolerance_models,
+            runs=so_far.runs + part.runs,
+            alarms=so_far.alarms + part.alarms,
+        )
+    return [found[what] for what in sorted(found)]
+
+
+@functools.cache
+def shown() -> FalseAlarms:
+    """Return the counts under this version of the tolerance model."""
+    counted: FalseAlarms = decode(FalseAlarms, json.loads(COUNTED.read_text()))
+    return counted
+
+
+TAIL_DIRECTIONS = 1 / 7
+"""Share of the degrees of freedom that carries the tail."""
+MOST_DEGREES = 64.0
+"""Largest number of degrees of freedom that a few dozen draws can show.
+
+Roundings take few values. Identical draws may be followed by one where a single element was rounded the other way,
+which changes the square by a tenth in a bias of 32 elements. Independent roundings of as many have 80 degrees of
+freedom.
+"""
+ONE_SIDED = 1.645
+"""Standard errors between an estimate and its one-sided 95 % limit."""
+APART = 3.1
+"""Standard errors beyond which one step scatters more than all together, not by chance: one in 1,000."""
+
+
+def _at_least(degrees: float, num_values: int) -> float:
+    """Return the lower 95 % limit of degrees of freedom estimated from the variance of `num_values` squared values.
+
+    Without it, the quantities whose few draws happened to differ little would cause alarms.
+    """
+    return degrees / (1 + ONE_SIDED * _error_of_variance(degrees, num_values))
+
+
+def _error_of_variance(degrees: float, num_values: int) -> float:
+    """Return the relative standard error of the sample variance of `num_values` chi-squared values over d.
+
+    Its relative variance is (2 + 12 / d) / n.
+    """
+    return math.sqrt((2 + 12 / degrees) / num_values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Scatter of one quantity."""
+
+    level: list[float]
+    """Root mean square over the runs, by step."""
+    degrees: float
+    """Degrees of freedom of one squared value, at the step that scatters most if one does more than by chance.
+
+    Below one if steps differ more than their draws.
+    """
+    known: float
+    """Degrees of freedom of `level`."""
+
+    @classmethod
+    def of(cls, values: NDArray[np.float64], *, of_number: bool) -> Spread:
+        """Return the spread of values (runs x steps).
+
+        `of_number` is for a single number, whose level at every step is at least that of all steps together.
+        """
+        squares = np.square(values)
+        own = squares.mean(axis=0)
+        means = np.broadcast_to(np.maximum(squares.mean(), own) if of_number else own, squares.shape)
+        num_draws = len(values)
+        level = [float(x) for x in np.sqrt(means[0])]
+        if not np.isfinite(means).all():
+            return cls(level=level, degrees=1.0, known=float(num_draws))
+        relative = np.divide(squares, means, out=np.ones_like(squares), where=means > 0)
+        # The runs' own mean lies between them: they scatter less about it than about the true one.
+        variances = np.mean((relative - 1) ** 2, axis=0) * num_draws / max(num_draws - 1, 1)
+        variance, widest = float(variances.mean()), float(variances.max())
+        most = 1.0 if of_number else MOST_DEGREES
+        degrees = min(_at_least(2 / variance, squares.size), most) if variance else most
+        # Steps are draws of one distribution only if they scatter alike. Adagrad's first step is the sign of a
+        # gradient that is zero but for rounding. From where that leads, runs differ more at some steps than at others.
+        if not of_number and widest > variance * (1 + APART * _error_of_variance(degrees, num_draws)):
+            degrees = min(_at_least(2 / widest, num_draws), degrees)
+        return cls(level=level, degrees=degrees, known=num_draws * degrees)
+
+    @property
+    def _directions(self) -> float:
+        return max(1.0, TAIL_DIRECTIONS * self.degrees)
+
+    @property
+    def _share(self) -> float:
+        """Share of a squared value that is in the tail's directions."""
+        return math.sqrt(self._directions / self.degrees)
+
+    def factor(self, probability: float) -> float:
+        """Return the multiple of its level that a value exceeds with `probability`."""
+        from scipy.special import betaincinv  # takes a quarter of a second, and few commands need it
+
+        y = float(betaincinv(self.known / 2, self._directions / 2, probability))
+        tail = self.known * (1 - y) / (self._directions * y) if y else math.inf
+        return math.sqrt(1 - self._share + self._share * tail)
+
+    def probability(self, multiples: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the probability that a correct run exceeds these multiples of the level, the inverse of `factor`."""
+        from scipy.special import betainc
+
+        tail = np.maximum((np.square(multiples) - 1 + self._share) / self._share, 0.0)
+        found: NDArray[np.float64] = betainc(
+            self.known / 2, self._directions / 2, self.known / (self.known + self._directions * tail)
+        )
+        return found
+
 
 FALSE_ALARMS = 1e-4
 """Target probability that a correct run fails in any of its comparisons at any step. `false_alarms` has measured

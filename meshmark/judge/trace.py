@@ -1,23 +1,132 @@
-"""Traces: a run's parameters, gradients and losses by step, gathered on rank 0."""
+"""Traces: a run's parameters, gradients and losses by step, gathered on rank 0.
+
+Gather values of every rank without pickle: JSON and plain arrays, with checked sizes.
+
+PyTorch's object collectives unpickle what peers send, and unpickling runs any code that the sender names.
+
+Tensors that engines return: checked by name on arrival, and made plain if they are sharded.
+
+Store a run's tensors on disk if they do not fit in memory.
+
+They are written one by one as they are read from an engine, and read one by one for judging. While an engine is alive,
+judging it needs one whole tensor besides what it holds, and that tensor's copy on the host.
+
+The part of a run that is judged: all of it or, for a large model, a sample.
+
+The values that a case's instrumented pass computed, and that its untouched pass must also compute.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import os
+import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from meshmark import rank_progress
+from meshmark.adapter.engine import Engine, Holdings
 from meshmark.algorithms.contract import ObservedRun, ServerVersions
+from meshmark.errors import AdapterError
 from meshmark.judge.deviation import Drift, QuantityKind, Tensors
-from meshmark.judge.gather import all_gather_json, gather_arrays
+from meshmark.reference.model import parameter_shapes
+from meshmark.spec.workload import Workload
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+MOST_BYTES = 2**36
+"""Upper bound for one rank's data, above what any model that is compared with the truth needs."""
+_ALIGNMENT = 8
+_KINDS = "fiu"
+"""Kinds of NumPy dtypes that are plain numbers."""
+
+
+def all_gather_json(value: object) -> list[Any]:
+    """Return every rank's `value`, by rank. A collective call."""
+    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device_of_default_group())
+    sizes = _all_sizes(len(own))
+    padded = _padded(own, max(sizes))
+    everyone = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(everyone, padded)
+    return [
+        json.loads(text[:size].cpu().numpy().tobytes().decode()) for text, size in zip(everyone, sizes, strict=True)
+    ]
+
+
+def gather_arrays(arrays: list[NDArray[Any]]) -> list[list[NDArray[Any]]] | None:
+    """Return every rank's `arrays` on rank 0, by rank, and None elsewhere. A collective call."""
+    own = np.zeros(sum(_room(array) for array in arrays), dtype=np.uint8)
+    offset = 0
+    for array in arrays:
+        own[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        offset += _room(array)
+    forms = all_gather_json([[array.dtype.str, list(array.shape)] for array in arrays])
+    sizes = _all_sizes(len(own))
+    padded = _padded(torch.from_numpy(own).to(device_of_default_group()), max(sizes))
+    everyone = [torch.empty_like(padded) for _ in sizes] if dist.get_rank() == 0 else None
+    dist.gather(padded, everyone)
+    if everyone is None:
+        return None
+    return [
+        _unpacked(form, payload[:size].cpu().numpy())
+        for form, payload, size in zip(forms, everyone, sizes, strict=True)
+    ]
+
+
+def _unpacked(forms: list[tuple[str, list[int]]], payload: NDArray[np.uint8]) -> list[NDArray[Any]]:
+    """Return copies of the arrays in `payload`. Raises `ValueError` unless they fill it."""
+    arrays, offset = [], 0
+    for name, shape in forms:
+        dtype = np.dtype(name)
+        if dtype.kind not in _KINDS or any(dim < 0 for dim in shape):
+            raise ValueError(f"a rank sent an array of {name!r} and shape {shape}: expected plain numbers")
+        num_bytes = math.prod(shape) * dtype.itemsize
+        array = payload[offset : offset + num_bytes].view(dtype).reshape(shape).copy()
+        arrays.append(array)
+        offset += _room(array)
+    if offset != len(payload):
+        raise ValueError(f"a rank sent {len(payload)} bytes where its arrays take {offset}")
+    return arrays
+
+
+def _room(array: NDArray[Any]) -> int:
+    return -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _all_sizes(own: int) -> list[int]:
+    """Return every rank's number of bytes. Raises `ValueError` for sizes that no trace can have."""
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device_of_default_group()) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([own], dtype=torch.int64, device=device_of_default_group()))
+    told = [int(size) for size in sizes]
+    if not all(0 <= size <= MOST_BYTES for size in told):
+        raise ValueError(f"the ranks want to send {told} bytes: expected 0 to {MOST_BYTES} each")
+    return told
+
+
+def _padded(own: Tensor, size: int) -> Tensor:
+    return torch.nn.functional.pad(own, (0, size - len(own)))
+
+
+def device_of_default_group() -> torch.device:
+    """Return the device on which the default process group takes its tensors."""
+    on_gpu = dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
 
 _MOST_DRIFTED = 16
 """Number of tensors per rank, the smallest ones: enough to show which parts they are made of."""
@@ -252,3 +361,225 @@ def drifts_between(kind: QuantityKind, everyone: Mapping[int, list[dict[str, str
                 others = sorted(digests.keys() - set(ranks))
                 found.append(Drift(quantity=kind.of(name), step=step, ranks=ranks, others=others))
     return found
+
+
+_CATEGORIES = ("parameters", "gradients", "optimizer_states", "communication")
+
+
+@torch.no_grad()
+def host_parameters(engine: Engine, workload: Workload) -> Tensors:
+    """Return a copy of `engine.parameters()`, a collective call.
+
+    Raises `AdapterError` for anything that is neither a full tensor under its canonical name nor sharded.
+    """
+    return {name: host_copy(tensor) for name, tensor in full_parameters(engine, workload)[1]}
+
+
+@torch.no_grad()
+def host_gradients(engine: Engine, workload: Workload) -> Tensors:
+    """Return a copy of `engine.gradients()`; see `host_parameters`."""
+    return {name: host_copy(tensor) for name, tensor in full_gradients(engine, workload)[1]}
+
+
+NamedTensors = tuple[list[str], Iterator[tuple[str, Tensor]]]
+"""Names, and an iterator over names and tensors in order. Each tensor is gathered on demand: a collective call."""
+
+
+def full_parameters(engine: Engine, workload: Workload) -> NamedTensors:
+    """Return the tensors of `engine.parameters()` one after the other. For `AdapterError` see `host_parameters`."""
+    return _full("parameters()", engine.parameters(), workload)
+
+
+def full_gradients(engine: Engine, workload: Workload) -> NamedTensors:
+    """Return the tensors of `engine.gradients()` one after the other."""
+    return _full("gradients()", engine.gradients(), workload)
+
+
+@torch.no_grad()
+def local_holdings(engine: Engine) -> Holdings:
+    """Return `engine.holdings()` with the local part of each sharded tensor.
+
+    Raises `AdapterError` for anything without its own storage.
+    """
+    held: object = engine.holdings()
+    if not isinstance(held, Holdings):
+        raise AdapterError(f"holdings() returned {_kind(held)}; expected a Holdings")
+    return Holdings(
+        **{
+            name: [_local(f"holdings(): {name}[{i}]", t) for i, t in enumerate(getattr(held, name))]
+            for name in _CATEGORIES
+        }
+    )
+
+
+def _full(method: str, told: object, workload: Workload) -> NamedTensors:
+    if not isinstance(told, Mapping):
+        raise AdapterError(f"{method} returned {_kind(told)}; expected a mapping of canonical names to tensors")
+    shapes = parameter_shapes(workload.model)
+    for name in told:
+        if name not in shapes:
+            raise AdapterError(f"{method} returned {name!r}; the canonical names are {', '.join(shapes)}")
+    return list(told), _whole(method, told, shapes)
+
+
+def _whole(
+    method: str, told: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, Tensor]]:
+    for name in told:
+        value = told[name]
+        # A DTensor's ranks bring it together here, all in the order in which they return it.
+        tensor = value.full_tensor() if _is_sharded(value) else value
+        tensor = _check(f"{method}: {name}", tensor, f"a plain float tensor of shape {tuple(shapes[name])}")
+        if tensor.shape != shapes[name]:
+            raise AdapterError(f"{method}: {name} has shape {tuple(tensor.shape)}; its full shape is {shapes[name]}")
+        yield name, tensor
+        del value, tensor  # whoever asks for the next has no use for this one
+
+
+def _local(where: str, value: object) -> Tensor:
+    tensor = value.to_local() if _is_sharded(value) else value
+    return _check(where, tensor, "a plain tensor, whose storage is counted")
+
+
+def _is_sharded(value: object) -> TypeGuard[DTensor]:
+    from torch.distributed.tensor import DTensor  # a second, which only ranks should take
+
+    return isinstance(value, DTensor)
+
+
+def _check(where: str, value: object, expected: str) -> Tensor:
+    """Return `value` if it is a tensor whose operators and storage PyTorch can access."""
+    if not isinstance(value, Tensor) or type(value.detach()) is not Tensor:
+        problem = f"is {_kind(value)}"
+    elif value.is_meta:
+        problem = "is on the meta device, without values"
+    elif value.layout is not torch.strided:
+        problem = f"is of layout {value.layout}"
+    elif "float" not in expected or value.is_floating_point():
+        return value
+    else:
+        problem = f"is of {value.dtype}"
+    raise AdapterError(f"{where} {problem}; expected {expected}")
+
+
+def _kind(value: object) -> str:
+    cls = type(value)
+    return cls.__name__ if cls.__module__ in ("builtins", "torch") else f"{cls.__module__}.{cls.__name__}"
+
+
+class StoredTensors(Mapping[str, NDArray[np.floating]]):
+    """Tensors by name. Each is read from its file on access, and not cached."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` is for these tensors only. It is created, or emptied if it exists."""
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        self.folder = folder
+        self._names: dict[str, None] = {}
+
+    def __getitem__(self, name: str) -> NDArray[np.floating]:
+        if name not in self._names:
+            raise KeyError(name)
+        value: NDArray[np.floating] = np.load(self._path(name), allow_pickle=False)
+        return value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def write(self, name: str, value: NDArray[np.floating]) -> None:
+        np.save(self._path(name), np.ascontiguousarray(value), allow_pickle=False)
+        self._names[name] = None
+
+    def remove(self, name: str) -> None:
+        del self._names[name]
+        self._path(name).unlink()
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.npy"
+
+
+def stored_copies(tensors: Mapping[str, Tensor], folder: Path) -> StoredTensors:
+    """Write all `tensors` to a new folder."""
+    found = StoredTensors(folder)
+    for name, tensor in tensors.items():
+        found.write(name, host_copy(tensor, shared=True))
+    return found
+
+
+class DiskNotebook:
+    """Notes of all ranks together, which hold one state, on disk.
+
+    They are whole on rank 0, with each tensor from the lowest rank that reports it. All methods are collective calls.
+    """
+
+    def __init__(self, folder: Path, around: AbstractContextManager[None] | None = None) -> None:
+        """`folder` is this rank's own. The context `around` is entered whenever an engine's tensors are gathered."""
+        self.folder, self.around = folder, around or nullcontext()
+        self.digests: dict[QuantityKind, list[dict[str, str]]] = {}
+        """Digests of what this rank reported, by step and name."""
+
+    def parameters(self, engine: Engine, workload: Workload, step: int) -> StoredTensors:
+        with self.around:
+            return self._take(QuantityKind.PARAMETERS, step, full_parameters(engine, workload))
+
+    def gradients(self, engine: Engine, workload: Workload, step: int) -> StoredTensors:
+        with self.around:
+            return self._take(QuantityKind.GRADIENTS, step, full_gradients(engine, workload))
+
+    @torch.no_grad()
+    def _take(self, kind: QuantityKind, step: int, named: NamedTensors) -> StoredTensors:
+        names, told = named
+        everyone: list[list[str]] = all_gather_json(names)
+        owners = {name: rank for rank, its in reversed(list(enumerate(everyone))) for name in its}
+        found, digests, rank = StoredTensors(self.folder / f"{kind}-{step}"), dict[str, str](), dist.get_rank()
+        for name, tensor in told:
+            value = host_copy(tensor, shared=True)
+            digests[name] = digest(value)
+            if owners[name] == rank:
+                found.write(name, value)
+            del tensor, value  # the next takes their room
+        noted = self.digests.setdefault(kind, [])
+        noted[step:] = [digests]  # a step that loss scaling left out is told again
+        _send_to_first(found)
+        return found
+
+    def gather(self, own: Trace) -> tuple[list[Trace], list[Drift], int]:
+        """Like `gather_replicas` for one replica. `own.parameters` and `own.gradients` are results of this class."""
+        rank_progress.begin(rank_progress.Phase.GATHER)
+        kinds = (QuantityKind.PARAMETERS, QuantityKind.GRADIENTS)
+        numbers = [own.losses, own.norms, own.evaluations, own.left_out, own.loss_scales]
+        everyone = all_gather_json([numbers, [self.digests.get(kind, []) for kind in kinds]])
+        if dist.get_rank():
+            return [], [], 0
+        drifts = [
+            drift
+            for i, kind in enumerate(kinds)
+            for drift in drifts_between(kind, {rank: digests[i] for rank, (_, digests) in enumerate(everyone)})
+        ]
+        fields = ("losses", "norms", "evaluations", "left_out", "loss_scales")
+        union = union_of([Trace(**dict(zip(fields, numbers, strict=True))) for numbers, _ in everyone])
+        union.parameters, union.gradients = own.parameters, own.gradients
+        num_told = sum(len(tensors) for _, digests in everyone for steps in digests for tensors in steps)
+        num_held = sum(len(tensors) for tensors in [*own.parameters, *own.gradients])
+        return [union], drifts, num_told - num_held
+
+
+def _send_to_first(own: StoredTensors) -> None:
+    """Send what other ranks have written to rank 0, tensor by tensor."""
+    rank, device = dist.get_rank(), device_of_default_group()
+    forms = {} if rank == 0 else {name: [str(own[name].dtype), list(own[name].shape)] for name in own}
+    for sender, told in enumerate(all_gather_json(forms)):
+        for name, (dtype, shape) in told.items():
+            if rank == sender:
+                dist.send(torch.from_numpy(own[name]).to(device), 0)
+                own.remove(name)
+            elif rank == 0:
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+                dist.recv(tensor, sender)
+                own.write(name, tensor.cpu().numpy())

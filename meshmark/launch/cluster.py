@@ -3,6 +3,16 @@
 Every node runs the same pytest command. Node 0's process serves one key-value store for the whole run; each launch is a
 rendezvous under a prefix of its own, and launchers exchange what their ranks left, so that every node sees the same.
 A single node needs none: its launches meet in a file that this user alone can open.
+
+Facts that a scheduler gives this process: which of a run's launchers it is, and where the first of them listens.
+
+A launcher is either a node's only process, or one of the tasks that `srun` or `torchrun` starts on it. Both shapes run
+the same ranks. In the second shape each task has a share of them.
+
+Where the nodes of a run meet before they act: what one of them lacks, or holds otherwise, is told on all of them,
+and no rank is started for it.
+
+A private folder of one run inside its results: nodes share it, and it goes when the run does.
 """
 
 from __future__ import annotations
@@ -10,19 +20,44 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
+import hashlib
+import inspect
 import ipaddress
 import json
 import os
+import re
+import shutil
 import socket
+import subprocess
+import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
+from typing import Any
 
-from meshmark.errors import ClusterError, InputError, NodeLostError, NodesDisagreeError, UnknownNameError
+import meshmark
+from meshmark.adapter.registry import load_adapter
+from meshmark.environment import num_gpus, versions
+from meshmark.errors import (
+    ClusterError,
+    InputError,
+    MeshmarkError,
+    NodeLostError,
+    NodesDisagreeError,
+    NoSpaceError,
+    ResultsError,
+    UnknownNameError,
+)
 from meshmark.launch.store import SILENT_SECONDS, RunStore, StoreServer, run_secret
+from meshmark.records.request import Request, Task
+from meshmark.reference.data import data_digest
+from meshmark.serial import encode
+from meshmark.spec.case import Case
 from meshmark.text import pluralize
 
 # --- Lost nodes.
@@ -393,3 +428,327 @@ class Cluster:
         if theirs != what:
             raise NodesDisagreeError(f"{name} is at {theirs!r}, this one at {what!r}: give each the same command")
         return str(value)
+
+
+_ANSWER_SECONDS = 60.0
+"""How long a node may take to tell, or to come for, the folder's name."""
+
+
+class Scratch:
+    """A folder with a name that no other run has, open to its user alone (0700): what is left there is unpickled."""
+
+    def __init__(self, results: Path, cluster: Cluster) -> None:
+        """Node 0 chooses the name; a call of all nodes. Raises `ResultsError` when `results` cannot be written."""
+        spec, results = cluster.spec, results.absolute()  # ranks may start elsewhere
+        try:
+            results.mkdir(parents=True, exist_ok=True)
+            own = tempfile.mkdtemp(prefix="scratch-", dir=results) if spec.node_rank == 0 else ""
+            name = Path(own).name
+            with _undone(own):
+                if spec.nnodes > 1:
+                    name = cluster.exchange("scratch", name, seconds=_ANSWER_SECONDS)[0]
+                self.folder = results / name
+                self._cluster, self._blind = cluster, self._find_blind(cluster, self.folder.is_dir())
+            self._made = bool(own)
+            if not own:
+                with contextlib.suppress(FileExistsError):  # as it does where the nodes share their results
+                    self.folder.mkdir(mode=0o700)
+                    self._made = True
+        except OSError as error:
+            raise ResultsError(
+                f"results folder {str(results)!r}: {error.strerror}; name another with --results"
+            ) from error
+
+    @property
+    def missing(self) -> list[int]:
+        """Nodes, of those that are left, that do not see what node 0 has made."""
+        return [node for node in self._blind if node in self._cluster.numbers]
+
+    @staticmethod
+    def _find_blind(cluster: Cluster, here: bool) -> list[int]:
+        if cluster.spec.nnodes == 1:
+            return []
+        seen = cluster.exchange("scratch seen", "yes" if here else "no", seconds=_ANSWER_SECONDS)
+        return [node for node, answer in zip(cluster.numbers, seen, strict=True) if answer == "no"]
+
+    def checkpoint(self, base: Case, scenario: str) -> Path:
+        """A folder of what `scenario` of `base` saves, for all nodes."""
+        folder = self.folder / hashlib.sha256(repr((base, scenario)).encode()).hexdigest()[:16]
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise ResultsError(f"{str(folder)!r} cannot be made: {error.strerror}; did its results move?") from error
+        return folder
+
+    def remove(self) -> None:
+        """On the node that made it."""
+        if self._made:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _undone(own: str) -> Iterator[None]:
+    """Whoever has made a folder of which others cannot be told makes it undone."""
+    try:
+        yield
+    except BaseException:
+        if own:
+            shutil.rmtree(own, ignore_errors=True)
+        raise
+
+
+READY_SECONDS = 300.0
+"""How long nodes wait for one that is late, before ranks start: it may import from a slow disk."""
+_OWN = ("checkpoint", "peak_flops_per_second")
+"""Fields of a request that nodes need not agree on: a path, and a number that each node measures."""
+_SHOWN = 40
+"""Characters of a value that is told; of a longer one a digest is."""
+
+
+def meet(cluster: Cluster, request: Request, trouble: Exception | None = None) -> None:
+    """Until all nodes are about to do the same. `trouble`: why this one cannot; it is raised on every node.
+
+    Raises `NodesDisagreeError` when a node has another request, code, packages, data or noise floor.
+    """
+    compared = not trouble and request.task is not Task.LINKS  # which is measured between unlike nodes too
+    facts = {**_facts(request), **_gpus(request, cluster.spec)} if compared else {}
+    mine = {"facts": facts, "trouble": _encode_error(trouble)}
+    nodes = [json.loads(text) for text in cluster.exchange("launch", json.dumps(mine), seconds=READY_SECONDS)]
+    if trouble:
+        raise trouble
+    named = dict(zip(cluster.numbers, nodes, strict=True))
+    _raise_theirs(named)
+    _expect_equal({number: node["facts"] for number, node in named.items()})
+
+
+def from_node_0(cluster: Cluster, what: str, make: Callable[[], str], *, seconds: float) -> str:
+    """Return on every node what node 0 makes, or raise the error it met there. The others wait at most `seconds`."""
+    trouble, made = None, ""
+    if cluster.spec.node_rank == 0:
+        try:
+            made = make()
+        except Exception as error:
+            trouble = error
+    mine = json.dumps({"made": made, "trouble": _encode_error(trouble)})
+    first = json.loads(cluster.exchange(what, mine, seconds=seconds + READY_SECONDS)[0])
+    if trouble:
+        raise trouble
+    _raise_theirs({0: first})
+    return str(first["made"])
+
+
+def _encode_error(trouble: Exception | None) -> list[str] | None:
+    if trouble is None:
+        return None
+    text = str(trouble) if isinstance(trouble, MeshmarkError) else f"{type(trouble).__name__}: {trouble}"
+    return [NoSpaceError.__name__ if isinstance(trouble, NoSpaceError) else MeshmarkError.__name__, text]
+
+
+def _raise_theirs(nodes: Mapping[int, Mapping[str, Any]]) -> None:
+    for number, node in nodes.items():
+        if node["trouble"]:
+            kind, text = node["trouble"]
+            raise (NoSpaceError if kind == NoSpaceError.__name__ else MeshmarkError)(f"node {number}: {text}")
+
+
+def _expect_equal(nodes: Mapping[int, Mapping[str, str]]) -> None:
+    names = dict.fromkeys(name for facts in nodes.values() for name in facts)
+    told = []
+    for name in names:
+        values = {number: facts.get(name, "none") for number, facts in nodes.items()}
+        if len(set(values.values())) > 1:
+            told.append(f"{name} ({', '.join(f'{value} on node {number}' for number, value in values.items())})")
+    if told:
+        raise NodesDisagreeError(
+            f"the nodes disagree about {'; '.join(told)}: give each the same command, code, packages, data and GPUs"
+        )
+
+
+def _facts(request: Request) -> dict[str, str]:
+    """All that must be the same on every node, by name. Paths may differ: what is read there may not."""
+    asked = encode(request)
+    for case in (asked["case"], asked["base"]):
+        if case:
+            case["workload"]["corpus"] = None
+    facts = {"case": request.case.id, "data": _digest(data_digest(request.case.workload))}
+    facts |= {f"request's {name}": _shown(value) for name, value in asked.items() if name not in _OWN}
+    facts |= {f"version of {name}": version for name, version in versions().items()}
+    return facts | {"code of Meshmark": code_digest(), "code of the adapter": _source(request.adapter)}
+
+
+def _gpus(request: Request, spec: ClusterSpec) -> dict[str, str]:
+    """Return the number of GPUs that the ranks can use, for comparison between nodes.
+
+    On a node with fewer GPUs than the others, ranks would share them. NCCL refuses that, and it would distort times.
+    """
+    if request.device != "cuda":
+        return {}
+    ranks = request.case.world_size // (spec.nnodes if spec.gpus_by_task else spec.num_hosts)
+    return {f"GPUs that {ranks} ranks can use": str(min(ranks, num_gpus()))}
+
+
+def _shown(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    return text if len(text) <= _SHOWN else _digest(text)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+@functools.cache
+def code_digest() -> str:
+    package = Path(meshmark.__file__).parent
+    files = sorted(package.rglob("*.py"))
+    return _digest("".join(f"{file.relative_to(package)}\n{file.read_text()}" for file in files))
+
+
+@functools.cache
+def _source(adapter: str) -> str:
+    return _digest(Path(inspect.getfile(load_adapter(adapter))).read_text())
+
+
+_PORTS = 20000
+"""Ports from here on, and so many, are taken for jobs of SLURM."""
+_STEP_APART = 4999
+"""So that steps of one job, and jobs that follow each other, have ports of their own."""
+
+
+def cluster_of(
+    environ: Mapping[str, str], *, nnodes: int | None = None, node_rank: int | None = None, rdzv: str | None = None
+) -> ClusterSpec:
+    """From torchrun's or SLURM's variables, and from what was given by hand; a single node when there is neither.
+
+    Raises `InputError` where they contradict each other.
+    """
+    told = _of_torchrun(environ) or _of_slurm(environ)
+    if told is None:
+        if nnodes is None:
+            _expect_srun(environ)
+        return ClusterSpec(nnodes=nnodes or 1, node_rank=node_rank or 0, rdzv=rdzv)
+    if nnodes not in (None, told.nnodes, told.num_hosts):
+        raise InputError(
+            f"--nnodes {nnodes}, but this command was started as {told.text}: leave --nnodes out, or start it on "
+            f"{nnodes} nodes"
+        )
+    if node_rank not in (None, told.node_rank):
+        raise InputError(f"--node-rank {node_rank}, but this command was started as number {told.node_rank}: leave it")
+    return dataclasses.replace(told, rdzv=rdzv or told.rdzv)
+
+
+def _of_torchrun(environ: Mapping[str, str]) -> ClusterSpec | None:
+    if not ("GROUP_RANK" in environ and "LOCAL_WORLD_SIZE" in environ):
+        return None
+    nnodes, each = _whole(environ, "WORLD_SIZE", 1), _whole(environ, "LOCAL_WORLD_SIZE", 1)
+    if nnodes == 1:
+        return None
+    port = _whole(environ, "MASTER_PORT", 1) + 1  # torchrun's own store listens on MASTER_PORT
+    return ClusterSpec(
+        nnodes=nnodes,
+        node_rank=_whole(environ, "RANK", 0),
+        rdzv=f"{_required_variable(environ, 'MASTER_ADDR')}:{port}",
+        tasks_per_node=_even("torchrun", nnodes, nnodes // each or 1, each),
+        local_task=_whole(environ, "LOCAL_RANK", 0),
+        host_number=_whole(environ, "GROUP_RANK", 0),
+    )
+
+
+def _of_slurm(environ: Mapping[str, str]) -> ClusterSpec | None:
+    if "SLURM_STEP_NUM_NODES" not in environ:
+        return None
+    hosts = _whole(environ, "SLURM_STEP_NUM_NODES", 1)
+    tasks = _whole(environ, "SLURM_STEP_NUM_TASKS", 1)
+    if tasks == 1:
+        return None
+    step = environ.get("SLURM_STEP_ID", "0")
+    number = _whole(environ, "SLURM_JOB_ID", 0) + _STEP_APART * (int(step) if step.isdecimal() and len(step) < 9 else 0)
+    host = "127.0.0.1" if hosts == 1 else _first_host(_required_variable(environ, "SLURM_STEP_NODELIST"))
+    return ClusterSpec(
+        nnodes=tasks,
+        node_rank=_whole(environ, "SLURM_PROCID", 0),
+        rdzv=f"{host}:{_PORTS + number % _PORTS}",
+        tasks_per_node=_even("srun", tasks, hosts, _tasks_here(environ, tasks // hosts)),
+        local_task=_whole(environ, "SLURM_LOCALID", 0),
+        gpus_by_task=any(name in environ for name in ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")),
+        host_number=_whole(environ, "SLURM_NODEID", 0) if "SLURM_NODEID" in environ else None,
+        switch=_switch(environ),
+    )
+
+
+def _switch(environ: Mapping[str, str]) -> str:
+    """As SLURM's topology says (`top.leaf.node`, by the pattern `switch.switch.node`); empty where it knows none."""
+    levels = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").count("switch")
+    return ".".join(environ.get("SLURM_TOPOLOGY_ADDR", "").split(".")[:levels])
+
+
+def _tasks_here(environ: Mapping[str, str], default: int) -> int:
+    """The number of tasks on every node, where SLURM says so with one number (`2(x4)`)."""
+    said = re.fullmatch(r"(\d{1,5})(\(x\d+\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", str(default)))
+    return int(said[1]) if said else 0
+
+
+def _even(starter: str, tasks: int, hosts: int, each: int) -> int:
+    """Tasks a node. Raises `InputError` unless every node has as many."""
+    if not each or hosts * each != tasks:
+        raise InputError(
+            f"{starter} has started {tasks} tasks on {hosts} nodes, not as many on each: give every node one task, or "
+            "one a GPU (srun --ntasks-per-node)"
+        )
+    return each
+
+
+def _expect_srun(environ: Mapping[str, str]) -> None:
+    """Raises `InputError` in a job of several nodes, outside any of its steps: all nodes but this would be idle."""
+    nodes = environ.get("SLURM_JOB_NUM_NODES", "1")
+    if nodes.isdecimal() and len(nodes) < 9 and int(nodes) > 1 and "SLURM_STEP_NUM_NODES" not in environ:
+        raise InputError(
+            f"this job has {nodes} nodes, and this command runs on one of them: start it with srun "
+            "--ntasks-per-node=1, or give --nnodes 1 to leave the others idle"
+        )
+
+
+def _required_variable(environ: Mapping[str, str], name: str) -> str:
+    if not environ.get(name):
+        raise InputError(f"{name} is not set, while others of its scheduler's variables are: give --nnodes and --rdzv")
+    return environ[name]
+
+
+def _whole(environ: Mapping[str, str], name: str, least: int) -> int:
+    text = _required_variable(environ, name)
+    if not text.isdecimal() or len(text) > 18 or int(text) < least:
+        raise InputError(
+            f"{name}={text[:40]!r} in the environment: expected a whole number of at least {least}; unset what "
+            "torchrun or SLURM left, or give --nnodes"
+        )
+    return int(text)
+
+
+def _first_host(nodelist: str) -> str:
+    """Return the first host of SLURM's compressed list, as scontrol expands it.
+
+    The result is its name or, if that does not resolve, the address by which SLURM itself reaches it.
+    """
+    try:
+        host = _scontrol("hostnames", nodelist).split()[0]
+        if _resolves(host):
+            return host
+        address = re.search(r"\bNodeAddr=(\S+)", _scontrol("node", host))
+    except (OSError, ValueError, subprocess.CalledProcessError, IndexError) as error:
+        raise InputError(f"SLURM's node list {nodelist!r} is not known to scontrol ({error}): give --rdzv") from error
+    if address and _resolves(address[1]):
+        return address[1]
+    raise InputError(
+        f"the first node of {nodelist!r} is {host}, at {address[1] if address else 'no address'}, which this machine "
+        "cannot resolve: give --rdzv HOST:PORT, an IP address of that node and a free port there"
+    )
+
+
+def _scontrol(*what: str) -> str:
+    return subprocess.run(["scontrol", "show", *what], capture_output=True, text=True, check=True).stdout
+
+
+def _resolves(host: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(host, None))
+    except OSError:
+        return False

@@ -1,6 +1,8 @@
 """Process of one rank, from a request to a report.
 
 Under torchrun the entry point is `torchrun ... -m meshmark.launch.rank REQUEST.json`. Forked ranks call `run_rank`.
+
+Where a rank stands in a launch, and the evidence that it leaves when it hangs.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -30,16 +34,14 @@ from meshmark.environment import DEFAULT_THREADS, versions
 from meshmark.errors import ClockError, ClusterError
 from meshmark.launch.folders import means_no_space
 from meshmark.launch.processes import die_with_parent, is_process_limit_reached
-from meshmark.launch.ranks import RankInfo, answer_about_collectives
 from meshmark.launch.store import RunStore, run_secret
 from meshmark.measure.fake_world import Copies, fake_world
-from meshmark.passes import kernels
+from meshmark.measure.flight_recorder import dump, under_way
+from meshmark.passes import noise
 from meshmark.passes.clauses import endure, fail, overflow, repeat_with_dropout
-from meshmark.passes.kernels import pinned
 from meshmark.passes.links import measure_links
-from meshmark.passes.localise import localise
-from meshmark.passes.noise import measure_noise
-from meshmark.passes.observe import observe, observe_alone, retrace
+from meshmark.passes.noise import measure_noise, pinned
+from meshmark.passes.observe import localise, observe, observe_alone, retrace
 from meshmark.passes.resume import lose_a_rank, resume, save_halfway
 from meshmark.passes.timing import measure_peak, profile, time_steps
 from meshmark.records.rank_report import RankFailure, RankReport
@@ -47,6 +49,59 @@ from meshmark.records.record import Status
 from meshmark.records.request import Request, Task
 from meshmark.serial import decode, encode
 from meshmark.text import clip, describe_error, text_of
+
+# --- Where a rank stands in a launch.
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankInfo:
+    """Where a rank stands in a launch."""
+
+    rank: int
+    local_rank: int
+    local_world_size: int
+    """Ranks of this launch on this node."""
+    world_size: int
+    host: str
+    port: int
+    """Port of the run's store. 0 if all ranks are on this node; the store is then a file in `folder`."""
+    prefix: str
+    """Keys of this launch in the store start with it."""
+    folder: Path
+    """Folder of this launch on this node, for reports, failures, logs and stacks."""
+
+    def file(self, kind: str) -> Path:
+        return self.folder / f"{kind}-{self.rank}"
+
+
+# --- What a rank that hangs was communicating. The launcher asks for it before it ends the rank.
+
+
+def answer_about_collectives(info: RankInfo) -> None:
+    """Write what this rank communicates whenever the launcher asks. The flight recorder must be on."""
+    pipe = info.file("ask")
+    os.mkfifo(pipe, 0o600)
+    threading.Thread(target=_answer, args=(pipe, info.file("collectives")), daemon=True).start()
+
+
+def _answer(pipe: Path, file: Path) -> None:
+    with pipe.open():  # until the launcher opens it too
+        pass
+    try:
+        text = "\n".join(under_way(dump()["entries"])) or "nothing was communicated"
+    except Exception as error:
+        text = f"the flight recorder cannot be read: {describe_error(error)}"
+    file.write_text(text + "\n")
+
+
+def ask(info: RankInfo) -> bool:
+    """Return whether the rank listens. Its answer is written to its file `collectives`."""
+    try:
+        os.close(os.open(info.file("ask"), os.O_WRONLY | os.O_NONBLOCK))
+    except OSError:  # no pipe, or nobody at its other end
+        return False
+    return True
+
 
 # --- Performing a request: join the other ranks, build the engine, run the pass.
 
@@ -84,7 +139,7 @@ def perform(request: Request, info: RankInfo) -> RankReport | RankFailure:
         rank_progress.begin(rank_progress.Phase.BUILD)
         with pinned(request.case.tuning):
             report = _TASKS[request.task](request, load_adapter(request.adapter)(), context, started)
-            report = dataclasses.replace(report, kernels=kernels.effective_settings() | report.kernels)
+            report = dataclasses.replace(report, kernels=noise.effective_settings() | report.kernels)
             if name := load_adapter(request.adapter).virtual_environment:
                 report = dataclasses.replace(report, versions={"virtual environment": name, **versions()})
         torch.distributed.destroy_process_group()
@@ -113,7 +168,7 @@ def _perform_alone(request: Request, info: RankInfo, started: float) -> RankRepo
         )
         rank_progress.begin(rank_progress.Phase.BUILD)
         report = observe_alone(request, load_adapter(request.adapter)(), context, started)
-        return dataclasses.replace(report, kernels=kernels.effective_settings() | report.kernels)
+        return dataclasses.replace(report, kernels=noise.effective_settings() | report.kernels)
 
 
 def _store(info: RankInfo, timeout: datetime.timedelta) -> Store:

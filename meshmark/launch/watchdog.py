@@ -19,8 +19,7 @@ from meshmark.launch.cluster import Cluster
 from meshmark.launch.folders import is_full
 from meshmark.launch.fork_server import LOST_EXIT_CODE
 from meshmark.launch.processes import STATES, process_state
-from meshmark.launch.rank import STACK_SIGNAL
-from meshmark.launch.ranks import RankInfo, ask
+from meshmark.launch.rank import STACK_SIGNAL, RankInfo, ask
 from meshmark.rank_progress import Mark, Pace, read_mark
 from meshmark.records.rank_report import RankFailure, StackState
 from meshmark.records.record import Status

@@ -3,15 +3,170 @@
 The profiler reports what the threads that it watches allocate and free. Gloo's own threads also free memory, which it
 does not see. But every change includes the allocator's own count of all bytes, whoever freed them, and this count
 shows when storages are gone.
+
+The allocators' own counts of bytes that are allocated and not freed, by any thread.
+
+Peak memory of an operation, besides what was held when it began.
+
+Statistics of CUDA's caching allocator over the steps of a pass, and memory outside it.
+
+They come from PyTorch's own counters, which cost nothing while steps run.
+
+The log that PyTorch's CUDA allocator keeps of everything any thread allocates and frees.
+
+The profiler does not see what threads free that it does not watch, such as autograd's when the last of a graph goes
+with it. The allocator's log does. It has the requested sizes, whereas the allocator counts whole blocks, so sizes and
+counts come from the profiler wherever it saw the change.
 """
 
 from __future__ import annotations
 
 import bisect
+import ctypes
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping, Sequence
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from meshmark.errors import MeshmarkError
+
+if TYPE_CHECKING:
+    import torch  # a record is read without it
+
+
+_MOST_RESIDENT, _RESIDENT = "VmHWM", "VmRSS"
+_FORGET_MOST = "5"
+"""Value for `/proc/PID/clear_refs` that resets the peak (proc_pid_clear_refs(5))."""
+
+
+class ExtraPeak:
+    """A reusable context that records the most memory any of its blocks took beyond what was held at its start.
+
+    On a GPU this is the allocator's count. On a CPU it is resident memory, after free memory was returned to the
+    system.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.num_bytes, self._before = device, 0, 0
+
+    def __enter__(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._before = torch.cuda.memory_allocated(self.device)
+        else:
+            ctypes.CDLL(None).malloc_trim(0)
+            Path("/proc/self/clear_refs").write_text(_FORGET_MOST)
+            self._before = _resident(_RESIDENT)
+
+    def __exit__(self, *raised: object) -> None:
+        on_gpu = self.device.type == "cuda"
+        most = torch.cuda.max_memory_allocated(self.device) if on_gpu else _resident(_MOST_RESIDENT)
+        self.num_bytes = max(self.num_bytes, most - self._before)
+
+
+def _resident(name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found, f"/proc/self/status tells no {name}"
+    return 1024 * int(found[1])
+
+
+_ATTEMPTS = 5
+"""Largest number of attempts to take a profile that sees an allocation."""
+_SETTLE_SECONDS = 0.02
+"""Time for gloo's threads to release tensors, which takes them microseconds after a collective is reported done."""
+
+
+@functools.cache
+def count_all_threads() -> None:
+    """Make PyTorch's CPU allocator count what any thread allocates and frees.
+
+    By default it counts only threads under a profiler, so that memory freed by another thread stays counted. The flag
+    can only be set through the C++ variable.
+    """
+    c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    ctypes.c_bool.in_dll(c10, "FLAGS_caffe2_report_cpu_memory_usage").value = True
+
+
+def settle(device: torch.device) -> int:
+    """Wait until the work of a step is over, and make the allocator report its count. Returns the time.
+
+    Clears cuBLAS's workspaces in the same allocator, which are not tensors of the step, and are allocated again on
+    demand.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch._C._cuda_clearCublasWorkspaces()
+    # NCCL releases tensors in the thread that calls it next: there is nothing to wait for.
+    if not (torch.distributed.is_initialized() and torch.distributed.get_backend() == "nccl"):
+        time.sleep(_SETTLE_SECONDS)
+    told = torch.empty(1, device=device)
+    del told  # the end of it is the last change before this time
+    return time.time_ns()
+
+
+def cublas_workspace_bytes(config: str) -> int:
+    """Return how much PyTorch allocates for cuBLAS per stream and thread.
+
+    `config` is a CUBLAS_WORKSPACE_CONFIG such as ":4096:8": pairs of a size in KiB and a count. Returns 0 if it is not
+    set or not understood.
+    """
+    numbers = [int(part) for part in config.strip().lstrip(":").split(":") if part.isdigit()]
+    if not numbers or len(numbers) % 2:
+        return 0
+    return 1024 * sum(size * count for size, count in zip(numbers[::2], numbers[1::2], strict=True))
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Return the allocator's own count. No profiler may be running.
+
+    On a CPU the allocator reports it only to a profiler, and `count_all_threads` must have been called before the
+    first allocation that should count. On a machine with five times as many runnable processes as cores, a profile was
+    once empty; in that case another is taken.
+
+    Raises `MeshmarkError` if the profiler sees nothing at all.
+    """
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    for _ in range(_ATTEMPTS):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as short:
+            told = torch.empty(1)
+            del told
+        results: Any = short.profiler.kineto_results
+        stack, changes = list(results.experimental_event_tree()), []
+        while stack:
+            event = stack.pop()
+            stack.extend(event.children)
+            changes += [event] if event.name == "[memory]" else []
+        if changes:
+            return int(max(changes, key=lambda event: event.start_time_ns).extra_fields.total_allocated)
+    raise MeshmarkError(f"PyTorch's profiler saw no allocation in {_ATTEMPTS} attempts: memory cannot be counted")
+
+
+class CudaPeaks:
+    """Peak bytes allocated and reserved within windows. Does nothing on the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self.allocated, self.reserved = device, 0, 0
+
+    def reset(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # blocks of tensors that were gathered to be compared are not the step's
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def read(self) -> None:
+        if self._device.type == "cuda":
+            self.allocated = max(self.allocated, torch.cuda.max_memory_allocated(self._device))
+            self.reserved = max(self.reserved, torch.cuda.max_memory_reserved(self._device))
+
 
 _MOST_SUMS = 4096
 """Largest number of sums of storages that may have been freed between two changes. There are rarely two storages."""
@@ -295,3 +450,106 @@ def _sized(waiting: Sequence[_Life], num_bytes: int, budget: _Budget) -> list[_L
         total, life = step
         chosen.append(life)
     return chosen[::-1]
+
+
+BLOCK_BYTES = 512
+"""The allocator hands out multiples of this."""
+_CLOSE_NS = 1_000_000
+"""Largest distance between the times that the profiler and the log give one change. Both read one clock, the log in
+microseconds. An address is not allocated, freed and allocated again in so short a time as to confuse the two: of
+several, the nearest is taken."""
+_NOT_SEEN = -1
+"""In place of the thread of a change that the profiler did not see."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logged:
+    """An allocation, or its end."""
+
+    time_ns: int
+    address: int
+    num_bytes: int
+    """Bytes asked for, negative at the end."""
+
+
+def start_log() -> None:
+    """Make the allocator log from now on, without stacks."""
+    torch.cuda.memory._record_memory_history("all", context=None)
+
+
+def stop_log(device: torch.device) -> list[Logged]:
+    """Return the log of `device` since `start_log`, and stop it."""
+    traces = torch.cuda.memory._snapshot(device)["device_traces"]
+    torch.cuda.memory._record_memory_history(None)
+    return read_log(traces[device.index or 0])
+
+
+def read_log(trace: Iterable[Mapping[str, Any]]) -> list[Logged]:
+    """Return the allocations and ends among the entries of one device, as `torch.cuda.memory._snapshot` gives them.
+
+    The allocator stops counting a block when it is told to free it, even if another stream still uses it.
+    """
+    signs = {"alloc": 1, "free_requested": -1}
+    return [
+        Logged(time_ns=entry["time_us"] * 1000, address=entry["addr"], num_bytes=signs[entry["action"]] * entry["size"])
+        for entry in trace
+        if entry["action"] in signs
+    ]
+
+
+def with_unseen(changes: Sequence[Change], log: Sequence[Logged]) -> list[Change]:
+    """Return `changes` and what the log has besides them since the first, in order of time.
+
+    An inserted allocation has the requested size, rounded up to blocks, and an inserted end the size of its allocation.
+    The count after either is the one before it and the change.
+    """
+    log = [each for each in log if changes and each.time_ns + _CLOSE_NS >= changes[0].time_ns]
+    merged = sorted([*changes, *_inserted(log, _seen(changes, log))], key=lambda change: change.time_ns)
+    return list(_counted(merged))
+
+
+def _seen(changes: Sequence[Change], log: Sequence[Logged]) -> dict[int, Change]:
+    """Return which change of the profiler an entry of the log is, by the entry's index."""
+    places = defaultdict[tuple[int, bool], list[int]](list)
+    for i, each in enumerate(log):
+        places[each.address, each.num_bytes > 0].append(i)
+    found = dict[int, Change]()
+    for change in changes:
+        alike = places[change.address, change.num_bytes > 0]
+        after = bisect.bisect_left(alike, change.time_ns, key=lambda i: log[i].time_ns)
+        near = [i for i in alike[max(0, after - 2) : after + 2] if i not in found]
+        best = min(near, key=lambda i: abs(log[i].time_ns - change.time_ns), default=None)
+        if best is not None and abs(log[best].time_ns - change.time_ns) <= _CLOSE_NS:
+            found[best] = change
+    return found
+
+
+def _inserted(log: Sequence[Logged], seen: Mapping[int, Change]) -> Iterator[Change]:
+    """Yield the entries that the profiler did not see. Those close to the first change may be from before it."""
+    first_ns = min((change.time_ns for change in seen.values()), default=0)
+    there = dict[int, Change]()
+    for i, each in enumerate(log):
+        change = seen.get(i)
+        if change is None and (each.address in there or each.time_ns >= first_ns):
+            begun = there.get(each.address)
+            if each.num_bytes < 0 and begun is None:
+                continue  # a storage from before
+            size = -begun.num_bytes if begun and each.num_bytes < 0 else -(-each.num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+            # The log's clock is coarse: what ended within a microsecond did not end before it began.
+            time_ns = max(each.time_ns, begun.time_ns + 1 if begun else 0)
+            change = Change(time_ns=time_ns, address=each.address, num_bytes=size, total_bytes=0, thread=_NOT_SEEN)
+            yield change
+        if change and change.num_bytes > 0:
+            there[each.address] = change
+        else:
+            there.pop(each.address, None)
+
+
+def _counted(changes: Iterable[Change]) -> Iterator[Change]:
+    """Yield `changes` with the counts that those lack which were not seen."""
+    total = 0
+    for change in changes:
+        if change.thread == _NOT_SEEN:
+            change = dataclasses.replace(change, total_bytes=total + change.num_bytes)
+        total = change.total_bytes
+        yield change

@@ -12,9 +12,9 @@ import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
-from meshmark.measure.allocator import count_all_threads
-from meshmark.measure.clock import SteadyClock
+from meshmark.measure.allocations import count_all_threads
 from meshmark.measure.flight_recorder import IssuedOperation, dump, issued_operations
+from meshmark.measure.laps import SteadyClock
 from meshmark.measure.profile import Activity, ActivityKind, Profile, Span, read_profile
 
 _OPERATORS = ("aten::", "Torch-Compiled Region", "CompiledFunction")

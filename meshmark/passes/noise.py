@@ -10,10 +10,15 @@ ranks. In that case `single` rounds them as that many ranks would.
 Sums over more rows at once round differently: the noise of a gradient in one micro-batch may be 1.6 times that in
 eight. Runs with several numbers of micro-batches would give a mixture, and all runs of the noisiest number would lie
 in its tail.
+
+Formats and kernels that a rank computes with, where PyTorch leaves them to the machine's environment: pinned before
+anything is built, the same for every framework, and told in the record.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import gc
 import hashlib
@@ -29,34 +34,129 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshmark import rank_progress
-from meshmark.adapter.arithmetic import Arithmetic, Casting
-from meshmark.adapter.contract import Adapter
+from meshmark.adapter.contract import Adapter, Arithmetic, Casting
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.single import SingleEngine, reduced_backward
 from meshmark.algorithms.contract import GradientRule, Tensors
-from meshmark.environment import machine
+from meshmark.environment import ALLOCATOR, allocator_settings, machine
+from meshmark.judge.deviation import Sample, num_replicas
 from meshmark.judge.equivalents import with_equivalents
-from meshmark.judge.piecewise import all_cores, assess_pieces
-from meshmark.judge.replicas import num_replicas
-from meshmark.judge.sample import Sample
-from meshmark.judge.stored import stored_copies
+from meshmark.judge.layered import all_cores, assess_pieces
 from meshmark.judge.tolerance_model import Comparisons, noise_run
-from meshmark.judge.trace import Trace, host_copies
+from meshmark.judge.trace import Trace, host_copies, stored_copies
 from meshmark.judge.truth import assess_replicas
 from meshmark.judge.twin import Twin
-from meshmark.passes.kernels import ATTENTION, VARIABLES
-from meshmark.passes.observer import MOST_LEFT_OUT
+from meshmark.passes.observe import MOST_LEFT_OUT
 from meshmark.records.rank_report import RankReport
 from meshmark.records.request import Request
 from meshmark.reference.data import Batch, data_digest, make_batch
-from meshmark.reference.initial import Block, random_bits, row_blocks
+from meshmark.reference.model import Block, random_bits, row_blocks
 from meshmark.serial import decode, encode
 from meshmark.spec.algorithm import SYNCHRONOUS
-from meshmark.spec.case import Case
+from meshmark.spec.case import Attention, Case, Matmul, Tuning
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Dtype
+
+VARIABLES = {
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0",  # some container images export 1, which makes "fp32" TF32
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # one that cuBLAS is deterministic with; read when CUDA starts
+    # On Hopper, PyTorch otherwise puts cuDNN first at the first attention, whatever order was set before.
+    "TORCH_CUDNN_SDPA_PREFERRED": "0",
+}
+"""Variables of every rank's process.
+
+Deterministic algorithms are not requested, because attention uses other kernels then. A timed pass must compute bit
+for bit what was judged.
+"""
+
+_NCCL = ("NCCL_", "TORCH_NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS")
+"""Starts of the names of variables that choose how GPUs communicate."""
+
+ATTENTION = (
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+    SDPBackend.CUDNN_ATTENTION,
+)
+"""The first that can serves: PyTorch's own order, which an import may change."""
+
+
+KERNELS = {
+    Attention.FLASH: SDPBackend.FLASH_ATTENTION,
+    Attention.EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
+    Attention.MATH: SDPBackend.MATH,
+    Attention.CUDNN: SDPBackend.CUDNN_ATTENTION,
+}
+
+
+@contextlib.contextmanager
+def pinned(tuning: Tuning) -> Iterator[None]:
+    """PyTorch's documented defaults, whatever an environment or an import has made of them, but for what a case tunes.
+    A kernel that is asked for comes first, not alone: the float64 truth needs another."""
+    torch.set_float32_matmul_precision("high" if tuning.matmul is Matmul.TF32 else "highest")
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = tuning.matmul is not Matmul.WIDE_SUMS
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = tuning.matmul is not Matmul.WIDE_SUMS
+    order = [KERNELS[tuning.attention]] if tuning.attention else []
+    if tuning.attention is not Attention.MATH:  # which serves all
+        order += [kernel for kernel in ATTENTION if kernel not in order]
+    with sdpa_kernel(order, set_priority=True):
+        yield
+
+
+def effective_settings() -> dict[str, str]:
+    """Return the settings in effect, read back because an adapter's imports come after `pinned`."""
+    order = torch._C._get_sdp_priority_order()
+    enabled = {
+        SDPBackend.FLASH_ATTENTION: torch._C._get_flash_sdp_enabled(),
+        SDPBackend.EFFICIENT_ATTENTION: torch._C._get_mem_efficient_sdp_enabled(),
+        SDPBackend.MATH: torch._C._get_math_sdp_enabled(),
+        SDPBackend.CUDNN_ATTENTION: torch._C._get_cudnn_sdp_enabled(),
+    }
+    names = [backend.name.lower() for n in order if enabled.get(backend := SDPBackend(n))]
+    reduced = (
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+    )
+    return _libraries() | {
+        "float32 products": torch.get_float32_matmul_precision(),
+        "tf32": f"products {torch.backends.cuda.matmul.allow_tf32}, convolutions {torch.backends.cudnn.allow_tf32}",
+        "16-bit sums of split products": f"bf16 {reduced[0]}, fp16 {reduced[1]}",
+        "attention": ", ".join(names),
+        "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
+    }
+
+
+def drivers_cuda(library: str = "libcuda.so.1") -> str:
+    """The newest CUDA that the driver runs, asked of itself: PyTorch 2.11 has no binding for it any more."""
+    version = ctypes.c_int()
+    if status := ctypes.CDLL(library).cuDriverGetVersion(ctypes.byref(version)):
+        raise OSError(f"cuDriverGetVersion answers {status}")
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
+def _libraries() -> dict[str, str]:
+    """How NCCL was told to communicate, and of the GPU that this rank computes on, if any: what cannot be asked of this
+    build is left out, for no pass is to fail for the sake of a version."""
+    found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_NCCL)}
+    found |= {ALLOCATOR: allocator_settings()} if torch.cuda.is_available() else {}
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return found
+    asked: dict[str, Callable[[], object]] = {
+        "CUDA": lambda: torch.version.cuda,
+        "driver's CUDA": drivers_cuda,
+        "cuDNN": lambda: torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        "NCCL": lambda: torch.cuda.nccl.version(),  # type: ignore[no-untyped-call]
+        "GPU": lambda: torch.cuda.get_device_properties(torch.cuda.current_device()).uuid,
+    }
+    for name, ask in asked.items():
+        with contextlib.suppress(Exception):
+            found[name] = str(ask())
+    return found
+
 
 # --- The optimizer of one replica, in the precision of its engine, for algorithms that ask for it.
 

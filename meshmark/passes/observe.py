@@ -1,47 +1,398 @@
-"""Run the instrumented pass: what a rank computes and, if it is metered, what it holds and sends."""
+"""Run the instrumented pass: what a rank computes and, if it is metered, what it holds and sends.
+
+Train an engine, and note everything that it computes.
+
+Check that a case's tuning is in use, by one more step under PyTorch's profiler. Nothing else is read of that step.
+
+Tuning that is asked for and not in use fails the rank. It never becomes a slower run that is reported as tuned.
+
+Train a failed case again, and find the module in which it begins to deviate.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import gc
+import hashlib
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.profiler import ProfilerActivity, profile
 
 from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
-from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapter.holdings import Holdings
-from meshmark.adapter.traffic_source import TrafficSource
-from meshmark.errors import TrafficError
-from meshmark.judge.deviation import Deviations, Tensors
-from meshmark.judge.engine_tensors import host_parameters
+from meshmark.adapter.engine import DataParallelEngine, Engine, Holdings, RankContext, TrafficSource
+from meshmark.errors import AdapterError, TrafficError
+from meshmark.judge.beginning import Beginning, Recorder, first_deviation
+from meshmark.judge.deviation import Deviations, Tensors, replica_of, replicas_of_ranks
+from meshmark.judge.diagnosis import diagnose_sample
 from meshmark.judge.gradient_faults import low_precisions
-from meshmark.judge.piecewise import all_cores, assess_pieces
+from meshmark.judge.layered import all_cores, assess_pieces
 from meshmark.judge.replica_diagnosis import diagnose_replicas
-from meshmark.judge.replicas import replicas_of_ranks
-from meshmark.judge.sample_diagnosis import diagnose_sample
-from meshmark.judge.stored import DiskNotebook
-from meshmark.judge.trace import Trace, gather_replicas
+from meshmark.judge.trace import (
+    DiskNotebook,
+    Trace,
+    all_gather_json,
+    gather_replicas,
+    host_copies,
+    host_gradients,
+    host_parameters,
+    local_holdings,
+    tensor_digests,
+)
 from meshmark.judge.truth import assess_replicas
 from meshmark.judge.twin import Twin, twin_of
-from meshmark.measure.extra_peak import ExtraPeak
-from meshmark.measure.memory import read_memory
+from meshmark.measure.allocations import ExtraPeak
+from meshmark.measure.meters import Named, TorchTraffic, Watch, alike_steps, read_memory, read_traffic
 from meshmark.measure.readings import MemoryReading, StepReadings, TrafficReading
-from meshmark.measure.traffic import TorchTraffic, alike_steps, read_traffic
-from meshmark.measure.watch import Watch
-from meshmark.passes.observer import Notebook, Observer, digests
-from meshmark.passes.tuned import compile_seconds, expect_tuned
 from meshmark.records.rank_report import RankReport
 from meshmark.records.request import Request, Task
-from meshmark.reference.data import make_batch
+from meshmark.reference.data import Batch, make_batch
+from meshmark.reference.objective import ChunkedCrossEntropy
+from meshmark.spec.case import Attention, Case, Matmul
+from meshmark.spec.precision import LossScaling
 from meshmark.spec.workload import Workload
+from meshmark.text import describe_error
 from meshmark.theory.traffic import METERED_STEP
+
+
+def localise(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
+    """Train up to `request.steps` steps, and stop after the first in which some rank deviates."""
+    engine = adapter.build(request.case, context)
+    built = time.time()
+    found = begins(engine, request, context.rank)
+    engine.close()
+    return RankReport(
+        rank=context.rank,
+        build_seconds=built - started,
+        run_seconds=time.time() - built,
+        beginning=found,
+    )
+
+
+def begins(engine: Engine, request: Request, rank: int) -> Beginning | None:
+    """Return where this rank first deviates, in the first step in which any does; None where it does in none.
+
+    Raises `AdapterError` for an engine whose ranks do not each run the whole model, and in 16 bits.
+    """
+    case = request.case
+    if case.precision.is_mixed:
+        raise AdapterError(
+            f"modules are compared in fp32 and fp64, for 16 bits round too much: this case is in {case.precision}"
+        )
+    if not isinstance(engine, DataParallelEngine) or case.layout.tp * case.layout.pp * case.layout.cp > 1:
+        raise AdapterError(
+            f"{case.adapter}: modules are compared where every rank runs the whole model; this one's do not"
+        )
+    rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
+    for step in range(request.steps):
+        batch, before = make_batch(case.workload, step), host_parameters(engine, case.workload)
+        with Recorder(engine.inner()) as recorder:
+            engine.backward(batch)
+        if not recorder.calls:
+            raise AdapterError(
+                f"{case.adapter}: the model was not called as a whole, so its modules cannot be compared"
+            )
+        found = first_deviation(recorder.calls, before, case, rank, step)
+        engine.update()
+        rank_progress.advance()
+        if any(all_gather_json(found is not None)) if dist.is_initialized() else found:
+            return found
+    return None
+
+
+REGION = "Torch-Compiled Region"
+"""Prefix of the name under which PyTorch's profiler shows a compiled graph's forward pass."""
+UNFUSED = "unfused optimizer"
+ROUNDED = "rounded product"
+WIDE = "wide sums"
+_FUSED_STEP = "aten::_fused_"
+_LOSS = ChunkedCrossEntropy.__name__
+_ATTENTION = {
+    Attention.FLASH: "aten::_scaled_dot_product_flash_attention",
+    Attention.EFFICIENT: "aten::_scaled_dot_product_efficient_attention",
+    Attention.CUDNN: "aten::_scaled_dot_product_cudnn_attention",
+    Attention.MATH: "aten::_scaled_dot_product_attention_math",
+}
+"""Prefixes of operator names."""
+
+Seen = Mapping[str, int]
+"""How often each item ran on one rank."""
+
+
+def expect_tuned(engine: Engine, case: Case, device: torch.device, step: int) -> dict[str, str]:
+    """Return which parts of the case's tuning ran in `step` on this rank.
+
+    A collective call. Raises `AdapterError` if a part did not run on some rank.
+    """
+    if not case.tuning:
+        return {}
+    own = _guards_seen(engine, case, device, step)
+    every: list[dict[str, int]] = all_gather_json(own)
+    if idle := list(unused(case, every, step)):
+        raise AdapterError(
+            f"tuning {case.tuning} was asked for, but {'; '.join(idle)}: the adapter is to build by `configure`, "
+            "`build_optimizer(..., case.tuning)` and `loss_share`, or to leave it out of `Capabilities.tunings`"
+        )
+    return {f"tuning {case.tuning}": ", ".join(f"{name} x {count}" for name, count in sorted(own.items()))}
+
+
+def compile_seconds(case: Case) -> float:
+    """Return the seconds that this process has spent compiling."""
+    if not case.tuning.compile:
+        return 0.0
+    from torch._dynamo.utils import calculate_time_spent
+
+    return calculate_time_spent()["total_wall_time"]
+
+
+def unused(case: Case, every: Sequence[Seen], step: int) -> Iterator[str]:
+    """Yield the parts of the case's tuning that did not run, from the counts of every rank."""
+    tuning, layout, count = case.tuning, case.layout, case.layout.num_micro_batches
+    blocks = (case.workload.model.num_layers - (case.workload.skipped_at(step) is not None)) // layout.pp
+    for rank, seen in enumerate(every):
+        if tuning.compile and seen.get(REGION, 0) < blocks * count:
+            yield (
+                f"rank {rank} ran {seen.get(REGION, 0)} compiled regions for {count} micro-batches of at least "
+                f"{blocks} blocks"
+            )
+        if tuning.fused_optimizer and (UNFUSED in seen or _FUSED_STEP not in seen):
+            yield f"rank {rank} stepped an optimizer that is not fused"
+        kernels = {kernel for kernel, operator in _ATTENTION.items() if operator in seen}
+        if tuning.compile and not kernels:  # in a compiled graph, math is no operator of its own
+            kernels = {Attention.MATH}
+        if tuning.attention and kernels != {tuning.attention}:
+            yield f"rank {rank} ran {', '.join(sorted(kernels)) or 'no'} attention"
+        if tuning.matmul is Matmul.TF32 and ROUNDED not in seen:
+            yield f"rank {rank} multiplies whole float32 numbers"
+        if tuning.matmul is Matmul.WIDE_SUMS and WIDE not in seen:
+            yield f"rank {rank} allows split products to be summed in 16 bits"
+    if tuning.chunked_loss and max(seen.get(_LOSS, 0) for seen in every) < count:
+        yield "no rank computed the loss in chunks"
+
+
+def _guards_seen(engine: Engine, case: Case, device: torch.device, step: int) -> dict[str, int]:
+    batch = make_batch(case.workload, step)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled, _optimizers() as stepped:
+        engine.step(batch)
+    starts = (REGION, _FUSED_STEP, *_ATTENTION.values())
+    found: Counter[str] = Counter()
+    for event in profiled.events() or []:
+        found[_LOSS] += event.name == _LOSS
+        if "backward" not in event.name:
+            found.update(start for start in starts if event.name.startswith(start))
+    found[UNFUSED] = sum(not group.get("fused") for group in stepped if group["params"])
+    found[ROUNDED] = _rounds_products(device)
+    found[WIDE] = not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    return {name: int(count) for name, count in found.items() if count}
+
+
+@contextlib.contextmanager
+def _optimizers() -> Iterator[list[dict[str, Any]]]:
+    """Collect the parameter groups of every optimizer that steps within the context, as they are at that time."""
+    groups: list[dict[str, Any]] = []
+
+    def note(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401
+        groups.extend(optimizer.param_groups)
+
+    hook = register_optimizer_step_pre_hook(note)
+    try:
+        yield groups
+    finally:
+        hook.remove()
+
+
+def _rounds_products(device: torch.device) -> bool:
+    """Return whether a float32 operand loses its last bits in a product, as in TF32.
+
+    The product itself is examined rather than the setting.
+    """
+    odd = torch.full((256, 256), 1 + 2.0**-12, device=device)
+    return not torch.equal(odd @ torch.eye(256, device=device), odd)
+
+
+MOST_LEFT_OUT = 24
+"""Largest number of attempts at one step. Each halves the loss scale; GradScaler starts at 2^16, which is then far
+below one.
+"""
+
+
+class Notebook(Protocol):
+    """Storage of the tensors that a rank notes."""
+
+    def parameters(self, engine: Engine, workload: Workload, step: int) -> Tensors:
+        """Return the parameters before `step`. A collective call."""
+
+    def gradients(self, engine: Engine, workload: Workload, step: int) -> Tensors:
+        """Return the gradients of `step`. A collective call."""
+
+
+class HostNotebook:
+    """Notebook that keeps all tensors in this rank's memory."""
+
+    def parameters(self, engine: Engine, workload: Workload, step: int) -> Tensors:
+        return host_parameters(engine, workload)
+
+    def gradients(self, engine: Engine, workload: Workload, step: int) -> Tensors:
+        return host_gradients(engine, workload)
+
+
+class Observer:
+    """Notes of a run on one rank."""
+
+    def __init__(
+        self, engine: Engine, request: Request, *, retries: bool = True, notebook: Notebook | None = None
+    ) -> None:
+        """Begin the notes.
+
+        `retries`: whether to try a step again that dynamic loss scaling skipped. `notebook`: this rank's memory by
+        default.
+        """
+        self.engine, self.request, self.retries = engine, request, retries
+        self.notebook: Notebook = notebook or HostNotebook()
+        self.trace = Trace(replica=replica_of(request.case.layout, dist.get_rank()) if dist.is_initialized() else 0)
+        self.unheld = ""
+        """Error of `holdings()`, if any. Losses, gradients and parameters do not depend on it."""
+        self.left_out = 0
+        """Number of steps that dynamic loss scaling skipped, and that were tried again."""
+        self.sources: Sequence[TrafficSource] = ()
+        """Sources of the last step's traffic."""
+        if request.assess:
+            self.trace.parameters.append(self.notebook.parameters(engine, request.case.workload, 0))
+        if request.assess and request.case.workload.couples_rows:
+            self.trace.buffers.append([host_copies(engine.buffers())])
+
+    def holdings(self) -> Holdings:
+        """Return what the engine holds. If it fails, return empty holdings and note the reason in `unheld`."""
+        try:
+            return local_holdings(self.engine)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            self.unheld = self.unheld or f"Engine.holdings raised {describe_error(error)}"
+            return Holdings()
+
+    def train(
+        self, step: int, watch: Watch | None = None, meter: Callable[[], Sequence[TrafficSource]] = tuple
+    ) -> tuple[Named, Named]:
+        """Train one step, and return what the engine holds before and after its update.
+
+        `meter` makes the sources that count the step's traffic. A step that dynamic loss scaling skips, as it should
+        if a gradient overflows, is tried again: the run is judged by the steps that were taken.
+        """
+        batch = make_batch(self.request.case.workload, step)
+        if self.request.evaluate:
+            self.trace.evaluations.append(float(self.engine.evaluate(batch)))
+        attempt, left_out = self._attempt(batch, step, watch, meter()), 0
+        while left_out < MOST_LEFT_OUT and self._judges(step) and self._is_left_out(attempt):
+            left_out += 1
+            if not self.retries:
+                break
+            if watch:
+                watch.forget(step)
+            attempt = self._attempt(batch, step, watch, meter())
+        self.left_out += left_out
+        self.trace.left_out.append(left_out)
+        self._note(attempt, self._judges(step))
+        rank_progress.advance()
+        return attempt.before, attempt.after
+
+    def _judges(self, step: int) -> bool:
+        """Return whether the results of `step` are compared with the truth."""
+        return self.request.assess and (self.request.sample is None or step < self.request.sample.steps)
+
+    def _attempt(self, batch: Batch, step: int, watch: Watch | None, sources: Sequence[TrafficSource]) -> _Attempt:
+        judges, workload, self.sources = self._judges(step), self.request.case.workload, sources
+        with _window(watch, "backward", step, sources):
+            loss = self.engine.backward(batch)
+        inputs = batch.tensors()
+        before = Named.of(self.holdings(), inputs)
+        gradients = self.notebook.gradients(self.engine, workload, step) if judges else {}
+        loss_scale = self.engine.loss_scale()
+        with _window(watch, "update", step, sources):
+            norm = self.engine.update()
+        if watch:
+            watch.settle(step)
+        return _Attempt(
+            loss=float(loss),
+            norm=None if norm is None else float(norm),
+            before=before,
+            after=Named.of(self.holdings(), inputs),
+            gradients=gradients,
+            loss_scale=loss_scale,
+            parameters=self.notebook.parameters(self.engine, workload, step + 1) if judges else {},
+        )
+
+    def _is_left_out(self, attempt: _Attempt) -> bool:
+        """Return whether a gradient overflowed on some rank and no parameter moved on any rank.
+
+        A collective call under dynamic loss scaling.
+        """
+        if self.request.case.precision.loss_scaling is not LossScaling.DYNAMIC:
+            return False
+        stood = self.trace.parameters[-1]
+        overflows = not all(np.isfinite(gradient).all() for gradient in attempt.gradients.values())
+        moved = not all(np.array_equal(stood[name], new) for name, new in attempt.parameters.items())
+        everyone = all_gather_json([overflows, moved])
+        return any(o for o, _ in everyone) and not any(m for _, m in everyone)
+
+    def _note(self, attempt: _Attempt, judges: bool) -> None:
+        self.trace.losses.append(attempt.loss)
+        self.trace.norms.append(attempt.norm)
+        self.trace.loss_scales.append(attempt.loss_scale)
+        if judges:
+            self.trace.gradients.append(attempt.gradients)
+            self.trace.parameters.append(attempt.parameters)
+            self.trace.versions.append(self.engine.server_versions())
+            for own in self.trace.buffers:
+                own.append(host_copies(self.engine.buffers()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Attempt:
+    """The results of one attempt at a step."""
+
+    loss: float
+    norm: float | None
+    before: Named
+    """Parameters of the engine before the update."""
+    after: Named
+    gradients: Tensors
+    """Gradients. Empty if nothing is assessed, like `parameters`."""
+    loss_scale: float
+    parameters: Tensors
+
+
+@contextlib.contextmanager
+def _window(watch: Watch | None, name: str, step: int, sources: Sequence[TrafficSource]) -> Iterator[None]:
+    for source in sources:
+        source.start()
+    try:
+        with watch.window(name, step) if watch else contextlib.nullcontext():
+            yield
+    finally:
+        for source in sources:
+            source.stop()
+
+
+def digests(traces: Sequence[Trace]) -> list[str]:
+    """Return hashes of the bits of all parameters of all replicas, before the first step and after each."""
+    replicas = [tensor_digests(trace.parameters) for trace in traces]
+    return [
+        hashlib.blake2b("".join(repr(sorted(step.items())) for step in steps).encode(), digest_size=8).hexdigest()
+        for steps in zip(*replicas, strict=True)
+    ]
+
 
 WATCHED_STEP = METERED_STEP
 """The step whose memory and traffic are read.

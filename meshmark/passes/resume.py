@@ -14,11 +14,11 @@ import torch.distributed as dist
 from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
+from meshmark.judge.deviation import replicas_of_ranks
 from meshmark.judge.replica_diagnosis import diagnose_replicas
-from meshmark.judge.replicas import replicas_of_ranks
 from meshmark.judge.trace import Trace, gather_replicas
 from meshmark.judge.truth import assess_replicas
-from meshmark.passes.observer import Observer, digests
+from meshmark.passes.observe import Observer, digests
 from meshmark.records.rank_report import RankReport
 from meshmark.records.request import Request
 

@@ -23,15 +23,12 @@ from torch import Tensor
 from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
-from meshmark.judge.engine_tensors import host_parameters
-from meshmark.judge.gather import all_gather_json
-from meshmark.judge.replicas import replicas_of_ranks
-from meshmark.judge.trace import Trace, gather_replicas
-from meshmark.measure.device_memory import read_device_memory, start_device_memory
+from meshmark.judge.deviation import replicas_of_ranks
+from meshmark.judge.trace import Trace, all_gather_json, gather_replicas, host_parameters
 from meshmark.measure.laps import Lap, num_steps_to_add
 from meshmark.measure.profiler import profile_steps
-from meshmark.passes.observer import digests
-from meshmark.passes.tuned import compile_seconds, expect_tuned
+from meshmark.measure.readings import read_device_memory, start_device_memory
+from meshmark.passes.observe import compile_seconds, digests, expect_tuned
 from meshmark.records.rank_report import RankReport
 from meshmark.records.request import Request
 from meshmark.reference.data import Batch, make_batch

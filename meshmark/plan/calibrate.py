@@ -25,7 +25,7 @@ from meshmark.plan.provenance import provenance
 from meshmark.plan.rates import HostRates, Rates, SpreadRates
 from meshmark.plan.stacks import rates_for
 from meshmark.spec.hardware import GIGA, Gpu, gpu, gpu_of_device
-from meshmark.theory.overheads import Overheads
+from meshmark.theory.memory import Overheads
 
 if TYPE_CHECKING:
     import torch

@@ -26,8 +26,7 @@ from meshmark.plan.search import (
 )
 from meshmark.plan.search_text import print_paragraph, print_search, search_json
 from meshmark.spec.hardware import GIB, Gpu
-from meshmark.spec.layout import AXES, Layout, Offload, Recompute, RecomputeModule, Schedule
-from meshmark.spec.layout_id import glossary
+from meshmark.spec.layout import AXES, Layout, Offload, Recompute, RecomputeModule, Schedule, glossary
 from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.model_text import is_description
 from meshmark.theory.grid import SEARCHED_SCHEDULES, SearchSpace, module_code

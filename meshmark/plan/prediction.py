@@ -12,11 +12,11 @@ from meshmark.plan.step_time import StepTime, step_time
 from meshmark.spec.hardware import Gpu
 from meshmark.spec.layout import Recompute, RecomputeModule
 from meshmark.spec.model_spec import ModelSpec
-from meshmark.theory.flops import hardware_flops_per_token, model_flops_per_token
+from meshmark.theory.activations import repeated, skipped_weights
 from meshmark.theory.grid import MODULES, RECOMPUTES, Column, Grid
 from meshmark.theory.memory import Memory, memory
+from meshmark.theory.model_theory import hardware_flops_per_token, model_flops_per_token
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.recomputed import repeated, skipped_weights
 
 MEMORY_ERROR = 0.08
 """Mean relative error of memory on data that the rates were not fitted to. `make validate` fails above it."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from meshmark.errors import InputError, UnknownNameError
 from meshmark.serial import decode, encode
-from meshmark.theory.overheads import Overheads
+from meshmark.theory.memory import Overheads
 
 RATES_DIR = Path(__file__).parent / "rates"
 

@@ -26,19 +26,19 @@ from meshmark.spec.layout import Recompute, RecomputeModule
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.theory.activations import (
     layer_activation_bytes,
+    repeated,
     repeated_layers,
     repeats_core,
     repeats_operations,
+    skipped_weights,
     tokens,
     without_recompute,
 )
 from meshmark.theory.bubble import bubble_seconds
-from meshmark.theory.flops import layer_matrix_parameters
 from meshmark.theory.grid import MODULES, Column, Grid
-from meshmark.theory.parameters import stage_adapters, stage_experts, stage_parameters
+from meshmark.theory.model_theory import layer_matrix_parameters, stage_adapters, stage_experts, stage_parameters
 from meshmark.theory.partition import Stage
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.recomputed import repeated, skipped_weights
 
 _H100 = GPUS["h100"]
 """The GPU whose share of narrower products others take that have none."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from meshmark.adapter.capabilities import Feature
+from meshmark.adapter.contract import Feature
 from meshmark.conformance.clauses import Clause
 from meshmark.conformance.scenario import SCENARIOS
 from meshmark.records.record import Record, Status

@@ -1,10 +1,17 @@
-"""Options of the command line of `pytest suites`, and their checked values."""
+"""Options of the command line of `pytest suites`, and their checked values.
+
+Add the files of optional suites to the files that pytest is given.
+
+Names of inference engines among the adapters of the command line.
+
+`--shard 2/4`: the second of four parts of a run, for tasks of a job array and for CI. Loaded by the plugin.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +19,9 @@ import pytest
 
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.matrix import LayoutChoice
-from meshmark.adapter.registry import load_adapter
+from meshmark.adapter.registry import ENGINE_PRECISIONS, inference_adapters, load_adapter, outside_name
 from meshmark.cli.options import (
+    RUN_OPTIONS,
     chosen_adapters,
     chosen_device,
     chosen_layouts,
@@ -22,24 +30,133 @@ from meshmark.cli.options import (
     part,
     split_values,
 )
-from meshmark.cli.run_options import RUN_OPTIONS
 from meshmark.conformance.gap_file import read_gaps
 from meshmark.environment import DEFAULT_THREADS, describe, num_gpus, refuses_to_share
-from meshmark.errors import InputError, MeshmarkError, UnknownNameError
-from meshmark.judge.sample import ENDURANCE_STEPS, Assess
-from meshmark.launch.cluster import ClusterSpec, node_loss
+from meshmark.errors import AdapterError, InputError, MeshmarkError, UnknownNameError
+from meshmark.inference.process import is_engine, load_engine
+from meshmark.judge.deviation import ENDURANCE_STEPS, Assess
+from meshmark.launch.cluster import ClusterSpec, cluster_of, node_loss
 from meshmark.launch.folders import users_caches
-from meshmark.launch.launchers import LAUNCHERS
-from meshmark.launch.scheduler import cluster_of
+from meshmark.launch.launch import LAUNCHERS
 from meshmark.passes.observe import WATCHED_STEP
 from meshmark.reference.data import check_data, on_corpus
 from meshmark.regression.baseline import find_baseline
 from meshmark.regression.baseline_gate import BaselineGate, baseline_gate, expect_conditions
 from meshmark.regression.gate import parse_gate
 from meshmark.run.runner import RunOptions
+from meshmark.spec.case import NONE, Cell, Tuning
 from meshmark.spec.precision import Precision, precision
-from meshmark.spec.tuning import NONE, Tuning
 from meshmark.spec.workload import Workload
+
+_CHOSEN = pytest.StashKey[dict[str, str]]()
+_PRECISIONS = pytest.StashKey[list[str]]()
+
+
+def take_engines(config: pytest.Config) -> None:
+    """Take engines out of `--adapters` and `--adapter`, and their own precisions out of `--precision`.
+
+    So the other suites see what is for training alone. Where the inference suite is not asked for, all stay: to the
+    other suites they are unknown names. Raises `pytest.UsageError` for an adapter that cannot be imported.
+    """
+    if _CHOSEN in config.stash:
+        return
+    asked = any("test_inference" in argument for argument in config.args)
+    known, named, outside = inference_adapters() if asked else {}, config.getoption("--adapters"), list[str]()
+    if asked:
+        try:
+            outside = [target for target in config.getoption("--adapter") if ":" in target and is_engine(target)]
+        except AdapterError as error:
+            raise pytest.UsageError(str(error)) from error
+    given = _parts(named) if named else [] if outside else list(known)
+    if config.args and all("test_inference" in argument for argument in config.args):
+        _refuse_what_is_for_training(config, given, known, outside)
+    own = {outside_name(target): target for target in outside}
+    if clash := sorted(own.keys() & known.keys()) or ([] if len(own) == len(outside) else sorted(own)):
+        raise pytest.UsageError(f"--adapter: {', '.join(clash)} would stand for two engines; rename the class")
+    config.stash[_CHOSEN] = {name: known[name] for name in given if name in known} | own
+    if config.stash[_CHOSEN]:
+        config.option.adapters = ",".join(name for name in given if name not in known) or None
+        config.option.adapter = [target for target in config.getoption("--adapter") if target not in outside]
+    config.stash[_PRECISIONS] = _parts(config.getoption("--precision"))
+    if asked and any(name in ENGINE_PRECISIONS for name in config.stash[_PRECISIONS]):
+        left = [name for name in config.stash[_PRECISIONS] if name not in ENGINE_PRECISIONS]
+        config.option.precision = ",".join(left) or "fp32"
+
+
+def _refuse_what_is_for_training(
+    config: pytest.Config, given: list[str], known: dict[str, str], outside: list[str]
+) -> None:
+    """Raise `pytest.UsageError` for options that the inference suite alone cannot heed."""
+    try:
+        for name in given:
+            if name not in known:
+                raise UnknownNameError("engine", name, known)
+        precisions = (*Precision.PRESETS, *ENGINE_PRECISIONS)
+        for name in _parts(config.getoption("--precision")):
+            if name not in precisions:
+                raise UnknownNameError("precision", name, precisions)
+        for target in config.getoption("--adapter"):
+            if target not in outside:
+                load_engine(target)  # says what is expected of an engine
+    except (AdapterError, UnknownNameError) as error:
+        raise pytest.UsageError(str(error)) from error
+    if worlds := config.getoption("--world"):
+        raise pytest.UsageError(f"--world {worlds}: an engine has the ranks of its name, such as paged-tp2")
+
+
+def _parts(text: str) -> list[str]:
+    return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+def chosen_engines(config: pytest.Config) -> dict[str, str]:
+    """Return the engines that `--adapters` and `--adapter` name, or all: name to target."""
+    take_engines(config)
+    return config.stash[_CHOSEN]
+
+
+def chosen_precisions(config: pytest.Config) -> list[str]:
+    """Return the precisions that `--precision` names, engines' own included."""
+    take_engines(config)
+    return config.stash[_PRECISIONS]
+
+
+_FOLDER = (Path(__file__).parent.parent / "suites").resolve()
+_PACKAGE = "meshmark.suites."
+OPTIONAL = ("conformance", "profile", "scale")
+"""Suites that run only if `--NAME` or their file is given."""
+
+
+def with_optional_suites(arguments: Sequence[str], asked: Iterable[str], folder: Path) -> list[str]:
+    """Return pytest's positional `arguments`, with the files of the optional suites in `asked`.
+
+    Files are added only if `arguments`, relative to `folder`, name files of the suites. For a test of one case, only
+    the profile of that case is added.
+    """
+    found = list(arguments)
+    for suite in asked:
+        for argument in arguments:
+            sibling = _sibling(argument, suite, folder)
+            if sibling and sibling.partition("::")[0] not in arguments and sibling not in found:
+                found.append(sibling)
+    return found
+
+
+def module_of(file: Path) -> str | None:
+    """Return the name by which `--pyargs` finds a file of the suites, or None for any other file."""
+    return f"{_PACKAGE}{file.stem}" if file.resolve().parent == _FOLDER else None
+
+
+def _sibling(argument: str, suite: str, folder: Path) -> str | None:
+    """Return the file of `suite` next to the one in `argument`, or None for folders and other files."""
+    name, _, test = argument.partition("::")
+    if name.startswith(f"{_PACKAGE}test_"):
+        sibling = f"{_PACKAGE}test_{suite}"
+    elif (folder / name).resolve().parent == _FOLDER and name.endswith(".py"):
+        sibling = str(Path(name).with_name(f"test_{suite}.py"))
+    else:
+        return None
+    case = test.partition("[")[2] if suite in ("profile", "scale") else ""
+    return f"{sibling}::test_profile[{case}" if case else sibling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,3 +350,33 @@ def _assess(config: pytest.Config) -> Assess | None:
     if how is not None and how not in list(Assess):
         raise UnknownNameError("--assess", how, list(Assess))
     return None if how is None else Assess(how)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Select the tests of this part.
+
+    All tests of a case are in one part, because they share launches. Cases are dealt in turn, because neighbours take
+    similar time. Tests without a case are in the first part.
+    """
+    if config.getoption("--shard") is None:
+        return
+    number, parts = selection(config).shard
+    chosen = in_part([_cell(item) for item in items], number, parts)
+    config.hook.pytest_deselected(items=[item for item, mine in zip(items, chosen, strict=True) if not mine])
+    items[:] = [item for item, mine in zip(items, chosen, strict=True) if mine]
+
+
+def in_part(cells: Sequence[str | None], number: int, parts: int) -> list[bool]:
+    """Return whether each test, given its case, is in part `number` of `parts`."""
+    places: dict[str, int] = {}
+    turns = [places.setdefault(cell, len(places)) if cell else 0 for cell in cells]
+    return [turn % parts == number - 1 for turn in turns]
+
+
+def _cell(item: pytest.Item) -> str | None:
+    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    for name in ("case", "conforming"):
+        if isinstance(cell := parameters.get(name), Cell):
+            return f"{name} {cell.id}"
+    return None

@@ -9,10 +9,9 @@ from meshmark.judge.beginning import Beginning
 from meshmark.judge.deviation import Deviations, Drift
 from meshmark.judge.faults import Diagnosis
 from meshmark.judge.tolerance_model import Comparisons
-from meshmark.measure.device_memory import DeviceMemory
 from meshmark.measure.links import Link
 from meshmark.measure.profile import Profile
-from meshmark.measure.readings import MemoryReading, StepReadings, TrafficReading
+from meshmark.measure.readings import DeviceMemory, MemoryReading, StepReadings, TrafficReading
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,32 +1,191 @@
-"""The gathered, versioned, serialised outcome of one pass over one case."""
+"""The gathered, versioned, serialised outcome of one pass over one case.
+
+How far traffic travels: within a node, to another node of the same switch, or beyond the switch.
+
+The user's own files that a record was made with (adapter and workload), by digest and commit.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import hashlib
+import importlib.util
+import math
+import os
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
-from meshmark.environment import Environment
-from meshmark.judge.deviation import Deviations, Drift, Quantity, QuantityKind
+from meshmark.environment import Environment, project_of
+from meshmark.judge.deviation import Deviations, Drift, ObservedPath, Quantity, QuantityKind, Sample
 from meshmark.judge.faults import Diagnosis
-from meshmark.judge.observed_path import ObservedPath
-from meshmark.judge.sample import Sample
 from meshmark.judge.tolerance_model import Comparisons, ToleranceModel, Way
-from meshmark.measure.device_memory import DeviceMemory
-from meshmark.measure.gpu_power import GpuPower
-from meshmark.measure.interval import Interval, mean_interval
-from meshmark.measure.laps import Lap, laps_of
+from meshmark.measure.laps import GpuPower, Interval, Lap, laps_of, mean_interval
 from meshmark.measure.profile import Profile
-from meshmark.measure.readings import AlikeSteps, MemoryReading, TrafficReading
-from meshmark.records.reach import Place, Reach
+from meshmark.measure.readings import AlikeSteps, DeviceMemory, MemoryReading, TrafficReading, wire_factor
 from meshmark.records.request import Task
-from meshmark.records.sources import Source
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
-from meshmark.theory.flow import Flow, OneTimeTraffic, TrafficException
-from meshmark.theory.states import ExtraMemory, ModelStates
+from meshmark.spec.own_model import OwnModelConfig
+from meshmark.spec.workload import Workload
+from meshmark.theory.memory import ExtraMemory, ModelStates
+from meshmark.theory.traffic import Flow, OneTimeTraffic, TrafficException, by_route, departed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """A file that an adapter or a workload was loaded from."""
+
+    target: str
+    """Target as a command names it, "file.py:Class" or "package.module:Class", without the folder."""
+    sha256: str
+    """Hash of the file's content when this session first read it. Empty if it cannot be read."""
+    commit: str
+    """Commit of the repository that tracks the file, as in `Environment.project_commit`. Empty if none does."""
+
+    @property
+    def is_known(self) -> bool:
+        """True if it identifies the code, including modules next to the file that it imports."""
+        return bool(self.sha256 and self.commit) and "-dirty" not in self.commit
+
+
+def sources_of(adapter: str, workload: Workload) -> list[Source]:
+    """Return the sources that are not part of Meshmark, whose own version the environment records."""
+    targets = [adapter] if not adapter.startswith("meshmark.") else []
+    if isinstance(workload.model, OwnModelConfig):
+        targets.append(workload.model.target)
+    return [_source(target) for target in targets]
+
+
+@functools.cache
+def _source(target: str) -> Source:
+    where, _, name = target.rpartition(":")
+    file = _file(where)
+    told = f"{Path(where).name if where.endswith('.py') else where}:{name}"
+    try:
+        digest = hashlib.sha256(file.read_bytes()).hexdigest() if file else ""
+    except OSError:
+        digest = ""
+    return Source(target=told, sha256=digest, commit=_commit(file) if file else "")
+
+
+def _file(where: str) -> Path | None:
+    if where.endswith(".py"):
+        return Path(where).resolve()
+    try:
+        spec = importlib.util.find_spec(where)
+    except (ImportError, ValueError):
+        return None
+    return Path(spec.origin) if spec and spec.origin else None
+
+
+def _commit(file: Path) -> str:
+    """Return the commit of the repository around a file, if the repository tracks the file. It counts as changed where
+    the repository holds modules that are in no commit, which the file may import.
+    """
+    command = ["git", "ls-files", "--error-unmatch", "--", file.name]
+    try:
+        tracked = subprocess.run(command, cwd=file.parent, capture_output=True).returncode == 0
+    except OSError:
+        return ""
+    if not tracked or not (commit := project_of(str(file.parent)).commit):
+        return ""
+    modules = _untracked_modules(file.parent)
+    return f"{commit}-dirty.{modules}" if modules else commit
+
+
+def _untracked_modules(folder: Path) -> str:
+    """Return a digest of the Python files in the repository around `folder` that git neither tracks nor ignores."""
+    command = ["git", "ls-files", "-z", "--others", "--exclude-standard", "--", ":/*.py"]
+    listed = subprocess.run(command, cwd=folder, capture_output=True).stdout
+    digest = hashlib.sha256()
+    for name in filter(None, listed.split(b"\0")):
+        with contextlib.suppress(OSError):
+            digest.update(name + b"\0" + (folder / os.fsdecode(name)).read_bytes())
+    return digest.hexdigest()[:8] if listed else ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """The node and switch that a rank runs on."""
+
+    node: int = 0
+    switch: str = ""
+    """Path of switches above its node, from the top of the tree. Empty if no scheduler reports it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reach:
+    """Bytes that all ranks together send in one step, under ring algorithms.
+
+    A ring visits the ranks of a node, and the nodes of a switch, one after the other, as NCCL's do. An all-to-all
+    sends equally to every peer.
+    """
+
+    within_nodes: float
+    between_nodes: float
+    """Bytes between nodes of one switch, or between any nodes if switches are unknown."""
+    between_switches: float
+
+
+Sent = tuple[int, str, tuple[int, ...], int]
+"""Sending rank, kind of collective, its ranks, and bytes of the full tensors."""
+
+
+def measured_traffic(readings: Sequence[TrafficReading]) -> list[Sent]:
+    return [(rank, c.kind, c.ranks, c.num_bytes) for rank, read in enumerate(readings) for c in read.asked]
+
+
+def planned_traffic(
+    flows: Sequence[list[Flow] | None], traffic_exceptions: Sequence[list[TrafficException]]
+) -> list[Sent] | None:
+    """Return the traffic that theory predicts, with the exceptions that adapters declare.
+
+    None if theory makes no prediction, or an adapter could not be asked.
+    """
+    sent = list[Sent]()
+    if not flows or len(flows) != len(traffic_exceptions):
+        return None
+    for rank, (theirs, declared) in enumerate(zip(flows, traffic_exceptions, strict=True)):
+        if theirs is None:
+            return None
+        routes = by_route(departed(theirs, declared))
+        sent += [(rank, kind, ranks, flow.num_bytes) for (kind, ranks), flow in routes.items()]
+    return sent
+
+
+def reach(sent: Iterable[Sent] | None, places: Sequence[Place]) -> Reach | None:
+    """Return how far the traffic travels, or None for an unknown kind of collective or unknown places."""
+    if sent is None or not places:
+        return None
+    parts: dict[str, list[float]] = {"within_nodes": [], "between_nodes": [], "between_switches": []}
+    for rank, kind, ranks, num_bytes in sent:
+        total = num_bytes * wire_factor(kind, len(ranks))
+        if math.isnan(total):
+            return None
+        for peer, share in _peers(rank, kind, ranks, places) if total else ():
+            parts[_distance(places[rank], places[peer])].append(total * share)
+    return Reach(**{name: math.fsum(values) for name, values in parts.items()})
+
+
+def _peers(rank: int, kind: str, ranks: tuple[int, ...], places: Sequence[Place]) -> Iterator[tuple[int, float]]:
+    """Yield the ranks that `rank` sends to, each with its share."""
+    if kind == "all_to_all":
+        yield from ((peer, 1 / (len(ranks) - 1)) for peer in ranks if peer != rank)
+        return
+    ring = sorted(ranks, key=lambda r: (places[r].switch, places[r].node, r))
+    yield ring[(ring.index(rank) + 1) % len(ring)], 1.0
+
+
+def _distance(one: Place, other: Place) -> str:
+    if one.node == other.node:
+        return "within_nodes"
+    return "between_nodes" if one.switch == other.switch else "between_switches"
+
 
 SCHEMA = 4
 """Version of the format. Raise it with every change that an older reader would misread."""

@@ -1,28 +1,47 @@
-"""Read and write DIR/records.jsonl: records and sessions, one line of JSON each."""
+"""Read and write DIR/records.jsonl: records and sessions, one line of JSON each.
+
+Storage for bulky evidence: compressed files next to the records, named by content and read on demand.
+
+The deviation of every tensor from the truth at every step, and the noise of rounding alone, make up nine tenths of
+a record. Verdicts were computed from this evidence, but a table of verdicts needs none of it. A line of records.jsonl
+names the file that holds the evidence. The noise of a workload is the same in all its records, and is therefore one
+file.
+
+Convert lines of records files from older schemas to the current one.
+
+Sessions of pytest: what was asked for, and how each test ended, including tests without a record.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import fcntl
+import functools
 import gc
+import gzip
 import hashlib
 import json
 import marshal
 import os
+import re
 import secrets
+import stat
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeVar
 
 from meshmark.environment import Environment
-from meshmark.errors import ResultsError, refuse_device
-from meshmark.records.evidence import EvidenceFolder, leave_behind, open_lines
-from meshmark.records.migration import migrate
+from meshmark.errors import EvidenceError, ResultsError, refuse_device
+from meshmark.judge.deviation import Deviations
+from meshmark.judge.tolerance_model import Comparisons
+from meshmark.records.judged_case import OTHER_RECORD
 from meshmark.records.record import (
+    SCHEMA,
     ConformanceEvidence,
     MemoryEvidence,
     Outcome,
@@ -31,10 +50,337 @@ from meshmark.records.record import (
     TrafficEvidence,
     validate_record,
 )
-from meshmark.records.session import Session
 from meshmark.serial import decode, encode
+from meshmark.spec.algorithm import without_foreign_options
 from meshmark.spec.case import Case
+from meshmark.spec.model_config import with_kind
 from meshmark.text import clip, describe_error
+
+
+class Ending(StrEnum):
+    """How a test ended."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+    UNFINISHED = "unfinished"
+    """Not run to its end, because the session ended before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One test of a session."""
+
+    test: str
+    """Node id in pytest."""
+    case: str
+    """Id of its case, or of the case that its conformance scenarios vary."""
+    conforming: bool
+    """True if the test belongs to the conformance suite."""
+    ending: Ending = Ending.UNFINISHED
+    message: str = ""
+    """Message of a failed test."""
+    command: str = ""
+    """Command that runs a failed test again, alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """A run of pytest over cases. Its line is written when it begins, and again, complete, when it ends."""
+
+    schema: int
+    session: str
+    """Name of the session. Both of its lines have it, and no other session."""
+    command: str
+    device: str
+    corpus: str | None = None
+    exit_code: int | None = None
+    """Exit code of pytest, or None until it has ended."""
+    attempts: list[Attempt] = field(default_factory=list)
+
+
+def by_defect(attempts: Iterable[Attempt]) -> list[list[Attempt]]:
+    """Group failed attempts by defect.
+
+    Failures of one case with the same first line belong together, such as all suites of a pass that crashed.
+    """
+    found: dict[tuple[str, str], list[Attempt]] = {}
+    for attempt in attempts:
+        if attempt.ending is Ending.FAILED:
+            found.setdefault((attempt.case, attempt.message.partition("\n")[0]), []).append(attempt)
+    return list(found.values())
+
+
+def latest_attempts(sessions: Iterable[Session], *, conforming: bool) -> list[tuple[Attempt, Session]]:
+    """Return the latest attempt of each test, with its session.
+
+    An unfinished attempt counts only if no session finished the test.
+    """
+    found: dict[tuple[str, str, str | None], tuple[Attempt, Session]] = {}
+    for session in {each.session: each for each in sessions}.values():
+        for attempt in session.attempts:
+            key = attempt.test, session.device, session.corpus
+            if attempt.conforming is conforming and (attempt.ending is not Ending.UNFINISHED or key not in found):
+                found[key] = attempt, session
+    return list(found.values())
+
+
+_PARTS_OF_SCHEMA_1: dict[str, dict[str, str]] = {
+    "launch": {"launch_seconds": "seconds", "build_seconds": "build_seconds"},
+    "training": {"losses": "losses", "norms": "norms"},
+    "equivalence": {
+        "deviations": "deviations",
+        "noise": "noise",
+        "factors": "factors",
+        "drifts": "drifts",
+        "diagnosis": "diagnosis",
+        "num_replicated": "num_replicated",
+    },
+    "memory": {
+        "memory": "readings",
+        "planned_states": "planned",
+        "remainders": "remainders",
+        "state_dtypes": "state_dtypes",
+    },
+    "traffic": {"traffic": "readings"},
+    "timing": {"rank_step_seconds": "rank_step_seconds"},
+    "conformance": {
+        "scenario": "scenario",
+        "base": "base",
+        "samples": "samples",
+        "digests": "digests",
+        "known_gaps": "known_gaps",
+    },
+}
+"""Fields of each part of a record: their flat names in schema 1, and their names within the part."""
+_RENAMED_IN_SCHEMA_3 = {
+    "memory": {"remainders": "extra_memory"},
+    "traffic": {"departures": "traffic_exceptions"},
+}
+"""Fields of each part that had another name in schema 2."""
+_SAME_AS_TODAY = 3
+"""Records have had today's form since this schema. Schema 4 only adds the user's repository, files and processor
+times.
+"""
+_LEFT_OUT = {"matmul_flops_per_second", "planned_traffic"}
+"""Fields of schema 1 that are dropped.
+
+Ranks that shared cores each reported a peak that the machine did not have as a whole. Adapters reported the traffic
+they planned, which verdicts no longer use.
+"""
+
+
+def migrate(value: object) -> dict[str, Any]:
+    """Return a line's JSON value, of this or an older schema, in the form of `SCHEMA`.
+
+    Raises `ValueError` for an unknown schema.
+    """
+    schema = value.get("schema") if isinstance(value, dict) else None
+    if isinstance(value, dict) and schema is None and "verdicts" in value:
+        raise ValueError(f"{OTHER_RECORD}; `meshmark report DIR` reads it")
+    if not isinstance(value, dict) or schema not in range(1, SCHEMA + 1):
+        newer = "; a newer one wrote it: upgrade" if isinstance(schema, int) and schema > SCHEMA else ""
+        raise ValueError(f"schema {schema}, this Meshmark reads 1 to {SCHEMA}{newer}")
+    if schema in range(_SAME_AS_TODAY, SCHEMA + 1) or "session" in value:
+        return value | {"schema": SCHEMA}
+    if schema == 1:
+        value = _to_schema_2(value)
+    return _to_schema_3(value)
+
+
+def _to_schema_2(value: dict[str, Any]) -> dict[str, Any]:
+    """Group the fields of a record into the parts of schema 2."""
+    moved = _LEFT_OUT.union(*_PARTS_OF_SCHEMA_1.values())
+    parts = {
+        name: {new: value[old] for old, new in part.items() if old in value}
+        for name, part in _PARTS_OF_SCHEMA_1.items()
+    }
+    return {name: each for name, each in value.items() if name not in moved} | parts
+
+
+def _to_schema_3(value: dict[str, Any]) -> dict[str, Any]:
+    """Return a record in the form of schema 3.
+
+    Algorithms have only their own options, models have a kind, and fields have their new names.
+    """
+    found = value | {"schema": SCHEMA}
+    for part, renamed in _RENAMED_IN_SCHEMA_3.items():
+        if isinstance(held := value.get(part), dict):
+            found[part] = {renamed.get(name, name): each for name, each in held.items()}
+    if isinstance(case := value.get("case"), dict):
+        found["case"] = _with_algorithm_options(case)
+    conformance = value.get("conformance")
+    if isinstance(conformance, dict) and isinstance(base := conformance.get("base"), dict):
+        found["conformance"] = conformance | {"base": _with_algorithm_options(base)}
+    return found
+
+
+def _with_algorithm_options(case: dict[str, Any]) -> dict[str, Any]:
+    workload = case.get("workload")
+    if not isinstance(workload, dict):
+        return case
+    changed: dict[str, Any] = {}
+    if isinstance(algorithm := workload.get("algorithm"), dict):
+        changed["algorithm"] = without_foreign_options(algorithm)
+    if isinstance(model := workload.get("model"), dict):
+        changed["model"] = with_kind(model)
+    return case | {"workload": workload | changed}
+
+
+FIELDS: dict[str, Any] = {"deviations": Deviations, "noise": Comparisons, "factors": Mapping[str, float]}
+"""Fields of `EquivalenceEvidence` that may be stored in a separate file, and their types."""
+SMALL = 4096
+"""Size in characters up to which a field stays in the record's line."""
+_FEW = 8
+"""Number of quantities up to which a field inside a line is read together with it."""
+LARGEST = 2**28
+"""Largest size in bytes of evidence that is read. A compressed file from elsewhere may expand to any size."""
+_NAME = re.compile(r"evidence/(?P<digest>[0-9a-f]{64})\.json\.gz")
+
+K = TypeVar("K")
+V = TypeVar("V", covariant=True)
+
+
+class Stored(Mapping[K, V]):
+    """A mapping that is loaded on first use. Raises `EvidenceError` if it cannot be loaded."""
+
+    def __init__(self, load: Callable[[], Mapping[K, V]]) -> None:
+        self._load = load
+
+    def __getitem__(self, key: K) -> V:
+        return self._load()[key]
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._load())
+
+    def __len__(self) -> int:
+        return len(self._load())
+
+    def __repr__(self) -> str:
+        return f"Stored({self._load!r})"
+
+
+class EvidenceFolder:
+    """The evidence files of one results folder. Each piece of evidence is stored once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._kept: set[str] = set()
+
+    def put_aside(self, record: dict[str, Any]) -> None:
+        """Move bulky fields of an encoded record to files and put the file names in their place.
+
+        A field stays in the record if no file can be written.
+        """
+        evidence = record.get("equivalence", {})
+        for name in FIELDS:
+            text = json.dumps(evidence.get(name, {}))
+            if len(text) > SMALL:
+                with contextlib.suppress(OSError):
+                    evidence[name] = self._put(text.encode())
+
+    def _put(self, content: bytes) -> str:
+        name = f"evidence/{hashlib.sha256(content).hexdigest()}.json.gz"
+        if name not in self._kept and not _is_stored(self._folder / name, content):
+            _write(self._folder / name, gzip.compress(content, mtime=0))
+        self._kept.add(name)
+        return name
+
+
+def _is_stored(path: Path, content: bytes) -> bool:
+    """Return whether an earlier run left a complete file with `content` at `path`."""
+    try:
+        return _content(path) == content
+    except EvidenceError:
+        return False
+
+
+def open_lines(path: Path) -> IO[bytes] | gzip.GzipFile:
+    """Open a file of records for reading, packed by gzip or not."""
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+
+
+def _write(path: Path, packed: bytes) -> None:
+    """Write a file atomically, and return once it is on disk."""
+    path.parent.mkdir(exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with partial.open("wb") as file:
+            file.write(packed)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def leave_behind(record: dict[str, Any], path: Path, offset: int) -> None:
+    """Replace bulky fields of an encoded record by mappings that load on use.
+
+    `path` and `offset` give the start of the record's line. Older records have the evidence in the line itself, which
+    would fill the memory of a process that reads many records.
+
+    Raises `ValueError` for a name that no evidence file can have.
+    """
+    evidence = record.get("equivalence")
+    if not isinstance(evidence, dict):
+        return
+    for name in FIELDS:
+        value = evidence.get(name)
+        if isinstance(value, str):
+            if not _NAME.fullmatch(value):
+                raise ValueError(f"{name} are said to be in {value!r:.200}, expected evidence/SHA256.json.gz")
+            evidence[name] = Stored(functools.partial(_of_file, path.parent / value, name))
+        elif isinstance(value, dict) and len(value) > _FEW:
+            evidence[name] = Stored(functools.partial(_of_line, path, offset, name))
+
+
+@functools.lru_cache(maxsize=16)
+def _of_file(path: Path, field: str) -> Mapping[Any, Any]:
+    try:
+        value = json.loads(_content(path))
+    except (ValueError, RecursionError) as error:
+        raise EvidenceError(f"{path.name}: {describe_error(error)}") from error
+    return _decoded(field, value, path)
+
+
+@functools.lru_cache(maxsize=16)
+def _of_line(path: Path, offset: int, field: str) -> Mapping[Any, Any]:
+    try:
+        with open_lines(path) as file:
+            file.seek(offset)
+            value = migrate(json.loads(file.readline()))["equivalence"][field]
+    except Exception as error:
+        raise EvidenceError(f"{path.name} at byte {offset}: {describe_error(error)}") from error
+    return _decoded(field, value, path)
+
+
+def _content(path: Path) -> bytes:
+    """Return the content of an evidence file. Raises `EvidenceError` unless it matches the hash in the file's name."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise EvidenceError(f"{path.parent.name}/{path.name} is no file")
+        with gzip.open(path) as file:
+            content = file.read(LARGEST + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise EvidenceError(f"{path.parent.name}/{path.name}: {describe_error(error)}") from error
+    if len(content) > LARGEST or hashlib.sha256(content).hexdigest() != path.name.partition(".")[0]:
+        raise EvidenceError(f"{path.parent.name}/{path.name} is damaged: it does not hold what its name says")
+    return content
+
+
+def _decoded(field: str, value: object, path: Path) -> Mapping[Any, Any]:
+    try:
+        found: Mapping[Any, Any] = decode(FIELDS[field], value)
+    except Exception as error:
+        raise EvidenceError(f"{path.name}: {field}: {describe_error(error)}") from error
+    return found
+
 
 CUT_OFF = "a run was cut off there"
 """Text of a complaint about a torn line."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from meshmark.judge.observed_path import ObservedPath
-from meshmark.judge.sample import Sample
+from meshmark.judge.deviation import ObservedPath, Sample
 from meshmark.judge.tolerance_model import ToleranceModel
-from meshmark.measure.gpu_power import GpuPower
+from meshmark.measure.laps import GpuPower
 from meshmark.spec.case import Case
 
 

@@ -13,9 +13,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from meshmark.records.evidence import FIELDS
 from meshmark.records.record import SCHEMA, Record
-from meshmark.records.session import Session
+from meshmark.records.record_file import FIELDS, Session
 from meshmark.serial import Written
 
 Json = dict[str, Any]

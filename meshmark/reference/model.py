@@ -1,23 +1,246 @@
 """Base of all models that are trained here: a list of layers, canonical names, values drawn by name.
 
 Shape suffixes: B rows, T positions, C hidden.
+
+From a spec to its model, whole or in part, and to what it holds by canonical name.
+
+Initial values of parameters, drawn per name from a counter-based generator.
+
+Element i of a parameter depends on (seed, name, i) alone, so any shard can be filled without the whole, and every
+framework, layout and device starts from the same bits. The generator is SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)
+on the element's index; a value is the centred sum of the four 16-bit fields of its 64 bits, a bell-shaped
+(Irwin-Hall) variable. All of it is integer arithmetic up to one exact conversion and one multiplication, hence
+the same on CPU and GPU.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import importlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from meshmark.reference.initial import initial_value
 from meshmark.spec.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from meshmark.reference.data import Batch
     from meshmark.reference.tensor_plan import Style
+
+
+_AT_ONCE = 2**16
+"""Elements that are drawn at once, few enough that the generator's wide integers stay in the cache."""
+_LEAST_A_THREAD = 2**20
+"""Elements of which a thread has as many to draw."""
+_AT_ONCE_ELSEWHERE = 2**22
+"""The same on other devices than a CPU, where every operator is a launch, and an event for whoever watches."""
+_KEY, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""SplitMix64's constants: golden ratio, first and second multiplier."""
+# The sum of four uniform integers in [0, 65535]: its mean, and its standard deviation sqrt(4 (65536^2 - 1) / 12).
+_MEAN = 2 * 65535
+_STD = math.sqrt((65536**2 - 1) / 3)
+
+
+def _signed(value: int) -> int:
+    """The 64-bit pattern `value` as the signed integer that torch's int64 holds."""
+    value &= 2**64 - 1
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical (not arithmetic) right shift of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _splitmix64(x: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 on int64 counters (any shape), with wrap-around multiplication."""
+    x = (x ^ _shift_right(x, 30)) * _signed(_FIRST)
+    x = (x ^ _shift_right(x, 27)) * _signed(_SECOND)
+    return x ^ _shift_right(x, 31)
+
+
+def _index(full_shape: Sequence[int], shape: Sequence[int], offset: Sequence[int], device: torch.device) -> Tensor:
+    """Row-major indices into a tensor of `full_shape` of the block of `shape` at `offset`. int64, shape `shape`."""
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    stride = 1
+    for full, size, start in reversed(list(zip(full_shape, shape, offset, strict=True))):
+        position = (torch.arange(size, device=device) + start) * stride
+        index = position.view(-1, *([1] * index.dim())) + index
+        stride *= full
+    return index.reshape(tuple(shape))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A part of a tensor: a rank's shard, say."""
+
+    shape: Sequence[int]
+    offset: Sequence[int]
+    """Offset of its first element, by dim."""
+
+
+def random_bits(
+    name: str,
+    full_shape: Sequence[int],
+    *,
+    seed: int,
+    block: Block | None = None,
+    device: torch.device | None = None,
+) -> Tensor:
+    """64 random bits for every element of a block of a tensor of `full_shape` (default: all of it), by (seed, name,
+    element) alone. int64, the block's shape."""
+    part = block or Block(shape=full_shape, offset=[0] * len(full_shape))
+    return _splitmix64(_counters(name, full_shape, part, seed, device or torch.device("cpu")))
+
+
+def _counters(name: str, full_shape: Sequence[int], block: Block, seed: int, device: torch.device) -> Tensor:
+    """Return the counters from which the generator makes the bits of each element. int64, the block's shape."""
+    key = int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")
+    return _index(full_shape, block.shape, block.offset, device) * _signed(_KEY) + _signed(key)
+
+
+def row_blocks(block: Block, device: torch.device | None = None) -> list[Block]:
+    """A block by some of its rows at once, as many elements as are drawn at once where a row has no more."""
+    if not block.shape:
+        return [block]
+    on_host = device is None or device.type == "cpu"
+    rows = _rows_at_once(block.shape, _AT_ONCE if on_host else _AT_ONCE_ELSEWHERE)
+    return [
+        Block(
+            shape=[min(rows, block.shape[0] - i), *block.shape[1:]],
+            offset=[block.offset[0] + i, *block.offset[1:]],
+        )
+        for i in range(0, max(block.shape[0], 1), rows)
+    ]
+
+
+def _rows_at_once(shape: Sequence[int], elements: int) -> int:
+    return max(elements // max(math.prod(shape[1:]), 1), 1)
+
+
+def _fill_on_host(out: NDArray[np.float32], counters: NDArray[np.uint64], advance: int, std: float) -> None:
+    """Fill `out` with bell-shaped values, in place, in as many threads as PyTorch may use. Its values are the same in
+    any number: each follows from its counter alone, and NumPy lets go of the interpreter while it computes."""
+    at_once = max(len(counters), 1)
+    num_threads = min(torch.get_num_threads(), out.size // _LEAST_A_THREAD) or 1
+    share = -(-len(out) // (at_once * num_threads)) * at_once
+    starts = range(0, len(out), max(share, 1))
+
+    def fill(first: int) -> None:
+        _fill_rows(out[first : first + share], counters, first * advance, advance, std)
+
+    if len(starts) < 2:
+        fill(0)
+        return
+    with ThreadPoolExecutor(len(starts)) as threads:
+        list(threads.map(fill, starts))
+
+
+def _fill_rows(out: NDArray[np.float32], counters: NDArray[np.uint64], ahead: int, advance: int, std: float) -> None:
+    """Fill `out`, whose first row's counters are `ahead` of `counters`, some rows at once.
+
+    `counters` are those of its first rows, as many as are drawn at once; a row's are `advance` larger than those of the
+    row before. NumPy draws without a trace: a profiler that watches PyTorch notes every operator and allocation, which
+    for a large model came to gigabytes.
+    """
+    bits, shifted, total = np.empty_like(counters), np.empty_like(counters), np.empty(counters.shape, np.int32)
+    for first in range(0, len(out), max(len(counters), 1)):
+        rows = out[first : first + len(counters)]
+        x, s, t = (each[: len(rows)] for each in (bits, shifted, total))
+        np.add(counters[: len(rows)], np.uint64((ahead + first * advance) % 2**64), out=x)
+        for shift, factor in ((30, _FIRST), (27, _SECOND)):
+            x ^= np.right_shift(x, np.uint64(shift), out=s)
+            x *= np.uint64(factor)
+        x ^= np.right_shift(x, np.uint64(31), out=s)
+        fields = x.view(np.uint16).reshape(*x.shape, 4)
+        np.add(fields[..., 0], fields[..., 1], out=t, dtype=np.int32)
+        t += fields[..., 2]
+        t += fields[..., 3]
+        t -= _MEAN
+        rows[...] = t
+        rows *= np.float32(1.0 / _STD)
+        rows *= np.float32(std)
+
+
+def _fill(out: Tensor, counters: Tensor, advance: int, std: float) -> None:
+    """`_fill_on_host` for tensors on any device, by PyTorch's operators, in place too."""
+    bits, shifted, total = (torch.empty_like(counters) for _ in range(3))
+    for first in range(0, len(out), max(len(counters), 1)):
+        rows = out[first : first + len(counters)]
+        x, s, t = (each[: len(rows)] for each in (bits, shifted, total))
+        torch.add(counters[: len(rows)], _signed(first * advance), out=x)
+        for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
+            torch.bitwise_right_shift(x, shift, out=s)
+            x.bitwise_xor_(s.bitwise_and_((1 << (64 - shift)) - 1)).mul_(_signed(factor))
+        torch.bitwise_and(x, 0xFFFF, out=t)
+        for shift in (16, 32, 48):
+            torch.bitwise_right_shift(x, shift, out=s)
+            t.add_(s.bitwise_and_(0xFFFF))
+        rows.copy_(t.sub_(_MEAN)).mul_(1.0 / _STD).mul_(std)
+
+
+def initial_value(
+    model: ModelConfig,
+    name: str,
+    full_shape: Sequence[int],
+    *,
+    seed: int,
+    block: Block | None = None,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Return the initial value of the parameter with canonical `name`, or of one block of it: float32, of that shape.
+
+    The model's family says how values are made.
+    """
+    where, _, function = model.initial_values.partition(":")
+    values: Callable[..., Tensor] = getattr(importlib.import_module(where), function)
+    return values(model, name, full_shape, seed=seed, block=block, device=device)
+
+
+def drawn_value(
+    model: ModelConfig,
+    name: str,
+    full_shape: Sequence[int],
+    *,
+    seed: int,
+    block: Block | None = None,
+    device: torch.device | None = None,
+) -> Tensor:
+    """The initial value of the parameter with canonical `name` (or of one block of it), float32, the block's shape.
+
+    Norm weights are one and biases zero; every other weight is bell-shaped with standard deviation `init_std`,
+    residual projections with init_std / sqrt(2 num_layers) (Radford et al. 2019, section 2.3).
+    """
+    size = tuple(block.shape if block else full_shape)
+    if name.endswith("bias"):
+        return torch.zeros(size, device=device)
+    if "norm." in name:
+        return torch.ones(size, device=device)
+    std = model.init_std
+    if name.endswith(("attention.out.weight", ".down.weight")):
+        std /= math.sqrt(2 * model.num_layers)
+    full, shape = tuple(full_shape) or (1,), size or (1,)  # a scalar is a row of one
+    offset = (block.offset if block else ()) or [0] * len(shape)
+    out = torch.empty(shape, dtype=torch.float32, device=device or torch.device("cpu"))
+    on_host = type(out) is Tensor and out.device.type == "cpu"
+    rows = min(_rows_at_once(shape, _AT_ONCE if on_host else _AT_ONCE_ELSEWHERE), shape[0])
+    first = Block(shape=(rows, *shape[1:]), offset=offset)
+    counters, advance = _counters(name, full, first, seed, out.device), math.prod(full[1:]) * _KEY
+    if on_host:
+        _fill_on_host(out.numpy(), counters.numpy().view(np.uint64), advance, std)
+    else:
+        _fill(out, counters, advance, std)
+    return out.view(size)
+
 
 Recomputer = Callable[[nn.Module, Tensor], Tensor]
 """`torch.utils.checkpoint.checkpoint`, or a framework's own."""
@@ -146,3 +369,51 @@ def initial_buffer(name: str) -> float:
     """Every element of the buffer with this canonical name, at the start: a batch norm's running variance is one, its
     mean and its count of batches zero."""
     return 1.0 if name.endswith("running_var") else 0.0
+
+
+def module_class(spec: ModelConfig) -> type[Model]:
+    """Return the module class that the model's family names."""
+    where, _, name = spec.module.partition(":")
+    found: type[Model] = getattr(importlib.import_module(where), name)
+    return found
+
+
+def build_model(spec: ModelConfig, layers: Sequence[int] | None = None) -> Model:
+    """Return the module of `spec`, or of some of its layers; see `Model`."""
+    return module_class(spec)(spec, layers)
+
+
+def block_classes(spec: ModelConfig) -> set[type[nn.Module]]:
+    """Return the classes of the model's blocks, for frameworks that wrap each module of a class."""
+    return module_class(spec).block_classes_of(spec)
+
+
+@functools.lru_cache(maxsize=4)
+def skeleton(spec: ModelConfig) -> Model:
+    """The model of `spec` without values, built once: to build one takes as long as a step of a tiny one. It is shared,
+    so that who depends on a mode of its modules sets it."""
+    return module_class(spec).skeleton(spec)
+
+
+def parameter_shapes(spec: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Canonical name and full shape of every parameter, without allocating any."""
+    return {name: tuple(p.shape) for name, p in skeleton(spec).named_parameters()}
+
+
+def sizes_by_block(spec: ModelConfig) -> dict[str, list[int]]:
+    """Elements of every parameter, by the block that it is in; of those in none under an empty name."""
+    found: dict[str, list[int]] = {"": []}
+    for name, shape in parameter_shapes(spec).items():
+        block = block_of(spec, name)
+        found.setdefault(block, []).append(math.prod(shape))
+    return found
+
+
+def block_of(spec: ModelConfig, name: str) -> str:
+    """Return the key of the block that holds the parameter `name`; empty where none does."""
+    return skeleton(spec).block_of(name)
+
+
+def buffer_shapes(spec: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The same of every buffer, which each replica has values of its own of."""
+    return {name: tuple(b.shape) for name, b in skeleton(spec).named_buffers()}

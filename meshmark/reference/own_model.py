@@ -33,10 +33,8 @@ from torch.utils import _pytree as pytree
 
 from meshmark.errors import InputError, UnknownNameError
 from meshmark.import_target import import_file_again, import_module_of
-from meshmark.reference.build import skeleton
 from meshmark.reference.data import Batch
-from meshmark.reference.initial import Block
-from meshmark.reference.model import Model, Recomputer
+from meshmark.reference.model import Block, Model, Recomputer, skeleton
 from meshmark.reference.tensor_plan import Style, plan_of, split_dim, split_of
 from meshmark.spec.algorithm import SYNCHRONOUS, Algorithm, algorithm_presets
 from meshmark.spec.model_config import Dataset, ModelConfig

@@ -8,8 +8,7 @@ import shlex
 import tempfile
 from pathlib import Path
 
-from meshmark.errors import InputError
-from meshmark.interrupts import signals_end_like_ctrl_c
+from meshmark.errors import InputError, signals_end_like_ctrl_c
 from meshmark.regression.alternate import MARGIN, SIDES, alternate
 from meshmark.regression.attempts import attempts_of
 from meshmark.regression.bisect import Search, bisect, steps_between

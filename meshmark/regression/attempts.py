@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshmark.records.session import Attempt, Ending
+from meshmark.records.record_file import Attempt, Ending
 from meshmark.regression.change import Change
 from meshmark.regression.compare import Comparison
 from meshmark.report.failure_text import of_changes

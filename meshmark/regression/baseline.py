@@ -13,9 +13,8 @@ from pathlib import Path, PurePath
 
 from meshmark.errors import InputError, ResultsError
 from meshmark.records.record import EquivalenceEvidence, Outcome, Record, Relaunch, Status, TimingEvidence
-from meshmark.records.record_file import Reading, RecordFile, read_records
+from meshmark.records.record_file import Ending, Reading, RecordFile, Session, latest_attempts, read_records
 from meshmark.records.request import Task
-from meshmark.records.session import Ending, Session, latest_attempts
 from meshmark.regression.conditions import conditions
 from meshmark.regression.runs import left_out, of_last_code
 from meshmark.run.throughput import throughput

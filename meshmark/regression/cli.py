@@ -20,7 +20,7 @@ from meshmark.regression.gate import DEFAULT_GATE, UNSURE, Gate, parse_gate
 from meshmark.regression.page import lines, page
 from meshmark.regression.runs import left_out, of_last_code, without_shared
 from meshmark.report.github import report_to_github, warn_github
-from meshmark.report.markdown import one_line
+from meshmark.report.table import one_line
 from meshmark.text import pluralize
 
 FAILED = 1

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from meshmark.errors import InputError, MeshmarkError, ResultsError
 from meshmark.regression.history import ChangePoint, Series, change_points, series_of
 from meshmark.regression.run_file import Run, read_run
-from meshmark.report.markdown import one_line, visible
+from meshmark.report.table import one_line, visible
 from meshmark.text import pluralize
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from meshmark.regression.causes import causes
 from meshmark.regression.change import Change, ChangeOutcome, Kind
 from meshmark.regression.compare import Comparison
 from meshmark.regression.times import ALPHA
-from meshmark.report.markdown import inline, one_line, table
+from meshmark.report.table import inline, one_line, table
 from meshmark.text import pluralize
 
 _ORDER = (ChangeOutcome.WORSE, ChangeOutcome.UNDECIDED, ChangeOutcome.BETTER)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshmark.errors import ResultsError, refuse_device
-from meshmark.records.migration import migrate
+from meshmark.records.record_file import migrate
 from meshmark.records.request import Task
 from meshmark.regression.conditions import READERS
 from meshmark.serial import decode

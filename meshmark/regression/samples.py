@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshmark.environment import Environment
-from meshmark.measure.interval import student_t
+from meshmark.measure.laps import student_t
 from meshmark.records.record import Record, Status
 from meshmark.regression.runs import CaseRuns
 

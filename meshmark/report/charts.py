@@ -14,9 +14,8 @@ from meshmark.errors import EvidenceError
 from meshmark.measure.readings import Collective, MemoryReading
 from meshmark.records.record import Record
 from meshmark.report import palette
-from meshmark.report.markdown import one_line
 from meshmark.report.results import CaseResult, Tradeoff, frontier, tradeoffs
-from meshmark.report.table import bytes_text
+from meshmark.report.table import bytes_text, one_line
 from meshmark.run.throughput import throughput
 from meshmark.spec.case import Case
 from meshmark.spec.layout import AXES

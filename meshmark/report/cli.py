@@ -11,10 +11,9 @@ from pathlib import Path
 
 from meshmark.errors import InputError, ResultsError
 from meshmark.records.judged_case import OTHER_RECORD, num_judged
-from meshmark.records.record_file import Reading, read_records
-from meshmark.records.session import latest_attempts
-from meshmark.report.markdown import one_line
+from meshmark.records.record_file import Reading, latest_attempts, read_records
 from meshmark.report.render import write_report
+from meshmark.report.table import one_line
 from meshmark.text import pluralize
 
 

@@ -6,13 +6,12 @@ import functools
 from collections.abc import Iterable, Sequence
 
 from meshmark.measure.readings import Collective, wire_factor
-from meshmark.records.reach import Reach
-from meshmark.records.record import Record
+from meshmark.records.record import Reach, Record
 from meshmark.report.results import CaseResult
 from meshmark.report.table import EMPTY, KIB, Cell, Rows, bytes_cell, bytes_text, yes_or_no
 from meshmark.report.tables import names
 from meshmark.spec.layout import AXES, Layout
-from meshmark.theory.flow import Flow, TrafficException
+from meshmark.theory.traffic import Flow, TrafficException
 
 
 def sent_bytes(record: Record) -> float:

@@ -18,10 +18,10 @@ from meshmark.errors import ResultsError
 from meshmark.records.record import Record, Status
 from meshmark.records.record_file import Reading
 from meshmark.report.guard import rendered, write_page
-from meshmark.report.markdown import Markup, block, inline
-from meshmark.report.markdown import table as markdown
 from meshmark.report.missing_failures import missing_failures
 from meshmark.report.results import newest
+from meshmark.report.table import Markup, block, inline
+from meshmark.report.table import table as markdown
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 from meshmark.spec.model_config import Dataset

@@ -11,7 +11,7 @@ import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 
 from meshmark.records.record import Outcome, Record, Verdict
-from meshmark.report.markdown import visible
+from meshmark.report.table import visible
 from meshmark.text import clip, pluralize
 
 MOST_LINES = 8

@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from meshmark.records.session import Attempt, Ending, by_defect
-from meshmark.report.markdown import block, one_line
+from meshmark.records.record_file import Attempt, Ending, by_defect
 from meshmark.report.missing_failures import failure_line
+from meshmark.report.table import block, one_line
 
 _MOST = 10
 """Number of annotations that GitHub shows per step."""

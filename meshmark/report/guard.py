@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from meshmark.errors import ResultsError
-from meshmark.report.markdown import visible
+from meshmark.report.table import visible
 from meshmark.text import clip, describe_error
 
 _COMPLAINT_CHARACTERS = 500

@@ -8,8 +8,8 @@ from meshmark.inference.clauses import COPIES, LENGTHS, NEW_TOKENS
 from meshmark.inference.judge import FACTOR
 from meshmark.inference.run import InferenceRecord
 from meshmark.records.judged_case import CaseVerdict
-from meshmark.report.markdown import inline
-from meshmark.report.markdown import table as markdown
+from meshmark.report.table import inline
+from meshmark.report.table import table as markdown
 from meshmark.text import pluralize
 
 

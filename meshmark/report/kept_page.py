@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshmark.errors import ResultsError
-from meshmark.report.markdown import laid
+from meshmark.report.table import laid
 from meshmark.serial import decode, encode
 
 SUFFIX = ".page.jsonl"

@@ -18,9 +18,9 @@ from meshmark.records.request import Task
 from meshmark.report.table import Cell, Rows, number
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Offload
+from meshmark.theory.memory import ModelStates, model_states
 from meshmark.theory.model_theory import local_parameters
 from meshmark.theory.recipe import RECIPES, eager_recipe
-from meshmark.theory.states import ModelStates, model_states
 
 STATES = ("parameters", "gradients", "optimizer_states")
 """Categories that are model states."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from meshmark.records.record import Record
-from meshmark.records.session import Attempt, Ending, Session, by_defect, latest_attempts
-from meshmark.report.markdown import block, code, inline
+from meshmark.records.record_file import Attempt, Ending, Session, by_defect, latest_attempts
+from meshmark.report.table import block, code, inline
 from meshmark.text import pluralize
 
 _CHARACTERS = 500

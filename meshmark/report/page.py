@@ -18,21 +18,19 @@ from markupsafe import Markup
 
 from meshmark.errors import ResultsError
 from meshmark.records.record import Record
-from meshmark.records.record_file import Reading
-from meshmark.records.session import Attempt
+from meshmark.records.record_file import Attempt, Reading
 from meshmark.report import tables
 from meshmark.report.baseline import Baseline
 from meshmark.report.clause_grid import Clauses, clauses
 from meshmark.report.communication import communication
 from meshmark.report.failure_text import WORSE
 from meshmark.report.guard import rendered
-from meshmark.report.markdown import one_line, visible
 from meshmark.report.missing_failures import failing
 from meshmark.report.render import headline
 from meshmark.report.results import CaseResult, newest, results
 from meshmark.report.scale import fake_worlds
 from meshmark.report.sections import sections
-from meshmark.report.table import Table, filled, to_cell
+from meshmark.report.table import Table, filled, one_line, to_cell, visible
 
 INSTALL = 'pip install "meshmark[html]"'
 

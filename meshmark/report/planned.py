@@ -11,9 +11,9 @@ from meshmark.records.record import Record
 from meshmark.report.results import CaseResult
 from meshmark.report.table import EMPTY, Rows, bytes_cell, number
 from meshmark.report.tables import names
-from meshmark.run.memory_verdict import Held, memory_categories, memory_totals
+from meshmark.run.verdict import Held, memory_categories, memory_totals
+from meshmark.theory.memory import ExtraMemory, ModelStates
 from meshmark.theory.model_theory import theory_of
-from meshmark.theory.states import ExtraMemory, ModelStates
 
 
 def plans(record: Record) -> list[tuple[ModelStates | None, list[ExtraMemory]]]:

@@ -15,9 +15,9 @@ from matplotlib.patches import Patch, Rectangle  # noqa: E402
 
 from meshmark.records.record import Record  # noqa: E402
 from meshmark.report import palette  # noqa: E402
-from meshmark.report.markdown import one_line  # noqa: E402
 from meshmark.report.memory_by_ranks import WORLDS, Source, memory_by_ranks  # noqa: E402
 from meshmark.report.results import CaseResult, frontier, tradeoffs  # noqa: E402
+from meshmark.report.table import one_line  # noqa: E402
 from meshmark.run.throughput import throughput  # noqa: E402
 
 _STYLE = {

@@ -8,21 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from meshmark.judge.false_alarms import shown
+from meshmark.judge.tolerance_model import shown
 from meshmark.records.record import Record
 from meshmark.records.record_file import Reading
 from meshmark.report import tables
 from meshmark.report.baseline import Baseline
 from meshmark.report.communication import sent_bytes
 from meshmark.report.guard import rendered, write_page
-from meshmark.report.markdown import block, code, inline, table
 from meshmark.report.missing_failures import failing, missing_failures, unrecorded
 from meshmark.report.plots import memory_plot, ranks_plot, throughput_plot, tradeoff_plot
 from meshmark.report.profiles import TOLD, memory_curves, profile_rows
 from meshmark.report.results import CaseResult, newest, results
 from meshmark.report.scale import fake_worlds, scale_headline
 from meshmark.report.sections import sections
-from meshmark.report.table import Table, bytes_text
+from meshmark.report.table import Table, block, bytes_text, code, inline, table
 from meshmark.run.throughput import LEAST_CLAIMED, fastest_of, throughput
 from meshmark.text import pluralize
 

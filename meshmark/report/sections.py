@@ -9,12 +9,11 @@ from meshmark.records.record import Record
 from meshmark.report import memory_by_ranks, tables
 from meshmark.report.baseline import Baseline
 from meshmark.report.communication import communication, traffic_exceptions
-from meshmark.report.markdown import inline
 from meshmark.report.memory_by_ranks import rows_beyond, rows_by_ranks
 from meshmark.report.planned import planned_memory
 from meshmark.report.results import CaseResult
 from meshmark.report.scale import NOTE, scale
-from meshmark.report.table import Table, filled
+from meshmark.report.table import Table, filled, inline
 from meshmark.run.throughput import peak_flops_per_second
 
 

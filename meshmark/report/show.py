@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from meshmark.errors import InputError
 from meshmark.records.record import Record
-from meshmark.report.markdown import one_line, visible
-from meshmark.report.table import bytes_text
+from meshmark.report.table import bytes_text, one_line, visible
 from meshmark.report.tables import interval_text
 from meshmark.run.throughput import throughput
 from meshmark.run.verdict import smallest_detectable

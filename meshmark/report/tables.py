@@ -10,10 +10,9 @@ import numpy as np
 from meshmark.measure.readings import MemoryReading
 from meshmark.records.record import Record, Verdict
 from meshmark.report.baseline import Baseline
-from meshmark.report.markdown import block, details, inline
 from meshmark.report.memory_by_ranks import fullest_states
 from meshmark.report.results import CaseResult
-from meshmark.report.table import EMPTY, Cell, Rows, bytes_cell, milliseconds, number, yes_or_no
+from meshmark.report.table import EMPTY, Cell, Rows, block, bytes_cell, details, inline, milliseconds, number, yes_or_no
 from meshmark.run.throughput import Throughput, drift, throughput
 from meshmark.text import pluralize
 from meshmark.theory.bubble import bubble_fraction

@@ -29,10 +29,9 @@ from meshmark.records.record_file import read_records
 from meshmark.report.communication import sent_bytes
 from meshmark.report.conformance import AdapterColumn, Conformance, judged, read_conformance
 from meshmark.report.guard import write_page
-from meshmark.report.markdown import Markup, block, inline, one_line, table
 from meshmark.report.memory_by_ranks import fullest_states
 from meshmark.report.results import CaseResult, results
-from meshmark.report.table import Cell, Rows, bytes_cell
+from meshmark.report.table import Cell, Markup, Rows, block, bytes_cell, inline, one_line, table
 from meshmark.serial import decode
 from meshmark.spec.hardware import GIB, Gpu, gpu
 from meshmark.spec.model_spec import ModelSpec

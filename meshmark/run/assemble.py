@@ -1,45 +1,112 @@
-"""From what became of a launch to its record, with every verdict that the pass allows."""
+"""From what became of a launch to its record, with every verdict that the pass allows.
+
+How a pass ended: from what came home of its launch, or from what kept it from coming home.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import math
+import tempfile
+import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import known_adapters
 from meshmark.environment import Environment, describe
-from meshmark.judge.observed_path import ObservedPath
+from meshmark.errors import MeshmarkError, NodeLostError, NodesDisagreeError, NoSpaceError
+from meshmark.judge.deviation import ObservedPath
+from meshmark.launch.folders import is_full, means_no_space
 from meshmark.launch.launch import LaunchResult
-from meshmark.measure.gpu_power import spoilt
+from meshmark.measure.laps import spoilt
 from meshmark.records.rank_report import RankReport
-from meshmark.records.reach import measured_traffic, planned_traffic, reach
 from meshmark.records.record import (
     ConformanceEvidence,
     EquivalenceEvidence,
     LaunchSeconds,
     MemoryEvidence,
     Outcome,
+    PeerEnd,
     Record,
     Status,
     TimingEvidence,
     TrafficEvidence,
     TrainingCurves,
+    measured_traffic,
+    planned_traffic,
+    reach,
+    sources_of,
 )
 from meshmark.records.request import Request, Task
-from meshmark.records.sources import sources_of
-from meshmark.run.memory_verdict import judge_memory
-from meshmark.run.timed_launches import relaunch_of
-from meshmark.run.traffic_verdict import judge_communication
-from meshmark.run.verdict import judge_equivalence, judge_throughput, not_judged
+from meshmark.run.throughput import relaunch_of
+from meshmark.run.verdict import judge_communication, judge_equivalence, judge_memory, judge_throughput, not_judged
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
-from meshmark.text import describe_error
-from meshmark.theory.flow import Flow, OneTimeTraffic, TrafficException, departed
-from meshmark.theory.states import ExtraMemory, ModelStates, model_states
-from meshmark.theory.traffic import step_traffic
+from meshmark.text import clip, describe_error
+from meshmark.theory.memory import ExtraMemory, ModelStates, model_states
+from meshmark.theory.traffic import Flow, OneTimeTraffic, TrafficException, departed, step_traffic
+
+_STATUS: dict[type[BaseException], Status] = {
+    NoSpaceError: Status.NO_SPACE,
+    NodesDisagreeError: Status.NODES_DISAGREE,
+    NodeLostError: Status.NODE_LOST,
+}
+
+
+def outcome_of_error(error: BaseException) -> Outcome:
+    """Return the outcome of a failure outside the ranks, with its stack if it is not a `MeshmarkError`.
+
+    Any such failure while the disk of temporary files is full is taken to come of that.
+    """
+    temporary, full = Path(tempfile.gettempdir()), ""
+    status = _STATUS.get(type(error), Status.NO_SPACE if means_no_space(error, [temporary]) else Status.UNFINISHED)
+    if status is Status.UNFINISHED and is_full(temporary):
+        status, full = Status.NO_SPACE, f", and {str(temporary)!r} is full"
+    if isinstance(error, MeshmarkError):
+        return Outcome(status=status, message=clip(str(error) + full))
+    stack = clip("".join(traceback.format_exception(error)))
+    return Outcome(status=status, message=describe_error(error) + full, traceback=stack)
+
+
+def outcome_of_launch(launched: LaunchResult, world_size: int) -> Outcome:
+    """How the launch ended, after its root cause."""
+    if launched.lost:
+        return Outcome(status=Status.NODE_LOST, message=launched.lost)
+    if launched.failures:
+        first = launched.failures[0]
+        return Outcome(
+            status=Status(first.kind),
+            rank=first.rank,
+            message=first.message,
+            traceback=first.traceback,
+            log_tail=first.log_tail,
+            stacks={f.rank: f.stack for f in launched.failures if f.stack},
+            peers=[_peer(launched, rank) for rank in range(world_size) if rank != first.rank],
+        )
+    bad = [
+        (step, report.rank, loss)
+        for report in launched.reports
+        for step, loss in enumerate(report.losses)
+        if not math.isfinite(loss)
+    ]
+    if bad:
+        step, rank, loss = min(bad)
+        return Outcome(status=Status.NAN, rank=rank, message=f"loss is {loss} from step {step} on")
+    return Outcome(status=Status.OK)
+
+
+def _peer(launched: LaunchResult, rank: int) -> PeerEnd:
+    """Return how `rank` ended after another rank failed."""
+    failed = next((f for f in launched.failures if f.rank == rank), None)
+    if failed:
+        return PeerEnd(rank=rank, kind=failed.kind, seconds=failed.time - launched.failures[0].time)
+    done = any(report.rank == rank for report in launched.reports)
+    return PeerEnd(rank=rank, kind="done" if done else "ended")
+
 
 # --- What theory and the adapter declare of a case before it runs: what each rank is to hold and to send.
 

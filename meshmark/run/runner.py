@@ -1,50 +1,215 @@
-"""From a case to its record: once a session, whoever asks."""
+"""From a case to its record: once a session, whoever asks.
+
+Measure what requests are judged by: the noise of their workload and precision, once, the same on every node.
+
+The peak that utilisation is of: measured once a session, while no ranks run.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import hashlib
+import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from meshmark.adapter.capabilities import Feature
-from meshmark.adapter.contract import Adapter
-from meshmark.adapter.registry import load_adapter
-from meshmark.environment import Environment, describe, refuses_to_share
-from meshmark.errors import AdapterError, ClusterError, NodeLostError, ResultsError
+from meshmark.adapter.contract import Adapter, Feature
+from meshmark.adapter.registry import builtin_adapters, load_adapter
+from meshmark.environment import DEFAULT_THREADS, Environment, describe, refuses_to_share
+from meshmark.errors import AdapterError, ClusterError, MeshmarkError, NodeLostError, NoSpaceError, ResultsError
 from meshmark.judge.beginning import describe as describe_beginning
-from meshmark.judge.faults import Fault
-from meshmark.judge.observed_path import ObservedPath
-from meshmark.judge.sample import (
+from meshmark.judge.deviation import (
     ENDURANCE_STEPS,
     ENDURANCE_TIME,
+    LARGEST_FULL,
     OBSERVED_STEPS,
     TIME_LIMITS,
     Assess,
+    ObservedPath,
     assess_of,
     sample_of,
 )
-from meshmark.launch.cluster import NodeLoss, rank_room
+from meshmark.judge.faults import Fault
+from meshmark.judge.tolerance_model import Comparisons, ToleranceModel, fit
+from meshmark.launch.cluster import READY_SECONDS, NodeLoss, Scratch, from_node_0, meet, rank_room
 from meshmark.launch.launch import Launcher, LaunchResult
-from meshmark.launch.scratch import Scratch
 from meshmark.measure.laps import LEAST_LAUNCHES
-from meshmark.passes.noise import TIME_LIMIT_SECONDS, remove_partials
+from meshmark.passes.noise import (
+    NUM_RANKS,
+    TIME_LIMIT_SECONDS,
+    noise_folder,
+    noise_key,
+    read_noise,
+    remove_partials,
+    variance_ratio,
+    write_noise,
+)
 from meshmark.passes.observe import WATCHED_STEP
-from meshmark.records.record import ConformanceEvidence, Outcome, Record, Status
+from meshmark.records.record import ConformanceEvidence, Outcome, Record, Status, sources_of
 from meshmark.records.record_file import RecordFile, line_of
 from meshmark.records.request import Request, Task
-from meshmark.records.sources import sources_of
-from meshmark.run.assemble import JUDGED, assemble, with_gaps, with_gaps_of_now
-from meshmark.run.outcomes import outcome_of_error, outcome_of_launch
-from meshmark.run.peak_probe import PeakProbe
+from meshmark.run.assemble import JUDGED, assemble, outcome_of_error, outcome_of_launch, with_gaps, with_gaps_of_now
 from meshmark.run.resume import KEPT, Held
-from meshmark.run.timed_launches import launch_watched, time_again
-from meshmark.run.tolerance_models import ToleranceModels
+from meshmark.run.throughput import launch_watched, time_again
+from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Layout
+
+
+class PeakProbe:
+    """Measures what a number of cores, or a GPU, of this node can compute, and remembers it."""
+
+    def __init__(self, launcher: Launcher, num_gpus: int) -> None:
+        self.launcher, self.num_gpus = launcher, num_gpus
+        self._measured: dict[tuple[str, int, str, str], float | None] = {}
+        """Measured peaks by device, cores, precision and tuning of matrix products."""
+
+    def of(self, request: Request) -> float | None:
+        """Return the peak of all cores or GPUs that the ranks of `request` can use, or None if the probe failed.
+
+        Each core or GPU is counted once, however many ranks share it. For several nodes it is the sum of what each
+        measured.
+        """
+        nnodes = self.launcher.cluster.spec.nnodes
+        on_cpu, local_ranks = request.device == "cpu", request.case.world_size // nnodes
+        num_threads = num_cores(local_ranks) if on_cpu else 1
+        case = request.case
+        key = request.device, num_threads, str(case.precision.compute), str(case.tuning.arithmetic)
+        if key not in self._measured:
+            self._measured[key] = self._of_all_nodes(request, num_threads)
+        one = self._measured[key]
+        return one and one * (1 if on_cpu else max(1, min(local_ranks, self.num_gpus)))
+
+    def _of_all_nodes(self, request: Request, num_threads: int) -> float | None:
+        """The same sum on each; a call of all nodes."""
+        cluster = self.launcher.cluster
+        if cluster.spec.nnodes == 1:
+            return self._measure(request, num_threads)
+        meet(cluster, request)
+        mine = json.dumps(self._measure(request, num_threads))
+        every = [
+            json.loads(t) for t in cluster.exchange("peak", mine, seconds=request.time_limit_seconds + READY_SECONDS)
+        ]
+        return None if None in every else sum(every)
+
+    def _measure(self, request: Request, num_threads: int) -> float | None:
+        probe = dataclasses.replace(
+            request,
+            task=Task.PEAK,
+            adapter=builtin_adapters()["single"],
+            backend="gloo",
+            num_threads=num_threads,
+        )
+        try:
+            launched = self.launcher.launch(probe, 1, alone=True)
+        except MeshmarkError:  # the launch that it is for meets the same, and tells
+            return None
+        return launched.reports[0].flops_per_second if launched.reports else None
+
+
+def num_cores(local_ranks: int) -> int:
+    """Return the number of cores of this node that `local_ranks` ranks can use with their threads."""
+    threads = int(os.environ.get("OMP_NUM_THREADS") or DEFAULT_THREADS)
+    return min(local_ranks * threads, len(os.sched_getaffinity(0)))
+
+
+# --- The launch that measures a noise floor.
+
+
+def launch_noise(launcher: Launcher, request: Request, num_gpus: int) -> list[Comparisons]:
+    """The noise runs that `request` is judged by: of PyTorch's eager kernels, whatever the case's tuning, lest a kernel
+    that is wrong be excused by itself. `num_gpus`: on this node. Raises `MeshmarkError` when their processes fail."""
+    measured = dataclasses.replace(
+        request,
+        case=dataclasses.replace(request.case, tuning=request.case.tuning.arithmetic),
+        task=Task.NOISE,
+        adapter=builtin_adapters()["single"],
+        backend="gloo",  # they share a GPU, which NCCL refuses; nothing is sent
+        time_limit_seconds=max(TIME_LIMIT_SECONDS, request.time_limit_seconds),
+    )
+    launched = launcher.launch(measured, num_processes(request, num_gpus), alone=True)
+    if launched.failures:
+        failure = launched.failures[0]
+        kind = NoSpaceError if failure.kind == Status.NO_SPACE else MeshmarkError
+        raise kind(f"noise of {request.case.id} could not be measured: {failure.message}\n{failure.log_tail}")
+    return [run for report in launched.reports for run in report.noise_runs]
+
+
+def num_processes(request: Request, num_gpus: int) -> int:
+    """Processes that share the noise runs of `request`. Of a large model no two are on one GPU: each holds its model,
+    its optimizer's states and a float64 truth. Of a sample every GPU has runs, until there is one for each."""
+    if request.case.workload.model.num_parameters <= LARGEST_FULL or request.device != "cuda":
+        return NUM_RANKS
+    most = request.sample.noise_runs if request.sample else NUM_RANKS
+    return max(min(most, num_gpus), 1)
+
+
+# --- Tolerance models of a session, the same on every node.
+
+
+class ToleranceModels:
+    """Those of one session."""
+
+    def __init__(self, launcher: Launcher, results: Path, remarks: list[str], num_gpus: int) -> None:
+        """`remarks`: where is told what the reader of the next record should know. `num_gpus`: on this node."""
+        self._launcher, self._results, self._remarks, self._num_gpus = launcher, results, remarks, num_gpus
+        self._known: dict[str, ToleranceModel] = {}
+        self._failed: dict[str, MeshmarkError] = {}
+        """Why those could not be measured that were tried: to try again takes minutes, and ends the same way."""
+
+    def forget(self) -> None:
+        """All nodes know the same again: those of the disk of node 0."""
+        self._known.clear()
+        self._failed.clear()
+
+    def of(self, request: Request) -> ToleranceModel:
+        """The tolerance model of a request's workload and precision: from this session, from disk, or measured now.
+
+        Raises `MeshmarkError` when the single process fails, or has failed before, for then nothing can be judged.
+        """
+        key = noise_key(request.case, request.steps, request.device, request.sample)
+        path = noise_folder(self._results) / f"{key}.json"
+        if key in self._failed:
+            raise type(self._failed[key])(str(self._failed[key]))
+        if key not in self._known:
+            try:
+                self._known[key] = fit(self._shared_runs(request, path), variance_ratio(request.case))
+            except ClusterError:
+                raise
+            except MeshmarkError as error:
+                self._failed[key] = error
+                raise
+        return self._known[key]
+
+    def _shared_runs(self, request: Request, path: Path) -> list[Comparisons]:
+        """Those of node 0: all nodes judge by the same."""
+        cluster = self._launcher.cluster
+        if cluster.spec.nnodes == 1:
+            return self._runs(request, path)
+        meet(cluster, request)
+        limit = max(TIME_LIMIT_SECONDS, request.time_limit_seconds)
+        made = from_node_0(cluster, "noise", lambda: json.dumps(encode(self._runs(request, path))), seconds=limit)
+        runs: list[Comparisons] = decode(list[Comparisons], json.loads(made))
+        return runs
+
+    def _runs(self, request: Request, path: Path) -> list[Comparisons]:
+        try:
+            runs = read_noise(path)
+        except FileNotFoundError:
+            return self._measure(request, path)
+        if runs is None:
+            self._remarks.append(f"the noise floor {path} was damaged, and has been measured anew")
+        return runs or self._measure(request, path)
+
+    def _measure(self, request: Request, path: Path) -> list[Comparisons]:
+        runs = launch_noise(self._launcher, request, self._num_gpus)
+        write_noise(path, runs)
+        return runs
+
 
 # --- The verified path of a case, which the untouched pass is held against.
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # names for annotations: the folders below import this module
     from meshmark.spec.case import Case
     from meshmark.spec.layout import Layout
     from meshmark.spec.workload import Workload
-    from meshmark.theory.flow import Flow
+    from meshmark.theory.traffic import Flow
 
 GROUP = "meshmark.algorithms"
 """Entry point group for distributions that provide algorithms: `name = "package.module:Class"`."""
@@ -128,7 +128,7 @@ class Algorithm:
         whatever is summed. `num_stages` is the number of pipeline stages.
         """
         # Resolved at run time: the folder of transitions imports this one.
-        synchronous: Transition = importlib.import_module("meshmark.algorithms.replicas").Synchronous(rules[0])
+        synchronous: Transition = importlib.import_module("meshmark.algorithms.contract").Synchronous(rules[0])
         return synchronous
 
     def gradient_rule(self, workload: Workload, layout: Layout) -> GradientRule | None:

@@ -1,15 +1,140 @@
-"""The unit of measurement: one adapter, workload, layout and precision, and its tuning."""
+"""The unit of measurement: one adapter, workload, layout and precision, and its tuning.
+
+Tuning options that a user chooses, not the framework.
+
+They apply to all adapters alike, and are other ways to compute the same numbers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Self
 
-from meshmark.errors import LayoutError
+from meshmark.errors import InputError, LayoutError, UnknownNameError
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision
-from meshmark.spec.tuning import Tuning
 from meshmark.spec.workload import Workload
+
+
+class Knob(StrEnum):
+    """A category of tuning options."""
+
+    COMPILE = "compile"
+    OPTIMIZER = "optimizer"
+    ATTENTION = "attention"
+    LOSS = "loss"
+    MATMUL = "matmul"
+
+
+class Attention(StrEnum):
+    """The only `scaled_dot_product_attention` kernel that may run."""
+
+    FLASH = "flash"
+    EFFICIENT = "efficient"
+    MATH = "math"
+    CUDNN = "cudnn"
+
+
+class Matmul(StrEnum):
+    """A setting of matrix products. Both change the arithmetic, so noise is measured with them."""
+
+    TF32 = "tf32"
+    """Round float32 operands to TF32's 10 bits."""
+    WIDE_SUMS = "wide-sums"
+    """Sum the parts of a 16-bit product that is split over its inner dimension in float32."""
+
+
+_FUSED, _CHUNKED, NONE = "fused", "chunked", "none"
+WORDS = {
+    Knob.COMPILE.value: "every block by torch.compile",
+    _FUSED: "the optimizer's fused kernel",
+    **{a.value: f"attention by the {a} kernel alone" for a in Attention},
+    _CHUNKED: "cross-entropy of a few rows at a time, which keeps no copy of the logits",
+    Matmul.TF32.value: "float32 products of TF32 operands",
+    Matmul.WIDE_SUMS.value: "split 16-bit products summed in float32",
+}
+"""Description of each option, by its name on the command line."""
+_ON_A_CPU = frozenset({Attention.FLASH, Attention.MATH})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """Tuning options of a case. Its string is their names, such as `compile+fused`; empty for PyTorch's defaults."""
+
+    compile: bool = False
+    fused_optimizer: bool = False
+    attention: Attention | None = None
+    chunked_loss: bool = False
+    matmul: Matmul | None = None
+
+    def __str__(self) -> str:
+        return "+".join(self.words)
+
+    def __bool__(self) -> bool:
+        return bool(self.words)
+
+    @property
+    def words(self) -> list[str]:
+        asked = {Knob.COMPILE.value: self.compile, _FUSED: self.fused_optimizer, _CHUNKED: self.chunked_loss}
+        own = {self.attention, self.matmul} | {word for word, wanted in asked.items() if wanted}
+        return [word for word in WORDS if word in own]
+
+    @property
+    def knobs(self) -> list[Knob]:
+        """The categories with an option that is not the default."""
+        turned = {
+            Knob.COMPILE: self.compile,
+            Knob.OPTIMIZER: self.fused_optimizer,
+            Knob.ATTENTION: self.attention,
+            Knob.LOSS: self.chunked_loss,
+            Knob.MATMUL: self.matmul,
+        }
+        return [knob for knob, value in turned.items() if value]
+
+    @property
+    def arithmetic(self) -> Tuning:
+        """The options that change the arithmetic, without those that only change the order of operations."""
+        return Tuning(matmul=self.matmul)
+
+    @property
+    def passes_otherwise(self) -> bool:
+        """True if passes may save other tensors than PyTorch's eager kernels, and round in other places.
+
+        Fused operations keep intermediate values in a wider format.
+        """
+        return self.compile or self.attention is not None or self.chunked_loss
+
+    def missing(self, device: str) -> Iterator[str]:
+        """Yield the options that `device` does not support, each with the reason."""
+        if device == "cpu" and self.attention is not None and self.attention not in _ON_A_CPU:
+            yield f"attention {self.attention} (a CPU has {' and '.join(sorted(_ON_A_CPU))} alone)"
+        if device == "cpu" and self.matmul is not None:
+            yield f"matmul {self.matmul} (a setting of CUDA's products)"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse option names in any order.
+
+        Raises `UnknownNameError` for an unknown name, and `InputError` for two names of one category.
+        """
+        words = [word for word in text.replace("+", ",").split(",") if word]
+        if words == [NONE]:
+            words = []
+        if unknown := [word for word in words if word not in WORDS]:
+            raise UnknownNameError("tuning", unknown[0], [*WORDS, NONE])
+        attention, matmul = [Attention(w) for w in words if w in set(Attention)], [w for w in words if w in set(Matmul)]
+        if len(attention) > 1 or len(matmul) > 1:
+            raise InputError(f"tuning {text!r}: expected one kind of attention, and one setting of products, at most")
+        return cls(
+            compile=Knob.COMPILE.value in words,
+            fused_optimizer=_FUSED in words,
+            attention=attention[0] if attention else None,
+            chunked_loss=_CHUNKED in words,
+            matmul=Matmul(matmul[0]) if matmul else None,
+        )
+
 
 CHOOSE = "choose another --world, --layouts, --global-batch, --workload, --model or --adapters"
 """Advice appended to errors about layouts that do not fit."""

@@ -53,7 +53,7 @@ class ModelConfig:
     """
     theory: ClassVar[str] = UNKNOWN_THEORY
     """Closed forms of parameters, traffic and FLOPs, as "package.module:Class"; see `meshmark.theory.model_theory`."""
-    initial_values: ClassVar[str] = "meshmark.reference.initial:drawn_value"
+    initial_values: ClassVar[str] = "meshmark.reference.model:drawn_value"
     """Function that makes the initial value of a parameter, or of a block of it, as "package.module:function"."""
     unit: ClassVar[str] = "tokens"
     """Unit of throughput: tokens, images or rows."""

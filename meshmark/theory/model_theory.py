@@ -1,4 +1,11 @@
-"""Closed forms of any model: what a rank holds and sends. A model family names its theory; see `ModelConfig`."""
+"""Closed forms of any model: what a rank holds and sends. A model family names its theory; see `ModelConfig`.
+
+The number of parameters that a rank computes with.
+
+FLOPs of a training step, with separate names for the conventions that the literature mixes.
+
+A multiply-add is two operations. The backward pass does twice the matrix products of the forward pass.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +13,9 @@ import functools
 import importlib
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute
@@ -15,10 +24,81 @@ from meshmark.spec.model_config import ImageModelConfig, LayerSizes, ModelConfig
 from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.own_model import LayerCount, OwnModelConfig
 from meshmark.spec.precision import Precision
-from meshmark.theory.flops import model_flops_per_token
-from meshmark.theory.parameter_order import parameter_shapes
-from meshmark.theory.parameters import stage_parameters
-from meshmark.theory.partition import Stage, held_layers, held_stage, sent_on
+from meshmark.theory.grid import Column, Grid
+from meshmark.theory.partition import Stage, held_layers, held_stage, parameter_shapes, sent_on
+
+Attention = Literal["full", "causal"]
+
+
+def layer_matrix_parameters(model: ModelSpec) -> int:
+    """Return the matrix weights of one layer. Norms and biases do no matrix products."""
+    return round(model.layer_matrix_weights)
+
+
+def model_flops_per_token(model: ModelSpec, *, attention: Attention = "full", adapter_rank: int = 0) -> float:
+    """Return the FLOPs of the forward and backward pass of one token, without recomputation.
+
+    It is 6 per matrix weight (including the head, excluding the embedding), and 12 s h per layer for the scores and
+    their product with the values, or half of it if only the causal half counts. With full attention this is PaLM's
+    count (arXiv:2204.02311 appendix B), and for a GPT that of arXiv:2205.05198 appendix A: 72 B L s h^2 (1 + s/6h +
+    V/12hL). With LoRA's adapters, frozen weights have no gradients, and count 4 instead of 6 (arXiv:2106.09685).
+    """
+    weights = model.num_layers * layer_matrix_parameters(model) + model.vocab_size * model.hidden
+    scores = 12.0 * model.num_layers * model.seq_len * model.attention_width * (0.5 if attention == "causal" else 1.0)
+    if adapter_rank:
+        return 4.0 * weights + 6.0 * model.num_layers * adapter_rank * model.adapted_widths + scores
+    return 6.0 * weights + scores
+
+
+def hardware_flops_per_token(model: ModelSpec, *, recompute: str, attention: Attention = "full") -> float:
+    """Return the FLOPs per token that the device computes, including recomputation.
+
+    `full` repeats the forward pass of the layers (not of the head), `selective` that of the attention core; see
+    arXiv:2205.05198 appendix A and arXiv:2104.04473 eq. (3).
+    """
+    flops = model_flops_per_token(model, attention=attention)
+    half = 0.5 if attention == "causal" else 1.0
+    core = 4.0 * model.num_layers * model.seq_len * model.attention_width * half
+    if recompute == "full":
+        return flops + 2.0 * model.num_layers * layer_matrix_parameters(model) + core
+    return flops + (core if recompute == "selective" else 0.0)
+
+
+def stage_parameters(model: ModelSpec, stage: Stage, tp: Column | int = 1) -> Column:
+    """Return the parameters of one stage on one tensor-parallel rank.
+
+    Matrices, biases of column-parallel ones and the vocabulary are split (arXiv:1909.08053 sec. 3). Norms, biases of
+    row-parallel ones and learned positions are whole. The first and the last stage both hold a tied weight; if they
+    are the same stage, it counts once.
+    """
+    # Experts are counted by `stage_experts`.
+    h, is_gpt = model.hidden, model.family is Family.GPT
+    whole, norm = (6 * h, 2 * h) if is_gpt else (2 * h, h)
+    vocabulary = model.vocab_size * h / np.asarray(tp)
+    block = model.block_parameters - model.expert_parameters
+    total: Column = stage.num_layers * ((block - whole) / np.asarray(tp) + whole)
+    if stage.has_embedding:
+        total = total + vocabulary + (model.seq_len * h if is_gpt else 0)
+    if stage.has_head:
+        total = total + norm + (0 if model.tied_embeddings and stage.has_embedding else vocabulary)
+    return total
+
+
+def stage_adapters(model: ModelSpec, stage: Stage, rank: int, tp: Column | int = 1) -> Column:
+    """Return the parameters of one stage's LoRA adapters on one tensor-parallel rank.
+
+    Each is two matrices, in x rank and rank x out, and both are divided (Megatron-Bridge's `ParallelLinearAdapter`).
+    """
+    found: Column = stage.num_layers * rank * model.adapted_widths / np.asarray(tp).astype(float)
+    return found
+
+
+def stage_experts(model: ModelSpec, stage: Stage, grid: Grid) -> Column:
+    """Return the parameters of one stage's experts on one rank: divided over experts' ranks and their own tensor
+    ranks, not over those of attention.
+    """
+    held: Column = stage.num_layers * model.expert_parameters / (grid.ep * grid.etp).astype(float)
+    return held
 
 
 class UnknownTheory:

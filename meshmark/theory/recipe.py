@@ -1,19 +1,119 @@
-"""Training recipes: how a framework stores a model in training, which copies it makes, and how it cuts a pipeline."""
+"""Training recipes: how a framework stores a model in training, which copies it makes, and how it cuts a pipeline.
+
+How gradients travel within a step.
+
+How an eager framework's backward pass handles gradients and gathered weights.
+
+How an optimizer step visits a rank's parameters, and which temporaries it makes.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from meshmark.errors import InputError, UnknownNameError
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.precision import Dtype, Precision
-from meshmark.theory.eager_backward import EagerBackward
-from meshmark.theory.gradient_path import GradientPath
+from meshmark.theory.backward_pass import Widths
 from meshmark.theory.partition import Stage, eased_stages, stages
-from meshmark.theory.saved_activations import Widths
-from meshmark.theory.update_form import UpdateForm
+
+
+class UpdateForm(StrEnum):
+    """Form of a step of PyTorch's AdamW (torch/optim/adam.py)."""
+
+    LOOP = "loop"
+    """One parameter after another, with two temporaries of its size. PyTorch's default on a CPU."""
+    FOREACH = "foreach"
+    """All parameters of a group at once, with the roots of all its second moments. PyTorch's default on a GPU."""
+    FUSED = "fused"
+    """One kernel in place, as Apex's and DeepSpeed's do."""
+
+
+class GradientPath(StrEnum):
+    """How an eager framework's gradients get from the backward pass to the update, which decides what is alive
+    meanwhile.
+    """
+
+    WHOLE = "whole"
+    """Each gradient is a separate tensor until the update."""
+    BUCKETS = "buckets"
+    """Gradients are views of DDP's buckets, which exist from the start of the step.
+
+    Those of all micro-batches but the last accumulate in separate tensors (`gradient_as_bucket_view`, `no_sync`).
+    """
+    STAGED = "staged"
+    """DeepSpeed's stage 1: whole until the last micro-batch is over, then through a bucket into the rank's part.
+
+    See `reduce_ipg_grads` and `copy_grads_in_partition` of its runtime/zero/stage_1_and_2.py.
+    """
+    FLATTENED = "flattened"
+    """DeepSpeed without ZeRO: whole until the last micro-batch is over, then through one flat copy of all of them.
+
+    See `buffered_allreduce_fallback` of its runtime/engine.py.
+    """
+    STREAMED = "streamed"
+    """DeepSpeed's stage 2: through a bucket into the rank's part during every micro-batch's backward pass
+    (`streamed.py`).
+    """
+    MODULES = "modules"
+    """DeepSpeed's stage 3: as stage 2, into a permanent flat tensor, with each module's weights gathered
+    separately.
+    """
+    UNITS = "units"
+    """FSDP: block by block whole, then reduce-scattered.
+
+    Gradients outside all blocks are reduced together at the end.
+    """
+    FLAT_UNITS = "flat units"
+    """FSDP1: as `UNITS`, with each unit's gradients combined in one flat tensor.
+
+    It is widened if the reduction is wide, and stays until the reduction is done. Shards stay until the next forward
+    pass (`_post_backward_hook` of PyTorch's distributed/fsdp/_runtime_utils.py).
+    """
+
+
+DEEPSPEED_PATHS = (GradientPath.STAGED, GradientPath.STREAMED, GradientPath.MODULES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagerBackward:
+    """How an eager framework's backward pass handles gradients and gathered weights."""
+
+    gradient_path: GradientPath = GradientPath.WHOLE
+    loss_tensors: float = 2.0
+    """Number of tensors of the logits' size that the loss's backward makes beyond its input.
+
+    These are the gradients of the log-softmax and of the logits; zero if it works in place.
+    """
+    prefetches: bool = True
+    """True if FSDP gathers one block ahead in the backward pass, and keeps gradients being reduced until the next
+    block's.
+    """
+    keeps_root: bool = False
+    """True if FSDP keeps parameters outside all blocks gathered from the forward to the backward pass."""
+    kept_share: float = 0.0
+    """Share of a block's gathered weights that stays until its backward. With 1, they are not gathered again."""
+    num_reductions: int = 1
+    """Number of blocks whose gradients FSDP2 keeps in reduction at a time (`set_reduce_scatter_max_input_buffers`)."""
+    accumulates_outside_buckets: bool = True
+    """True if gradients that DDP has not reduced yet lie next to its buckets.
+
+    False if it reduces every micro-batch.
+    """
+    interleaves: bool = False
+    """True if several chunks of a pipeline rank run as in interleaved 1F1B.
+
+    The peak of other orders is not planned.
+    """
+    bucket_elements: int | None = None
+    """Elements of each of DeepSpeed's `num_buckets` buckets at stage 2.
+
+    None means the size that the suites configure.
+    """
+    num_buckets: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,18 +3,184 @@
 Bytes are those of full tensors, as a framework requests them. `wire_factor` of `meshmark.measure.readings` converts
 them to bytes sent under ring algorithms. The number of calls is fixed if the algorithm fixes it, and bounded where a
 framework may split or join tensors.
+
+Planned traffic of one rank in one step, and a framework's exceptions from it.
+
+Options of sharded data parallelism: what FSDP's users choose beyond ZeRO stage 3, and its memory and traffic.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
+from fractions import Fraction
 
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Axis, Layout, Recompute
 from meshmark.spec.precision import LossScaling
-from meshmark.theory.flow import Flow, Purpose, TrafficException, exceptions_for
 from meshmark.theory.model_theory import theory_of
 from meshmark.theory.partition import held_stage
+from meshmark.theory.recipe import TrainingRecipe
+
+
+class Purpose(StrEnum):
+    """Content of the traffic."""
+
+    GRADIENTS = "gradients"
+    WEIGHTS = "weights"
+    ACTIVATIONS = "activations"
+    """Activations and their gradients: the residual stream between tensor-parallel regions, pipeline stages or parts
+    of a sequence.
+    """
+    LOSS = "loss"
+    """Scalars per token of a loss that is parallel in the vocabulary."""
+    TIED_WEIGHT = "tied weight"
+    """Gradient of a tied weight, between the two stages that hold it."""
+    NORM = "norm"
+    """Norm of the gradients, for clipping."""
+    OVERFLOW = "overflow"
+    """Whether some gradient overflowed, under loss scaling."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flow:
+    """Calls of one kind over one group of ranks."""
+
+    kind: str
+    """all_reduce, all_gather, reduce_scatter, broadcast, reduce, send, recv, ..."""
+    axes: str
+    """Mesh axes along which the group's ranks differ: `dp`, or several joined by +."""
+    ranks: tuple[int, ...]
+    """The group, in order; or both ends of a send or a receive."""
+    purpose: Purpose
+    num_bytes: int
+    """Bytes of the full tensors of all calls: the output of an all-gather, the input of a reduce-scatter."""
+    fewest: int
+    """Least number of calls. A framework may put tensors into buckets where theory does not define the buckets."""
+    most: int
+    """Largest number of calls. If tensors are bucketed, it is one per tensor."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrafficException:
+    """Traffic that a framework sends instead of, or in addition to, the planned traffic, and why."""
+
+    sends: tuple[Flow, ...] = ()
+    instead_of: tuple[Flow, ...] = ()
+    """Planned flows that are not sent."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OneTimeTraffic:
+    """Deviations from a framework's steady traffic in the steps during which it sets itself up.
+
+    They are declared only by size, because the content may depend on versions, such as a pickled description of
+    tensors.
+    """
+
+    kind: str
+    """Kind of collective, as in `Flow`."""
+    steps: tuple[int, ...]
+    """Steps in which it is sent, counted from 0."""
+    most_bytes: int
+    """Upper bound on the bytes of all its calls in one step over one group."""
+    most_calls: int
+    least_bytes: int = 0
+    """Lower bound on the bytes. Below zero if a step may send less over one group, such as what is still there
+    initially.
+    """
+    least_calls: int = 0
+    reason: str
+
+
+def exceptions_for(
+    flows: Iterable[Flow] | None, purpose: Purpose, reason: str, change: Callable[[Flow], Flow] | None = None
+) -> tuple[TrafficException, ...]:
+    """Return the exceptions for planned flows of `purpose` that a framework changes, or omits if `change` is None.
+
+    Returns nothing if there are no such flows, as in a layout without the axis.
+    """
+    found = tuple(flow for flow in flows or () if flow.purpose is purpose)
+    if not found:
+        return ()
+    return (TrafficException(sends=tuple(map(change, found)) if change else (), instead_of=found, reason=reason),)
+
+
+def by(kind: str) -> Callable[[Flow], Flow]:
+    """Return a change to another kind of collective with the same bytes."""
+    return lambda flow: replace(flow, kind=kind)
+
+
+def besides(
+    flows: Iterable[Flow] | None, purpose: Purpose, share: Fraction, reason: str
+) -> tuple[TrafficException, ...]:
+    """Return an exception for additional bytes (padding) in the same calls as the planned flows of `purpose`.
+
+    The bytes are a share of the flows'. Returns nothing if the share is zero.
+    """
+    more = tuple(
+        replace(flow, num_bytes=int(flow.num_bytes * share), fewest=0, most=0)
+        for flow in flows or ()
+        if flow.purpose is purpose
+    )
+    return (TrafficException(sends=more, reason=reason),) if more and share else ()
+
+
+def departed(flows: Sequence[Flow], traffic_exceptions: Iterable[TrafficException]) -> list[Flow]:
+    """Return the flows that are sent when `traffic_exceptions` are applied to the planned `flows`.
+
+    Raises `ValueError` when an exception replaces a flow that is not planned.
+    """
+    left = list(flows)
+    for exception in traffic_exceptions:
+        for flow in exception.instead_of:
+            if flow not in left:
+                ranks = ", ".join(map(str, flow.ranks))
+                raise ValueError(f"departs from {flow.kind} of {flow.purpose} over ranks {ranks}: none of theory's")
+            left.remove(flow)
+    return left + [flow for exception in traffic_exceptions for flow in exception.sends]
+
+
+Route = tuple[str, tuple[int, ...]]
+"""Kind and ranks, which are all that a meter can tell flows apart by."""
+
+
+def by_route(flows: Iterable[Flow]) -> dict[Route, Flow]:
+    """Merge flows of the same kind over the same ranks, whatever their purpose."""
+    found: dict[Route, Flow] = {}
+    for flow in flows:
+        before = found.get((flow.kind, flow.ranks))
+        found[flow.kind, flow.ranks] = (
+            replace(
+                flow,
+                num_bytes=before.num_bytes + flow.num_bytes,
+                fewest=before.fewest + flow.fewest,
+                most=before.most + flow.most,
+            )
+            if before
+            else flow
+        )
+    return found
+
+
+def bytes_by_kind(flows: Iterable[Flow] | None) -> dict[str, int]:
+    """Return the bytes by kind, over any ranks."""
+    total: dict[str, int] = {}
+    for flow in flows or ():
+        total[flow.kind] = total.get(flow.kind, 0) + flow.num_bytes
+    return total
+
+
+def __getattr__(name: str) -> type:
+    """Return a class by its name in an older version, with a `DeprecationWarning`."""
+    if name != "Departure":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn("Departure is now called TrafficException", DeprecationWarning, stacklevel=2)
+    return TrafficException
+
 
 METERED_STEP = 2
 """The step, counted from 0, whose traffic is planned and metered, because the steps of an algorithm may differ."""
@@ -271,3 +437,156 @@ def reduced_each(
         return replace(flow, num_bytes=count * flow.num_bytes, fewest=count, most=count * flow.most)
 
     return exceptions_for(step_traffic(case, rank) if count > 1 else None, Purpose.GRADIENTS, reason, each)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How units (every block, and the root with all else) are sharded over data-parallel ranks."""
+
+    reshards_blocks: bool = True
+    """True if a block's weights are freed after its forward pass, and gathered again for its backward."""
+    reshards_root: bool = True
+    """True if the same applies to the root."""
+    resharded_over: int | None = None
+    """Number of neighbours that blocks' weights are resharded over. None means all shards."""
+    replicas: int = 1
+    """Groups of ranks that each hold all shards. Gradients are reduced within a group, then among groups (HSDP)."""
+    reduces_within: bool = True
+    """True if every micro-batch's gradients are reduced within a replica. Otherwise their sum is, once a step; until
+    then every rank keeps gradients of whole weights.
+    """
+    reduces_among: bool = True
+    """True if every micro-batch's gradients are also reduced among replicas. Otherwise their sum is, once a step."""
+
+    @property
+    def kept_share(self) -> float:
+        """Share of a block's gathered weights kept from its forward pass to its backward."""
+        return 1.0 if not self.reshards_blocks else 1.0 / self.resharded_over if self.resharded_over else 0.0
+
+    def invalid_reason(self, layout: Layout) -> str | None:
+        """Return why it does not fit `layout`, or None if it fits."""
+        for name, number in (("replicas", self.replicas), ("neighbours to reshard over", self.resharded_over or 1)):
+            if number > 1 and (layout.dp % number or layout.dp <= number):
+                return f"{number} {name} take a larger multiple of {number} data-parallel ranks, got {layout.dp}"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Padding:
+    """Elements that a framework adds as padding to what it shards."""
+
+    root: int
+    blocks: int
+    reason: str
+
+
+def sharded_recipe(recipe: TrainingRecipe, sharding: Sharding, num_micro_batches: int) -> TrainingRecipe:
+    """Return `recipe` for a framework with this sharding.
+
+    How much is left of whole gradients, whose reduction is put off, when the peak comes is not planned.
+    """
+    puts_off = num_micro_batches > 1 and not sharding.reduces_within
+    backward = replace(recipe.backward, keeps_root=not sharding.reshards_root, kept_share=sharding.kept_share)
+    peak_known = recipe.peak_known and not puts_off
+    return replace(recipe, backward=backward, replicas=sharding.replicas, peak_known=peak_known)
+
+
+def offloaded_recipe(recipe: TrainingRecipe) -> TrainingRecipe:
+    """Return `recipe` for a framework whose shards, including weights and gradients, are in host memory.
+
+    They are the masters, from which a device gathers copies.
+    """
+    states = recipe.states
+    kept = replace(states, weight_bytes=0.0, gradient_bytes=0.0, master_bytes=states.weight_bytes)
+    return replace(recipe, states=kept)
+
+
+def sharding_exceptions(case: Case, rank: int, sharding: Sharding, padding: Padding) -> tuple[TrafficException, ...]:
+    """Return the exceptions from stage 3 in which everything is gathered twice per micro-batch from all ranks."""
+    flows = [flow for flow in step_traffic(case, rank) or () if flow.purpose in _SENT]
+    sent = [part for flow in flows for part in _SENT[flow.purpose](case, rank, flow, sharding, padding)]
+    chosen = TrafficException(
+        sends=tuple(part.flow for part in sent), instead_of=tuple(flows), reason="; ".join(_reasons(sharding))
+    )
+    padded = tuple(
+        replace(part.flow, num_bytes=part.padding_bytes, fewest=0, most=0) for part in sent if part.padding_bytes
+    )
+    return (
+        *([chosen] if chosen.sends != chosen.instead_of else []),
+        *([TrafficException(sends=padded, reason=padding.reason)] if padded else []),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sent:
+    flow: Flow
+    padding_bytes: int
+
+
+def _weights(case: Case, rank: int, flow: Flow, sharding: Sharding, padding: Padding) -> list[_Sent]:
+    """Return the gathers of weights. Theory plans two of every element; the second may come only from neighbours."""
+    model = case.workload.model
+    element = flow.num_bytes // (2 * model.num_parameters)
+    root = model.embedding_parameters + model.head_parameters
+    blocks = model.num_parameters - root
+    times, shards = 1 + sharding.reshards_root, neighbours(flow, sharding.replicas, rank)
+
+    def gathered(ranks: tuple[int, ...], root_times: int, block_times: int) -> _Sent:
+        num_bytes = element * (root_times * root + block_times * blocks)
+        more = element * (root_times * padding.root + block_times * padding.blocks)
+        fewest = flow.fewest // 2 * max(root_times * (root > 0), block_times * (blocks > 0))
+        return _Sent(flow=replace(flow, ranks=ranks, num_bytes=num_bytes, fewest=fewest), padding_bytes=more)
+
+    if sharding.resharded_over is None:
+        return [gathered(shards, times, 1 + sharding.reshards_blocks)]
+    near = neighbours(flow, case.layout.dp // sharding.resharded_over, rank)
+    return [gathered(shards, times, 1), gathered(near, 0, 1)]
+
+
+def _gradients(case: Case, rank: int, flow: Flow, sharding: Sharding, padding: Padding) -> list[_Sent]:
+    """Return the reductions within a replica, and then of a rank's shard among the ranks that also hold it."""
+    whole = case.workload.model.num_parameters
+    more = flow.num_bytes * (padding.root + padding.blocks) // whole
+    shards, among = neighbours(flow, sharding.replicas, rank), across(flow, sharding.replicas, rank)
+    within = case.layout.num_micro_batches if not sharding.reduces_within else 1
+    sent = [_Sent(flow=_fewer(replace(flow, ranks=shards), within), padding_bytes=more // within)]
+    if sharding.replicas > 1:
+        own = flow.num_bytes // len(shards)  # what is over to a whole byte is padding's, which makes shards equal
+        shard = replace(flow, kind="all_reduce", ranks=among, num_bytes=own)
+        times = within if sharding.reduces_among else case.layout.num_micro_batches
+        padding_bytes = ((flow.num_bytes + more) // len(shards) - own) // times
+        sent.append(_Sent(flow=_fewer(shard, times), padding_bytes=padding_bytes))
+    return sent
+
+
+def _fewer(flow: Flow, times: int) -> Flow:
+    """Return a flow that is sent once in place of `times`."""
+    return replace(flow, num_bytes=flow.num_bytes // times, fewest=flow.fewest // times)
+
+
+_SENT = {Purpose.WEIGHTS: _weights, Purpose.GRADIENTS: _gradients}
+
+
+def neighbours(flow: Flow, groups: int, rank: int) -> tuple[int, ...]:
+    """Return the group of `rank` if the flow's ranks are divided into `groups` of neighbours."""
+    size = len(flow.ranks) // groups
+    start = flow.ranks.index(rank) // size * size
+    return flow.ranks[start : start + size]
+
+
+def across(flow: Flow, groups: int, rank: int) -> tuple[int, ...]:
+    """Return the ranks with the same position as `rank` in each such group."""
+    size = len(flow.ranks) // groups
+    return flow.ranks[flow.ranks.index(rank) % size :: size]
+
+
+def _reasons(sharding: Sharding) -> list[str]:
+    found = {
+        "what is in no block stays whole from forward to backward": not sharding.reshards_root,
+        "blocks stay whole from forward to backward": not sharding.reshards_blocks,
+        f"blocks are gathered again from {sharding.resharded_over} neighbours": bool(sharding.resharded_over),
+        f"{sharding.replicas} replicas, each sharded": sharding.replicas > 1,
+        "gradients are reduced once a step": not sharding.reduces_within,
+        "gradients are reduced among replicas once a step": sharding.replicas > 1 and not sharding.reduces_among,
+    }
+    return [reason for reason, holds in found.items() if holds]

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmark.reference.digits import load_digits
+from meshmark.reference.data import load_digits
 from meshmark.spec.algorithm import Algorithm
 from studies.convergence.quadratics import Array, plain_transition
 

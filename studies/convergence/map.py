@@ -16,10 +16,9 @@ from meshmark.spec.case import Case
 from meshmark.spec.hardware import gpu
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import Workload, workload
-from meshmark.theory.flow import Flow
 from meshmark.theory.grid import make_grid
 from meshmark.theory.recipe import recipe
-from meshmark.theory.traffic import step_traffic
+from meshmark.theory.traffic import Flow, step_traffic
 from studies.convergence.claim import CONFIDENCE, GROUPS
 from studies.convergence.targets import AT_LEAST, AT_MOST, SYNCHRONOUS, Race
 

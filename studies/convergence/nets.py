@@ -19,11 +19,8 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshmark.algorithms.contract import Transition
-from meshmark.reference.build import build_model, parameter_shapes
-from meshmark.reference.data import IGNORED, load_corpus
-from meshmark.reference.digits import load_digits
-from meshmark.reference.initial import initial_value
-from meshmark.reference.model import Model
+from meshmark.reference.data import IGNORED, load_corpus, load_digits
+from meshmark.reference.model import Model, build_model, initial_value, parameter_shapes
 from meshmark.reference.objective import cross_entropy
 from meshmark.reference.vision import BatchNorm
 from meshmark.spec.algorithm import Algorithm

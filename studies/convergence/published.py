@@ -17,8 +17,7 @@ from torch import Tensor
 
 from meshmark.algorithms.compressed import EF21, Compressing, DoubleSqueeze, ErrorFeedback
 from meshmark.algorithms.compressed.compressor import Compressor, CompressorKind
-from meshmark.reference.data import FOUND_PERCENT, IGNORED, hidden, load_corpus
-from meshmark.reference.digits import load_digits
+from meshmark.reference.data import FOUND_PERCENT, IGNORED, hidden, load_corpus, load_digits
 from meshmark.spec.algorithm import Algorithm, algorithm_named
 from meshmark.spec.model_spec import MODELS
 from meshmark.spec.vision_spec import VISION_MODELS

@@ -7,8 +7,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from meshmark.adapter.data_parallel import initial_model
-from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.engine import Engine, RankContext, initial_model
 from meshmark.adapters.ddp import DDP, DDPEngine
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case

@@ -9,15 +9,13 @@ import torch
 from torch import Tensor
 
 from meshmark.adapter.contract import Adapter
-from meshmark.adapter.data_parallel import DataParallelEngine
-from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapter.holdings import Holdings
+from meshmark.adapter.engine import DataParallelEngine, Engine, Holdings, RankContext
 from meshmark.adapters.ddp import DDP, DDPEngine
 from meshmark.adapters.fsdp2 import FSDP2, FSDP2Engine
 from meshmark.spec.case import Case
-from meshmark.theory.flow import Flow, Purpose, TrafficException
+from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.states import ExtraMemory
+from meshmark.theory.traffic import Flow, Purpose, TrafficException
 
 
 class _ShardsEngine(FSDP2Engine):

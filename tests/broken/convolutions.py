@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from meshmark.adapter.data_parallel import PYTORCHS_CHECKPOINT
+from meshmark.adapter.engine import PYTORCHS_CHECKPOINT
 from meshmark.reference.amoebanet import Cell
 from meshmark.reference.coatnet import Bottleneck, RelativeAttention
 from meshmark.reference.data import Batch

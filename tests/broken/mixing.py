@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshmark.adapter.data_parallel import DataParallelEngine
+from meshmark.adapter.engine import DataParallelEngine
 from meshmark.adapters.decentralised.engines import DSGDEngine
 from meshmark.adapters.decentralised.exchange import Exchange
 from meshmark.algorithms.decentralised.graph import Graph

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp, all_gather, all_reduce, broadcast
 from torch.distributed.tensor import DTensor
 
-from meshmark.adapter.data_parallel import AUTOCAST
+from meshmark.adapter.engine import AUTOCAST
 from meshmark.reference.data import IGNORED, Batch
 from meshmark.reference.objective import loss_share
 from tests.broken.engine import Broken, copy

@@ -43,7 +43,7 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload, workload
-from meshmark.theory.sharding import Sharding
+from meshmark.theory.traffic import Sharding
 from tests.broken import experts as e
 from tests.broken import gradients as g
 from tests.broken import reducing as h

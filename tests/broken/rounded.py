@@ -8,7 +8,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.measure.allocations import Change
-from meshmark.measure.watch import Watch
+from meshmark.measure.meters import Watch
 from meshmark.spec.case import Case
 
 BLOCK = 512

@@ -10,11 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from meshmark.adapter.capabilities import Capabilities
-from meshmark.adapter.contract import Adapter
-from meshmark.adapter.data_parallel import DataParallelEngine, initial_model
-from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapter.traffic_source import TrafficSource, Transfer
+from meshmark.adapter.contract import Adapter, Capabilities
+from meshmark.adapter.engine import DataParallelEngine, Engine, RankContext, TrafficSource, Transfer, initial_model
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributed import all_reduce
 
 from meshmark.adapter.contract import Adapter
-from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapter.holdings import Holdings
+from meshmark.adapter.engine import Engine, Holdings, RankContext
 from meshmark.adapters.ddp import DDP
 from meshmark.adapters.deepspeed.engine import gradient_tensors
 from meshmark.spec.case import Case

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshmark.algorithms.local_sgd import LocalSGD
+from meshmark.judge.deviation import ENDURANCE_STEPS, OBSERVED_STEPS
 from meshmark.judge.faults import Fault
-from meshmark.judge.sample import ENDURANCE_STEPS, OBSERVED_STEPS
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload

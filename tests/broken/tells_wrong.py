@@ -11,8 +11,8 @@ import numpy as np
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.ddp import DDP
 from meshmark.spec.case import Case
+from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.states import ExtraMemory
 
 
 class ExitsInRecipe(DDP):

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.single import Single, SingleEngine
-from meshmark.spec.case import Case
-from meshmark.spec.tuning import Tuning
+from meshmark.spec.case import Case, Tuning
 
 
 class Untuned(Single):

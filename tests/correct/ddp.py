@@ -17,17 +17,15 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from meshmark.adapter.contract import Adapter
-from meshmark.adapter.data_parallel import skip_block
-from meshmark.adapter.engine import RankContext
+from meshmark.adapter.engine import RankContext, skip_block
 from meshmark.adapters.ddp import DDP, DDPEngine
 from meshmark.reference.data import Batch
 from meshmark.reference.transformer import Attention, rotate
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Dtype
-from meshmark.theory.flow import Flow, Purpose, TrafficException, exceptions_for
+from meshmark.theory.memory import ExtraMemory, model_states
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.states import ExtraMemory, model_states
-from meshmark.theory.traffic import step_traffic
+from meshmark.theory.traffic import Flow, Purpose, TrafficException, exceptions_for, step_traffic
 
 
 class InOrder(DDPEngine):

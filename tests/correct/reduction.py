@@ -11,21 +11,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshmark.adapter.arithmetic import Arithmetic, Casting
-from meshmark.adapter.capabilities import Capabilities
-from meshmark.adapter.contract import Adapter
-from meshmark.adapter.data_parallel import DataParallelEngine, initial_model, skip_block
-from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapter.holdings import Holdings
+from meshmark.adapter.contract import Adapter, Arithmetic, Capabilities, Casting
+from meshmark.adapter.engine import DataParallelEngine, Engine, Holdings, RankContext, initial_model, skip_block
 from meshmark.adapters.ddp import DDP
-from meshmark.reference.build import parameter_shapes
 from meshmark.reference.data import Batch
+from meshmark.reference.model import parameter_shapes
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
-from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException
+from meshmark.theory.memory import ExtraMemory, model_states
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.states import ExtraMemory, model_states
-from meshmark.theory.traffic import messages, reduced_each, step_traffic
+from meshmark.theory.traffic import (
+    Flow,
+    OneTimeTraffic,
+    Purpose,
+    TrafficException,
+    messages,
+    reduced_each,
+    step_traffic,
+)
 
 Change = Callable[[Flow], Flow]
 

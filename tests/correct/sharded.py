@@ -10,14 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshmark.adapter.capabilities import Capabilities, Feature
-from meshmark.adapter.engine import RankContext
-from meshmark.adapter.holdings import Holdings
+from meshmark.adapter.contract import Capabilities, Feature
+from meshmark.adapter.engine import Holdings, RankContext
 from meshmark.adapters.ddp import DDP
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
-from meshmark.theory.states import ExtraMemory
+from meshmark.theory.memory import ExtraMemory
 from tests.correct.reduction import ByHand, ByHandEngine, beside_gradients, gradient_bytes
 
 

@@ -12,16 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshmark.reference.build import parameter_shapes
 from meshmark.reference.data import Batch
-from meshmark.reference.objective import build_optimizer
-from meshmark.reference.optimizers import parameter_groups, reference_optimizer
+from meshmark.reference.model import parameter_shapes
+from meshmark.reference.objective import build_optimizer, parameter_groups, reference_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Dtype
-from meshmark.theory.flow import Flow, Purpose, TrafficException
-from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.states import ExtraMemory
-from meshmark.theory.update_form import UpdateForm
+from meshmark.theory.memory import ExtraMemory
+from meshmark.theory.recipe import TrainingRecipe, UpdateForm, eager_recipe
+from meshmark.theory.traffic import Flow, Purpose, TrafficException
 from tests.correct.reduction import TensorByTensor, TensorByTensorHand, beside_gradients
 
 # --- Norm and clipping.

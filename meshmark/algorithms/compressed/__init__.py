@@ -11,8 +11,7 @@ from meshmark.algorithms.compressed.traffic import message_bytes, summed_bytes, 
 from meshmark.errors import InputError
 from meshmark.spec.algorithm import Algorithm
 from meshmark.spec.workload import Workload
-from meshmark.theory.flow import Flow, Purpose
-from meshmark.theory.traffic import METERED_STEP, parameter_sizes, reductions
+from meshmark.theory.traffic import METERED_STEP, Flow, Purpose, parameter_sizes, reductions
 
 if TYPE_CHECKING:
     from meshmark.algorithms.compressed.transition import CompressedTransition

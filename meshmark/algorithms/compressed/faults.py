@@ -20,8 +20,7 @@ from meshmark.algorithms.compressed.transition import (
     MajorityVoteTransition,
     PowerSGDTransition,
 )
-from meshmark.algorithms.contract import FaultHypothesis, Tensors
-from meshmark.algorithms.replicas import averaged
+from meshmark.algorithms.contract import FaultHypothesis, Tensors, averaged
 
 Faults = dict[str, type[CompressedTransition]]
 """Wrong transitions, by what they do."""

@@ -6,11 +6,10 @@ import math
 from collections.abc import Iterable, Sequence
 
 from meshmark.algorithms.compressed.compressor import Compressor, CompressorKind
-from meshmark.reference.build import parameter_shapes as reference_shapes
+from meshmark.reference.model import parameter_shapes as reference_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import ModelSpec
-from meshmark.theory.parameter_order import parameter_shapes
-from meshmark.theory.partition import uniform_stages
+from meshmark.theory.partition import parameter_shapes, uniform_stages
 
 _INDEX, _SCALE = 4, 4
 """Bytes of a place in a tensor, and of what a tensor is scaled by."""

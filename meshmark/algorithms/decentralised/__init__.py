@@ -11,8 +11,7 @@ from meshmark.errors import InputError
 from meshmark.spec.algorithm import Algorithm
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.workload import Workload
-from meshmark.theory.flow import Flow, Purpose
-from meshmark.theory.traffic import METERED_STEP, messages, parameter_sizes
+from meshmark.theory.traffic import METERED_STEP, Flow, Purpose, messages, parameter_sizes
 
 if TYPE_CHECKING:
     from meshmark.algorithms.contract import FaultHypothesis, ObservedRun, Tensors, Transition, UpdateRule

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmark.algorithms.contract import FaultHypothesis, ObservedRun, Tensors
+from meshmark.algorithms.contract import LEFT_OVER, FaultHypothesis, ObservedRun, Tensors, combined, flat, listed
 from meshmark.algorithms.decentralised import Decentralised
 from meshmark.algorithms.decentralised.graph import Matrix
 from meshmark.algorithms.decentralised.transition import (
@@ -22,7 +22,6 @@ from meshmark.algorithms.decentralised.transition import (
     both,
     parted,
 )
-from meshmark.algorithms.replicas import LEFT_OVER, combined, flat, listed
 from meshmark.spec.workload import Workload
 
 

@@ -21,10 +21,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-from meshmark.algorithms.contract import Tensors, UpdateRule
+from meshmark.algorithms.contract import Replicas, Tensors, UpdateRule, combined, mixed
 from meshmark.algorithms.decentralised import Decentralised
 from meshmark.algorithms.decentralised.graph import Matrix, lazy
-from meshmark.algorithms.replicas import Replicas, combined, mixed
 from meshmark.spec.workload import Workload
 
 

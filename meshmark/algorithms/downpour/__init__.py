@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from meshmark.algorithms.downpour.parameter_server import SERVERS, ParameterServer
 from meshmark.spec.algorithm import Algorithm
 from meshmark.spec.workload import Workload
-from meshmark.theory.flow import Flow, Purpose
-from meshmark.theory.traffic import METERED_STEP, messages, parameter_sizes
+from meshmark.theory.traffic import METERED_STEP, Flow, Purpose, messages, parameter_sizes
 
 if TYPE_CHECKING:
     from meshmark.algorithms.contract import FaultHypothesis, ObservedRun, Transition, UpdateRule

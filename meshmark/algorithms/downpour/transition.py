@@ -22,11 +22,10 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmark.algorithms.contract import ObservedRun, ServerVersions, Tensors, UpdateRule
+from meshmark.algorithms.contract import ObservedRun, Replicas, ServerVersions, Tensors, UpdateRule
 from meshmark.algorithms.downpour import Downpour
 from meshmark.algorithms.downpour.parameter_server import ParameterServer
-from meshmark.algorithms.replicas import Replicas
-from meshmark.reference.initial import random_bits
+from meshmark.reference.model import random_bits
 from meshmark.spec.workload import Workload
 
 EPSILON = 1e-10

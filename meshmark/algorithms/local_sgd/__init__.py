@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from meshmark.errors import InputError
 from meshmark.spec.algorithm import Algorithm
 from meshmark.spec.workload import Workload
-from meshmark.theory.flow import Flow, Purpose
-from meshmark.theory.traffic import METERED_STEP, parameter_sizes, reductions
+from meshmark.theory.traffic import METERED_STEP, Flow, Purpose, parameter_sizes, reductions
 
 if TYPE_CHECKING:
     from meshmark.algorithms.contract import FaultHypothesis, ObservedRun, Transition, UpdateRule

@@ -6,10 +6,18 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from meshmark.algorithms.contract import FaultHypothesis, ObservedRun, Tensors, Transition, UpdateRule
+from meshmark.algorithms.contract import (
+    FaultHypothesis,
+    ObservedRun,
+    Tensors,
+    Transition,
+    UpdateRule,
+    averaged,
+    combined,
+    mixed,
+)
 from meshmark.algorithms.local_sgd import LocalSGD
 from meshmark.algorithms.local_sgd.transition import DiLoCoTransition, FedAvgTransition, LocalSGDTransition
-from meshmark.algorithms.replicas import averaged, combined, mixed
 from meshmark.spec.workload import Workload
 
 _SAME = 1e-6

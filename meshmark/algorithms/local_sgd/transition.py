@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-from meshmark.algorithms.contract import Tensors, UpdateRule
+from meshmark.algorithms.contract import Replicas, Tensors, UpdateRule, averaged, combined, mixed
 from meshmark.algorithms.local_sgd import DiLoCo
 from meshmark.algorithms.local_sgd.client_shares import client_shares
-from meshmark.algorithms.replicas import Replicas, averaged, combined, mixed
 from meshmark.reference.data import Batch
 from meshmark.spec.workload import Workload
 

@@ -9,14 +9,13 @@ import numpy as np
 from meshmark.algorithms.compressed.compressors import Array
 from meshmark.algorithms.compressed.faults import FEEDBACK, LONGER_WARMUP, OF_SERVERS, Faults
 from meshmark.algorithms.compressed.transition import DoubleSqueezeTransition
-from meshmark.algorithms.contract import Tensors
+from meshmark.algorithms.contract import Tensors, averaged, combined
 from meshmark.algorithms.one_bit.transition import (
     OneBitAdamTransition,
     OneBitLAMBTransition,
     ZeroOneAdamTransition,
     trust,
 )
-from meshmark.algorithms.replicas import averaged, combined
 
 
 class _Melts(OneBitAdamTransition):

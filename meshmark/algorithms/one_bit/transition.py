@@ -27,10 +27,9 @@ import numpy as np
 
 from meshmark.algorithms.compressed.compressors import Array
 from meshmark.algorithms.compressed.transition import DoubleSqueezeTransition
-from meshmark.algorithms.contract import Tensors, UpdateRule
+from meshmark.algorithms.contract import Tensors, UpdateRule, averaged, combined
 from meshmark.algorithms.one_bit import SignMomenta, ZeroOneAdam
 from meshmark.algorithms.one_bit.lamb_rates import AVERAGED, FACTORS, NEAR, RATIOS
-from meshmark.algorithms.replicas import averaged, combined
 from meshmark.spec.workload import Workload
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from meshmark.algorithms.contract import FaultHypothesis, GradientHypothesis, Tensors, UpdateRule
+from meshmark.algorithms.contract import FaultHypothesis, GradientHypothesis, Synchronous, Tensors, UpdateRule
 from meshmark.algorithms.pipedream.pipemare import PipeMareRule
 from meshmark.algorithms.pipedream.schedule import (
     ByMicroBatch,
@@ -15,7 +15,6 @@ from meshmark.algorithms.pipedream.schedule import (
     in_flight,
     of_first_stage,
 )
-from meshmark.algorithms.replicas import Synchronous
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import Workload
 

@@ -20,10 +20,9 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmark.algorithms.contract import Compute, PipelinedStep, Tensors, UpdateRule
+from meshmark.algorithms.contract import Compute, PipelinedStep, Synchronous, Tensors, UpdateRule, combined
 from meshmark.algorithms.pipedream import PipeMare
 from meshmark.algorithms.pipedream.schedule import stages_of
-from meshmark.algorithms.replicas import Synchronous, combined
 from meshmark.reference.data import Batch
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import Workload

@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from meshmark.algorithms.contract import Compute, PipelinedStep, Tensors
-from meshmark.algorithms.replicas import combined
+from meshmark.algorithms.contract import Compute, PipelinedStep, Tensors, combined
 from meshmark.reference.data import Batch
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import Workload

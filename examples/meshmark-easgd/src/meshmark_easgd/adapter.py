@@ -9,18 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshmark.adapter.arithmetic import Arithmetic, Casting
-from meshmark.adapter.capabilities import Capabilities, Feature
-from meshmark.adapter.contract import Adapter
-from meshmark.adapter.data_parallel import DataParallelEngine, initial_model
-from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapter.holdings import Holdings
+from meshmark.adapter.contract import Adapter, Arithmetic, Capabilities, Casting, Feature
+from meshmark.adapter.engine import DataParallelEngine, Engine, Holdings, RankContext, initial_model
 from meshmark.adapters.checkpoint import load_local, save_local
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
+from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.model_theory import local_parameters
-from meshmark.theory.states import ExtraMemory
 from meshmark_easgd.algorithm import EASGD
 
 

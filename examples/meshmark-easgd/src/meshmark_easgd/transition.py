@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from meshmark.algorithms.contract import FaultHypothesis, Tensors, UpdateRule
+from meshmark.algorithms.contract import FaultHypothesis, Tensors, UpdateRule, averaged, combined
 from meshmark.algorithms.local_sgd.transition import LocalSGDTransition
-from meshmark.algorithms.replicas import averaged, combined
 from meshmark.spec.workload import Workload
 
 

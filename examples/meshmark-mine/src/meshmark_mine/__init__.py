@@ -9,20 +9,16 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch.nn.parallel import DistributedDataParallel
 
-from meshmark.adapter.capabilities import Capabilities
-from meshmark.adapter.contract import Adapter
-from meshmark.adapter.data_parallel import initial_model, optimizer_state_tensors
-from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapter.holdings import Holdings
+from meshmark.adapter.contract import Adapter, Capabilities
+from meshmark.adapter.engine import Engine, Holdings, RankContext, initial_model, optimizer_state_tensors
 from meshmark.adapters.ddp import DDPEngine
-from meshmark.reference.build import parameter_shapes
-from meshmark.reference.optimizers import parameter_groups, reference_optimizer
+from meshmark.reference.model import parameter_shapes
+from meshmark.reference.objective import parameter_groups, reference_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Purpose, TrafficException, by, exceptions_for
+from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.states import ExtraMemory
-from meshmark.theory.traffic import step_traffic
+from meshmark.theory.traffic import Purpose, TrafficException, by, exceptions_for, step_traffic
 
 if TYPE_CHECKING:  # a framework is imported by the ranks that need it, in `build`
     from torch.distributed.optim import ZeroRedundancyOptimizer
