@@ -5,12 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshmark import moved
+
 if TYPE_CHECKING:
     import pandas as pd
 
     from meshmark.user_workload import Workload as Workload
 
 __version__ = "0.1.0"
+
+moved.install()
 
 
 def load(folder: str | Path) -> pd.DataFrame:

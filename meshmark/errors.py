@@ -3,7 +3,7 @@
 A user's mistake is an `InputError` (a `ValueError`). Its message says what was got, what was expected and what to do.
 A failure inside a rank is not an error here but an outcome, which the record of its case holds.
 
-Signals that end a command, as an exception, so that it cleans up.
+Signals that end a command are raised as an exception too, so that the command cleans up.
 """
 
 from __future__ import annotations

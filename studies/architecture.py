@@ -42,6 +42,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         "docs/algorithms.md",
     ),
     "have a fault recognised and named": (
+        "meshmark/judge/faults.py",
         "meshmark/judge/failed_step.py",
         "meshmark/judge/gradient_faults.py",
         "meshmark/judge/function_faults.py",
@@ -56,7 +57,6 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     ),
     "have ranks do something new": ("meshmark/records/request.py", "meshmark/passes", "meshmark/launch/rank.py"),
     "change how ranks are started and ended": (
-        "meshmark/launch/launch.py",
         "meshmark/launch/launch.py",
         "meshmark/launch/watchdog.py",
     ),

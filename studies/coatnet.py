@@ -102,7 +102,7 @@ parameters, so that of a pipeline whose stages have as many blocks each the last
 - Memory and messages are of the third step of an instrumented pass; times of a pass without instruments, of four
   launches one after the other. That these engines train rightly is what `make roster` shows, not this page.
 - Records stay in `{RESULTS}`; the planned half is [coatnet_planned.py](../studies/coatnet_planned.py), after
-  [states.py](../meshmark/theory/memory.py) and [traffic.py](../meshmark/theory/traffic.py).
+  [memory.py](../meshmark/theory/memory.py) and [traffic.py](../meshmark/theory/traffic.py).
 """
 
 

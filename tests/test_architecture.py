@@ -39,8 +39,8 @@ TABLE_HELPERS = {"spec/hardware.py::_gpu"}
 
 BASE = {"environment", "errors", "import_target", "rank_progress", "serial", "text"}
 """Modules that every folder may import."""
-FRONT = {"__init__", "__main__", "user_workload"}
-"""Modules that users name: the package, `python -m meshmark`, and the class of a user's own workload."""
+FRONT = {"__init__", "__main__", "moved", "user_workload"}
+"""Modules that users name: the package, `python -m meshmark`, old names, and the class of a user's own workload."""
 SLOW = {
     "sympy",
     "torch._dynamo",

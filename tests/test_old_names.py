@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
+import sys
 
 import pytest
 
 from meshmark.adapter.contract import Adapter
 from meshmark.adapters.ddp import DDP
+from meshmark.moved import MOVED
 from meshmark.records.record import SCHEMA
 from meshmark.records.record_file import migrate
 from meshmark.serial import decode, encode
@@ -50,6 +54,38 @@ def test_old_names_can_be_called_and_imported() -> None:
         assert memory.Remainder is memory.ExtraMemory
     with pytest.warns(DeprecationWarning, match="Departure is now called TrafficException"):
         assert traffic.Departure is traffic.TrafficException
+
+
+SHOWN = {
+    "meshmark.adapter.arithmetic": "Arithmetic",
+    "meshmark.adapter.capabilities": "Capabilities",
+    "meshmark.adapter.data_parallel": "DataParallelEngine",
+    "meshmark.adapter.gathered": "Gathered",
+    "meshmark.adapter.holdings": "Holdings",
+    "meshmark.adapter.traffic_source": "TrafficSource",
+    "meshmark.algorithms.replicas": "averaged",
+    "meshmark.reference.build": "parameter_shapes",
+    "meshmark.reference.optimizers": "reference_optimizer",
+    "meshmark.theory.flow": "TrafficException",
+    "meshmark.theory.states": "ExtraMemory",
+}
+"""By module: a name that docs showed there in version 0.1."""
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_modules_can_be_imported_by_their_old_names(old: str) -> None:
+    """A class must be the same by both names, or `isinstance` would tell them apart."""
+    sys.modules.pop(old, None)
+    with pytest.warns(DeprecationWarning, match=f"{re.escape(old)} is now part of {re.escape(MOVED[old])}"):
+        module = importlib.import_module(old)
+    assert getattr(module, SHOWN[old]) is getattr(importlib.import_module(MOVED[old]), SHOWN[old])
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = module.nothing
+
+
+def test_a_module_that_never_was_is_not_found() -> None:
+    with pytest.raises(ModuleNotFoundError, match="meshmark.adapter.nothing"):
+        importlib.import_module("meshmark.adapter.nothing")
 
 
 ALL_OPTIONS = {

@@ -1,13 +1,8 @@
 """The one interface that every framework is put behind.
 
-An `Adapter` says what its framework can do and builds an `Engine` inside each rank; an engine trains. Neither times
-nor judges itself: meters watch from outside.
-
-Capabilities of an adapter, and the packages it needs.
-
-How a framework computes what a precision leaves open: what another process must know to compute the same bits.
-
-Traffic that PyTorch's DistributedDataParallel sends once, as does every adapter that wraps it.
+An `Adapter` says what its framework can do (`Capabilities`) and how it computes what a precision leaves open
+(`Arithmetic`), and builds an `Engine` inside each rank; an engine trains. Neither times nor judges itself: meters watch
+from outside.
 """
 
 from __future__ import annotations

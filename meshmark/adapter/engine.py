@@ -1,14 +1,8 @@
-"""Interface of an engine: one rank's part of a training run under one framework.
+"""Engines: one rank's part of a training run under one framework.
 
-The tensors that a rank holds, by category.
-
-Where a rank's traffic is read from, for what does not go through `torch.distributed`.
-
-Full tensors that ranks bring together one at a time, so that a large model's never are in memory all at once.
-
-Base of engines that run a whole model on every rank's part of the batch.
-
-It provides micro-batches, mixed precision by autocast, loss scaling and clipping.
+`Engine` is the interface. `Holdings` are the tensors that a rank holds, by category. A `TrafficSource` reports traffic
+that does not go through `torch.distributed`. `DataParallelEngine` is the base of engines that run a whole model on
+every rank's part of the batch: it provides micro-batches, mixed precision by autocast, loss scaling and clipping.
 """
 
 from __future__ import annotations

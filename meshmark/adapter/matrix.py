@@ -4,10 +4,8 @@ The degrees come first: all ranks along one axis, and shared out over two. On su
 each of its values by itself, the rest of the layout as plain as it can be. Recomputation is left to the conformance
 suite.
 
-Layouts by which every two choices come together at least once, and how many layouts there are at all.
-
-What goes wrong in a combination is mostly of two of its choices, and far fewer layouts than their product bring every
-two together (doi:10.1109/32.605761).
+`--layouts pairs` brings every two choices together at least once. What goes wrong in a combination is mostly caused by
+two of its choices, and far fewer layouts than all products cover every pair (doi:10.1109/32.605761).
 """
 
 from __future__ import annotations

@@ -8,20 +8,3 @@ through `algorithm_classes`, never by name. docs/algorithms.md has the list.
 
 May import: spec, reference, theory.
 """
-
-from __future__ import annotations
-
-import importlib
-import pkgutil
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from meshmark.spec.algorithm import Algorithm
-
-
-def builtin_algorithms() -> Iterator[type[Algorithm]]:
-    """Yield Meshmark's own algorithm classes: what each family's folder lists in `ALGORITHMS`."""
-    for found in pkgutil.iter_modules(__path__):
-        if found.ispkg:
-            yield from importlib.import_module(f"{__name__}.{found.name}").ALGORITHMS

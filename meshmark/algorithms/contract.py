@@ -1,10 +1,8 @@
 """Interfaces of an algorithm: transitions, gradient rules, and ways to get them wrong.
 
-Base of the transitions of all algorithms.
-
-Replica r of n minimises n times its share of the global loss: the sum of its rows' losses over the *global* number of
-unmasked tokens. That is what a data-parallel engine differentiates, and so what PyTorch's optimizer sees. The mean
-over replicas is the global loss, whatever the number of tokens on each.
+What all transitions share: replica r of n minimises n times its share of the global loss: the sum of its rows'
+losses over the *global* number of unmasked tokens. That is what a data-parallel engine differentiates, and so what
+PyTorch's optimizer sees. The mean over replicas is the global loss, whatever the number of tokens on each.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Parse values of command-line options that pytest and `meshmark` share. All functions raise `InputError`.
+"""Options of a run of the suites, and their values. All parsers raise `InputError`.
 
-Options of a run of the suites. `pytest suites`, `meshmark cases` and suite files take them from this one list.
+`pytest suites`, `meshmark cases` and suite files take the options from this one list.
 """
 
 from __future__ import annotations

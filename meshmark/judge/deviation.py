@@ -1,6 +1,8 @@
 """Deviations of a run from the truth, and of replicas from one another, as values without torch.
 
-Replicas that may differ by design: which ranks and quantities belong to which replica.
+Replicas may differ by design: `by_replica` says which ranks and quantities belong to which. `Sample` is the part of a
+run that is judged: all of it or, for a large model, a sample. `ObservedPath` has the values that a case's instrumented
+pass computed, and that its untouched pass must also compute.
 """
 
 from __future__ import annotations

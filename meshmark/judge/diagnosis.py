@@ -5,10 +5,9 @@ anything wrong decides. Within it, initial values come before gradients, gradien
 before merely reported values, because each makes the next wrong. Two independent defects in one step give one
 diagnosis: fix it, and run again.
 
-Diagnose the run of a large model from its deviations alone, because its tensors are gone.
-
-To weigh single sequences as `diagnose` does would need several whole models in float64. A small model in the same
-layout shows the same defect, and can be diagnosed fully.
+The run of a large model is diagnosed from its deviations alone, because its tensors are gone. To weigh single sequences
+as `diagnose` does would need several whole models in float64. A small model in the same layout shows the same defect,
+and can be diagnosed fully.
 """
 
 from __future__ import annotations
@@ -29,14 +28,13 @@ from meshmark.judge.faults import MOST_NAMES, Diagnosis, Fault, named_factor
 from meshmark.judge.gradient_faults import (
     explain_buffers,
     explain_gradients,
-    low_precisions,
     nobody_reduced,
     not_summed_over_tp,
     shards_of_owners,
 )
 from meshmark.judge.partial_faults import describe_region, on_ranks, wrong_region
 from meshmark.judge.tolerance_model import TWINS, ToleranceModel, zeros
-from meshmark.judge.trace import Trace
+from meshmark.judge.trace import Trace, low_precisions
 from meshmark.judge.truth import ExactOptimizer
 from meshmark.judge.twin import Twin
 from meshmark.judge.update_faults import explain_norm, explain_updates, replay

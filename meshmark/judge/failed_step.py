@@ -1,7 +1,4 @@
-"""The first wrong step of a run: what is wrong there, and what would have been right.
-
-Classes of defects that a diagnosis names, and its evidence.
-"""
+"""The first wrong step of a run: what is wrong there, and what would have been right."""
 
 from __future__ import annotations
 

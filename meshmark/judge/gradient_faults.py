@@ -5,9 +5,8 @@ The first hypothesis that leaves no more than rounding (or 5 % of the deviation)
 candidates are the gradients of the batch's single sequences: their weights show what was dropped, reduced, or
 averaged, and how.
 
-Explain wrong buffers: what would have produced these running statistics of a batch norm?
-
-Explain gradients that are one rank's part only: which rank's.
+Wrong buffers are explained likewise, by what would have produced these running statistics of a batch norm; and
+gradients that are one rank's part only, by which rank's they are.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from meshmark.judge.partial_faults import (
     shifted_targets,
     wrong_region,
 )
-from meshmark.judge.trace import Trace
+from meshmark.judge.trace import Trace, low_precisions
 from meshmark.judge.twin import exact_buffers, known_parameters, replica_truth, together
 from meshmark.reference.data import Batch, make_batch
 from meshmark.spec.case import Case
@@ -403,20 +402,6 @@ def _rounded(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None
     )
     low, middle, high = (shares[int(place * (len(shares) - 1))] for place in (0.1, 0.5, 0.9))
     return found if middle >= _LEAST_ROUNDING and high <= _ALIKE * low else None
-
-
-def low_precisions(tensors: Iterator[NDArray[np.floating]]) -> list[str]:
-    """Return the dtypes narrower than float32 that represent every value of all tensors.
-
-    Tensors are read one by one, because they may be large.
-    """
-    kinds = {"bf16": 8, "fp16": 11}
-    for tensor in tensors:
-        mantissa = np.frexp(np.asarray(tensor, dtype=np.float64))[0]
-        kinds = {name: bits for name, bits in kinds.items() if np.all(np.mod(mantissa * 2.0**bits, 1) == 0)}
-        if not kinds:
-            break
-    return list(kinds)
 
 
 def rounding(relative: Sequence[float], what: str) -> Explanation | None:

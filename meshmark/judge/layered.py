@@ -4,10 +4,9 @@ The forward pass keeps only the inputs of each layer. The backward pass runs eve
 first, and yields its gradients before the next. One layer is in memory at a time, for as many rows as take at most
 `MOST_BYTES`.
 
-Compare a run with the truth one tensor at a time, like `meshmark.judge.truth` for a run in memory.
-
-A step's gradients come layer by layer from `LayeredTruth`; each is compared and released. In updates, tensors share
-only the norm that all are clipped by, so each tensor is followed separately through all steps.
+A run is compared with this truth one tensor at a time. A step's gradients come layer by layer from `LayeredTruth`; each
+is compared and released. In updates, tensors share only the norm that all are clipped by, so each tensor is followed
+separately through all steps.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """Diagnose the likely class of a defect in a run whose replicas may differ, and where it begins.
 
 `diagnose` handles what is wrong in one replica, independently of the algorithm. This module handles the algorithm:
-which replicas' parts gradients are made of, and other ways of averaging parameters.
-
-The first wrong step of replicas that may differ, and how well another account of it fits.
-
-Replay a failed run of replicas under other accounts of what they do, to find one that explains it.
-
-Diagnose a pipeline that does not wait: which versions of the weights its gradients are computed at.
+which replicas' parts gradients are made of, and other ways of averaging parameters. It replays the first wrong step
+under other accounts of what the replicas do, and takes the one that explains it. For a pipeline that does not wait, an
+account is the versions of the weights that gradients are computed at.
 """
 
 from __future__ import annotations

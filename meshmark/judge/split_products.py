@@ -1,17 +1,11 @@
-"""The twin's model for tensor parallelism that splits products as Megatron-LM does (arXiv:1909.08053).
+"""The twin's models for tensor parallelism, which compute every rank's products, one after the other.
 
-It computes every rank's products, one after the other, with the ranks' shapes, and the sums over ranks in their
-dtypes.
+`split` splits the products of a model as Megatron-LM does (arXiv:1909.08053), with the ranks' shapes, and the sums over
+ranks in their dtypes. `GPTModelOrder` follows megatron-core's own GPTModel (local spec, unfused): weights are cast, and
+sequences come first.
 
-Shape suffixes: B sequences, T tokens, V vocabulary.
-
-The twin's model for megatron-core's own GPTModel (local spec, unfused).
-
-It computes every tensor-parallel rank's products, one after the other, in GPTModel's order of operations. Weights are
-cast, and sequences come first.
-
-Shape suffixes: T tokens, B sequences, C hidden, N rows of a fused weight, G groups of query heads, H heads times
-sequences, D head width, V vocabulary.
+Shape suffixes: B sequences, T tokens, V vocabulary, C hidden, N rows of a fused weight, G groups of query heads, H
+heads times sequences, D head width.
 """
 
 from __future__ import annotations

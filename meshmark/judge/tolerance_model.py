@@ -1,28 +1,25 @@
 """The tolerance model of equivalence: how far correct runs are from the truth, and so how far is too far.
 
 Every run is reduced to the same comparisons: the distance of each loss, norm, gradient and parameter at each step from
-the truth. For each gradient there is also the error of its multiple of the truth, which detects a scaling that is
-small compared with the tensor's rounding in all other directions. The noise of a comparison is its root mean square
-over the noise runs. For a single number, over which nothing averages, it is also over all steps. `spread` estimates
-how each quantity scatters about its noise, and the distance that a correct run exceeds with probability FALSE_ALARMS,
-shared over all comparisons of a case. That gives the quantity's factor: a case passes while no comparison exceeds
-factor x noise.
+the truth. For each gradient there is also the error of its multiple of the truth, which detects a scaling that is small
+compared with the tensor's rounding in all other directions. The noise of a comparison is its root mean square over the
+noise runs. For a single number, over which nothing averages, it is also over all steps. `Spread` estimates how each
+quantity scatters about its noise, and the distance that a correct run exceeds with probability FALSE_ALARMS, shared
+over all comparisons of a case. That gives the quantity's factor: a case passes while no comparison exceeds factor x
+noise.
 
-How one quantity scatters between correct runs, estimated from its noise runs, and the tail of that distribution.
+The tail of a quantity's distribution follows from its noise runs. The square of a tensor's distance is a sum of squares
+in many directions, some with larger shares than others. Its variance relative to its mean is 2 / d. Here d is its
+*degrees of freedom*: the number of equal directions with that variance. A few large shares make a longer tail than d
+equal ones, so the tail is that of d / 7 directions with the same variance (one direction if d is below seven). The mean
+is estimated from a few runs, which turns chi-squared into an F distribution. A single number has only one direction,
+however little a few draws differ; for it the distribution is Student's t. reports/power.md compares this with correct
+runs.
 
-The square of a tensor's distance is a sum of squares in many directions, some with larger shares than others. Its
-variance relative to its mean is 2 / d. Here d is its *degrees of freedom*: the number of equal directions with that
-variance. A few large shares make a longer tail than d equal ones, so the tail is that of d / 7 directions with the
-same variance (one direction if d is below seven). The mean is estimated from a few runs, which turns chi-squared into
-an F distribution. A single number has only one direction, however little a few draws differ; for it the distribution
-is Student's t. reports/power.md compares this with correct runs.
-
-How often correct runs fail: measured frequencies, as opposed to the tolerance model's target.
-
-`make power-long` runs correct training, of `single` and of real adapters, and writes the counts to `false_alarms.json`
-in this folder. A run with the same bits as another shows nothing and is not counted. Runs of one problem share its
-tolerance models, so they are more alike than runs of several problems. They are worth as many independent runs as
-their number divided by their design effect (Kish, Survey Sampling, 1965).
+How often correct runs fail is measured too. `make power-long` runs correct training, of `single` and of real adapters,
+and writes the counts to `false_alarms.json` in this folder. A run with the same bits as another shows nothing and is
+not counted. Runs of one problem share its tolerance models, so they are more alike than runs of several problems. They
+are worth as many independent runs as their number divided by their design effect (Kish, Survey Sampling, 1965).
 """
 
 from __future__ import annotations

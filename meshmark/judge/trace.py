@@ -1,19 +1,12 @@
 """Traces: a run's parameters, gradients and losses by step, gathered on rank 0.
 
-Gather values of every rank without pickle: JSON and plain arrays, with checked sizes.
+Tensors that engines return are checked by name on arrival, and made plain if they are sharded. Values of all ranks are
+gathered without pickle, as JSON and plain arrays with checked sizes: PyTorch's object collectives unpickle what peers
+send, and unpickling runs any code that the sender names.
 
-PyTorch's object collectives unpickle what peers send, and unpickling runs any code that the sender names.
-
-Tensors that engines return: checked by name on arrival, and made plain if they are sharded.
-
-Store a run's tensors on disk if they do not fit in memory.
-
-They are written one by one as they are read from an engine, and read one by one for judging. While an engine is alive,
-judging it needs one whole tensor besides what it holds, and that tensor's copy on the host.
-
-The part of a run that is judged: all of it or, for a large model, a sample.
-
-The values that a case's instrumented pass computed, and that its untouched pass must also compute.
+Tensors that do not fit in memory are stored on disk. They are written one by one as they are read from an engine, and
+read one by one for judging. While an engine is alive, judging it needs one whole tensor besides what it holds, and that
+tensor's copy on the host.
 """
 
 from __future__ import annotations
@@ -583,3 +576,17 @@ def _send_to_first(own: StoredTensors) -> None:
                 tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
                 dist.recv(tensor, sender)
                 own.write(name, tensor.cpu().numpy())
+
+
+def low_precisions(tensors: Iterator[NDArray[np.floating]]) -> list[str]:
+    """Return the dtypes narrower than float32 that represent every value of all tensors.
+
+    Tensors are read one by one, because they may be large.
+    """
+    kinds = {"bf16": 8, "fp16": 11}
+    for tensor in tensors:
+        mantissa = np.frexp(np.asarray(tensor, dtype=np.float64))[0]
+        kinds = {name: bits for name, bits in kinds.items() if np.all(np.mod(mantissa * 2.0**bits, 1) == 0)}
+        if not kinds:
+            break
+    return list(kinds)

@@ -4,16 +4,15 @@ Two correct float32 runs drift apart. AdamW's first step is the sign of the grad
 all rounding moves by twice the learning rate, and everything after it differs. A comparison of trajectories would
 either alarm at random or tolerate real errors. A run is therefore judged by induction, each step separately. It starts
 at the prescribed values. At the parameters where it *is*, its loss and gradients must be those that float64 computes
-there. From its own gradients, its update must be the one that a float64 optimizer makes of them. If replicas may
-differ by design, each has its own gradients, and the update is the algorithm's transition of all. Nothing accumulates,
-so the noise of the last step is that of the first.
+there. From its own gradients, its update must be the one that a float64 optimizer makes of them. If replicas may differ
+by design, each has its own gradients, and the update is the algorithm's transition of all. Nothing accumulates, so the
+noise of the last step is that of the first.
 
-Experts whose scores nearly tie: float64 makes the same choice as the run.
-
-Two correct runs of a mixture of experts may send a token to different experts if the last chosen and the first not
-chosen expert have equal scores up to rounding. Both are then right. The run's gradients show which it took: ties are
-decided one by one, the closest first, by what brings the truth nearer to the run. A token sent elsewhere for more than
-rounding stays where float64 sends it, and is an error.
+Experts whose scores nearly tie are chosen in float64 as the run chose them. Two correct runs of a mixture of experts
+may send a token to different experts if the last chosen and the first not chosen expert have equal scores up to
+rounding. Both are then right. The run's gradients show which it took: ties are decided one by one, the closest first,
+by what brings the truth nearer to the run. A token sent elsewhere for more than rounding stays where float64 sends it,
+and is an error.
 """
 
 from __future__ import annotations

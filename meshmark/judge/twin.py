@@ -1,22 +1,21 @@
 """The twin: what one process computes for a step on the run's own parameters and micro-batches.
 
 It uses the arithmetic that the case and its adapter declare; only the sums over micro-batches and ranks are exact.
-Rounding in a narrow format is the same wherever the same operation is done on the same numbers. A layout that splits
-no matrix product therefore differs from its twin only by the order of one sum, whatever the precision, while it
-differs from float64 by everything that bf16 rounds. A sum that was requested in a narrow format is rounded as
-requested. A case that is tuned to other kernels has a twin that runs them, because fused operations round in other
-places. Both are compared with the noise of PyTorch's eager kernels, so that a wrong kernel does not excuse itself.
+Rounding in a narrow format is the same wherever the same operation is done on the same numbers. A layout that splits no
+matrix product therefore differs from its twin only by the order of one sum, whatever the precision, while it differs
+from float64 by everything that bf16 rounds. A sum that was requested in a narrow format is rounded as requested. A case
+that is tuned to other kernels has a twin that runs them, because fused operations round in other places. Both are
+compared with the noise of PyTorch's eager kernels, so that a wrong kernel does not excuse itself.
 
 The twin is judged by the truth like the run: a wrong twin excuses nothing. Correct engines may still round in other
 places than the twin, because a declaration leaves much open; `equivalents` has those.
 
-What a wrong run may compute in place of the model and its loss, for the truth and the twin to compute too.
+`Change` is what a wrong run may compute in place of the model and its loss, for the truth and the twin to compute too.
 
-Workloads whose rows affect each other's gradients within a micro-batch: batch norms and their statistics.
-
-The workload defines statistics as those of one micro-batch of one replica. The exact gradient is therefore the sum
-over all micro-batches of all replicas, each normalised separately. Each replica's running averages are those that
-float64 computes from the replica's values before the step and from the micro-batches that it processed.
+Batch norms make rows affect each other's gradients within a micro-batch. The workload defines statistics as those of
+one micro-batch of one replica. The exact gradient is therefore the sum over all micro-batches of all replicas, each
+normalised separately. Each replica's running averages are those that float64 computes from the replica's values before
+the step and from the micro-batches that it processed.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Hypotheses are the float64 optimizer with one change, replayed over the run. The closest one is accepted if it leaves
 no more than rounding, or a tenth of the deviation.
-
-The rivals of a right update: the float64 optimizer with one thing changed, as optimizers are got wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 from meshmark.judge.deviation import Tensors, global_norm
 from meshmark.judge.failed_step import Explanation, FailedStep, block_of, rows_of
 from meshmark.judge.faults import Fault, named_factor
-from meshmark.judge.gradient_faults import low_precision_in_region, low_precisions, rounding
+from meshmark.judge.gradient_faults import low_precision_in_region, rounding
 from meshmark.judge.partial_faults import (
     FEW,
     FEW_LEFT_OVER,
@@ -31,7 +29,7 @@ from meshmark.judge.partial_faults import (
     wrong_elements,
     wrong_region,
 )
-from meshmark.judge.trace import Trace
+from meshmark.judge.trace import Trace, low_precisions
 from meshmark.judge.truth import ExactOptimizer
 from meshmark.spec.optimizer import LAYER_WISE, OptimizerKind, OptimizerSpec
 from meshmark.text import pluralize

@@ -1,18 +1,15 @@
 """The nodes of one run: who they are, and how their launchers talk to each other.
 
 Every node runs the same pytest command. Node 0's process serves one key-value store for the whole run; each launch is a
-rendezvous under a prefix of its own, and launchers exchange what their ranks left, so that every node sees the same.
-A single node needs none: its launches meet in a file that this user alone can open.
+rendezvous under a prefix of its own, and launchers exchange what their ranks left, so that every node sees the same. A
+single node needs none: its launches meet in a file that this user alone can open.
 
-Facts that a scheduler gives this process: which of a run's launchers it is, and where the first of them listens.
+A scheduler says which of a run's launchers this process is, and where the first of them listens. A launcher is either a
+node's only process, or one of the tasks that `srun` or `torchrun` starts on it. Both shapes run the same ranks. In the
+second shape each task has a share of them.
 
-A launcher is either a node's only process, or one of the tasks that `srun` or `torchrun` starts on it. Both shapes run
-the same ranks. In the second shape each task has a share of them.
-
-Where the nodes of a run meet before they act: what one of them lacks, or holds otherwise, is told on all of them,
-and no rank is started for it.
-
-A private folder of one run inside its results: nodes share it, and it goes when the run does.
+Nodes meet before they act: what one of them lacks, or holds otherwise, is reported on all of them, and no rank is
+started for it. They share a private folder inside the run's results, which is removed with the run.
 """
 
 from __future__ import annotations

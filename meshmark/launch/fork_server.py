@@ -1,4 +1,4 @@
-"""The launcher's side of a process that forks others.
+"""A process that forks others: the launcher's side (`ForkServer`), and the server itself (`main`).
 
 A server imports its modules once, and every process that it forks has them. It may also branch into another server,
 which imports more under an environment of its own. So PyTorch is imported once in a run, and a framework once and only
@@ -8,8 +8,6 @@ framework.
 Launcher and server communicate through a pair of connected sockets without a name. When the launcher's end is closed,
 for whatever reason, the server ends its children and itself. (Python's own forkserver is not used: there is one in a
 process, it takes its environment from whoever starts it, and it listens at an address.)
-
-The process that forks others: what `fork_server` starts, and speaks with.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Runs a request in fresh processes, one a rank, and brings home whatever they leave: by whichever launcher.
+"""Run a request in fresh processes, one per rank, and collect whatever they leave.
 
-The default forks ranks from a server that has PyTorch and the case's framework imported: a launch costs tenths of a
-second, and no framework's global state outlives its case. This is torch elastic's model (forkserver, agent store, error
-files, logs by rank) without its agent: restarts mean nothing to a measurement, and the agent's join ends the survivors
-before their stacks can be read, replaces the handler of Ctrl-C, and waits for ever for a stopped process.
-
-The launchers: ranks forked from a server (the default), or started by torchrun.
+There are two launchers. One starts ranks by torchrun. The default forks ranks from a server that has PyTorch and the
+case's framework imported: a launch costs tenths of a second, and no framework's global state outlives its case. This is
+torch elastic's model (forkserver, agent store, error files, logs by rank) without its agent: restarts mean nothing to a
+measurement, and the agent's join ends the survivors before their stacks can be read, replaces the handler of Ctrl-C,
+and waits for ever for a stopped process.
 """
 
 from __future__ import annotations

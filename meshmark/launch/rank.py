@@ -2,7 +2,7 @@
 
 Under torchrun the entry point is `torchrun ... -m meshmark.launch.rank REQUEST.json`. Forked ranks call `run_rank`.
 
-Where a rank stands in a launch, and the evidence that it leaves when it hangs.
+`RankInfo` says where a rank stands in a launch. A rank that hangs leaves its stacks and collectives as evidence.
 """
 
 from __future__ import annotations

@@ -1,22 +1,12 @@
-"""Reconstruct the lifetime of every storage from an allocator's changes.
+"""Allocations of this process: the allocators' counts and logs, and the lifetime of every storage.
 
 The profiler reports what the threads that it watches allocate and free. Gloo's own threads also free memory, which it
-does not see. But every change includes the allocator's own count of all bytes, whoever freed them, and this count
-shows when storages are gone.
+does not see. But every change includes the allocator's own count of all bytes, whoever freed them, and this count shows
+when storages are gone.
 
-The allocators' own counts of bytes that are allocated and not freed, by any thread.
-
-Peak memory of an operation, besides what was held when it began.
-
-Statistics of CUDA's caching allocator over the steps of a pass, and memory outside it.
-
-They come from PyTorch's own counters, which cost nothing while steps run.
-
-The log that PyTorch's CUDA allocator keeps of everything any thread allocates and frees.
-
-The profiler does not see what threads free that it does not watch, such as autograd's when the last of a graph goes
-with it. The allocator's log does. It has the requested sizes, whereas the allocator counts whole blocks, so sizes and
-counts come from the profiler wherever it saw the change.
+On a GPU, PyTorch's CUDA allocator keeps a log of everything that any thread allocates and frees, such as what
+autograd's thread frees when the last of a graph goes with it. The log has the requested sizes, whereas the allocator
+counts whole blocks, so sizes and counts come from the profiler wherever it saw the change.
 """
 
 from __future__ import annotations

@@ -3,18 +3,14 @@
 A lap lasts from when the first rank leaves a barrier to the last rank's end, as an external stopwatch would measure.
 Between laps, off the clock, ranks exchange their times, and all decide alike whether to add steps.
 
-Power, clocks and processes of GPUs while steps are timed, from the driver's NVML (`nvidia-ml-py`).
+Power, clocks and processes of GPUs come from the driver's NVML (`nvidia-ml-py`) while steps are timed. The launcher's
+process samples them ten times per second; it times nothing itself and does not use CUDA.
 
-The launcher's process samples ten times per second; it times nothing itself and does not use CUDA.
+`SteadyClock` notices that somebody set the machine's clock while it was used to order events. PyTorch's profiler and
+flight recorder stamp events with the time of day. A clock that is set meanwhile, by a person, a virtual machine that
+wakes up, or a first answer of NTP, puts events into the wrong order.
 
-Notice that somebody set the machine's clock while it was used to order events.
-
-PyTorch's profiler and flight recorder stamp events with the time of day. A clock that is set meanwhile, by a person, a
-virtual machine that wakes up, or a first answer of NTP, puts events into the wrong order.
-
-Confidence interval of the mean of an autocorrelated series: block means and Student's t.
-
-Measure several things in alternation, so that the load of a machine falls on all of them alike.
+`mean_interval` is the confidence interval of the mean of an autocorrelated series, by block means and Student's t.
 """
 
 from __future__ import annotations

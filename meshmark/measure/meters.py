@@ -1,11 +1,9 @@
-"""Watch this process's allocations and collectives through PyTorch's profiler and flight recorder.
+"""Meters of one step on one rank: exact bytes by category, and collectives.
 
-The profiler sees every allocation of the c10 allocators (exact bytes, also from C++) and every collective that was
-asked for. The flight recorder has what the backend issued for it and in which group.
-
-Exact bytes by category on one rank, in the steady state and at the peak. Totals are the allocator's own count.
-
-Collectives of one step on one rank: those that were asked for, and those that the backend issued.
+PyTorch's profiler sees every allocation of the c10 allocators (exact bytes, also from C++) and every collective that
+was asked for. The flight recorder has what the backend issued for it and in which group. Neither sees the
+point-to-point calls of gloo with their group, so these are recorded where `torch.distributed` makes them. Bytes are
+those held in the steady state and at the peak; totals are the allocator's own count.
 """
 
 from __future__ import annotations

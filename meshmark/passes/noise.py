@@ -1,5 +1,6 @@
-"""Noise runs: how far rounding alone moves a run from the truth. They give the tolerance model of every equivalence
-verdict.
+"""Noise runs: how far rounding alone moves a run from the truth.
+
+They give the tolerance model of every equivalence verdict.
 
 The adapter `single` trains in a case's precision, in as many micro-batches as all of the case's ranks together. It
 does so repeatedly, under perturbations as large as that precision's rounding: other orders of rows, changed last bits
@@ -11,8 +12,8 @@ Sums over more rows at once round differently: the noise of a gradient in one mi
 eight. Runs with several numbers of micro-batches would give a mixture, and all runs of the noisiest number would lie
 in its tail.
 
-Formats and kernels that a rank computes with, where PyTorch leaves them to the machine's environment: pinned before
-anything is built, the same for every framework, and told in the record.
+PyTorch leaves some formats and kernels to the machine's environment. They are pinned before anything is built, the same
+for every framework, and recorded.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Run the instrumented pass: what a rank computes and, if it is metered, what it holds and sends.
 
-Train an engine, and note everything that it computes.
+A case's tuning is checked by one more step under PyTorch's profiler, of which nothing else is read. Tuning that is
+asked for and not in use fails the rank. It never becomes a slower run that is reported as tuned.
 
-Check that a case's tuning is in use, by one more step under PyTorch's profiler. Nothing else is read of that step.
-
-Tuning that is asked for and not in use fails the rank. It never becomes a slower run that is reported as tuned.
-
-Train a failed case again, and find the module in which it begins to deviate.
+`localise` trains a failed case again, and finds the module in which it begins to deviate.
 """
 
 from __future__ import annotations
@@ -36,7 +33,6 @@ from meshmark.errors import AdapterError, TrafficError
 from meshmark.judge.beginning import Beginning, Recorder, first_deviation
 from meshmark.judge.deviation import Deviations, Tensors, replica_of, replicas_of_ranks
 from meshmark.judge.diagnosis import diagnose_sample
-from meshmark.judge.gradient_faults import low_precisions
 from meshmark.judge.layered import all_cores, assess_pieces
 from meshmark.judge.replica_diagnosis import diagnose_replicas
 from meshmark.judge.trace import (
@@ -48,6 +44,7 @@ from meshmark.judge.trace import (
     host_gradients,
     host_parameters,
     local_holdings,
+    low_precisions,
     tensor_digests,
 )
 from meshmark.judge.truth import assess_replicas

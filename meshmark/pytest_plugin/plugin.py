@@ -1,8 +1,6 @@
-"""The pytest plugin: options, and the session's cases and runner.
+"""The pytest plugin: options, the session's cases and runner, and assertion helpers of the suites.
 
-Loaded by `pytest_entry` or the checkout's conftest.py.
-
-Assertion helpers of the suites.
+Loaded by `meshmark.pytest_plugin.entry` or the checkout's conftest.py.
 """
 
 from __future__ import annotations

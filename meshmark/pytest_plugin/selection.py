@@ -1,10 +1,7 @@
-"""Options of the command line of `pytest suites`, and their checked values.
+"""Options of the command line of `pytest suites`, and what they select.
 
-Add the files of optional suites to the files that pytest is given.
-
-Names of inference engines among the adapters of the command line.
-
-`--shard 2/4`: the second of four parts of a run, for tasks of a job array and for CI. Loaded by the plugin.
+The files of optional suites are added to those that pytest is given. Names of inference engines are taken from among
+the adapters. `--shard 2/4` selects the second of four parts of a run, for tasks of a job array and for CI.
 """
 
 from __future__ import annotations

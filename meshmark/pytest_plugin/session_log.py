@@ -1,12 +1,7 @@
-"""Records what a pytest session asked for, and how each test ended. Loaded by the plugin.
+"""Record what a pytest session asked for and how each test ended, and report it. Loaded by the plugin.
 
-Ends a run of the suites with a summary of at most one screen. Loaded by the plugin.
-
-Reports the tests of a session to GitHub Actions. Loaded by the plugin.
-
-Fails a run of the suites in which every case was skipped, and says why. Loaded by the plugin.
-
-`--max-time`: end a run in good order when its time is up. Loaded by the plugin.
+A session ends with a summary of at most one screen, and with annotations on GitHub Actions. `--max-time` ends it in
+good order when its time is up. A session in which every case was skipped fails, and says why.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The gathered, versioned, serialised outcome of one pass over one case.
 
-How far traffic travels: within a node, to another node of the same switch, or beyond the switch.
-
-The user's own files that a record was made with (adapter and workload), by digest and commit.
+It says how far traffic travels (within a node, to another node of the same switch, or beyond the switch), and which of
+the user's own files it was made with (adapter and workload), by digest and commit.
 """
 
 from __future__ import annotations

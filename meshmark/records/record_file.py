@@ -1,15 +1,12 @@
 """Read and write DIR/records.jsonl: records and sessions, one line of JSON each.
 
-Storage for bulky evidence: compressed files next to the records, named by content and read on demand.
+A session says what was asked for and how each test ended, including tests without a record. Lines of older schemas are
+converted to the current one.
 
-The deviation of every tensor from the truth at every step, and the noise of rounding alone, make up nine tenths of
-a record. Verdicts were computed from this evidence, but a table of verdicts needs none of it. A line of records.jsonl
-names the file that holds the evidence. The noise of a workload is the same in all its records, and is therefore one
-file.
-
-Convert lines of records files from older schemas to the current one.
-
-Sessions of pytest: what was asked for, and how each test ended, including tests without a record.
+Bulky evidence is in compressed files next to the records, named by content and read on demand. The deviation of every
+tensor from the truth at every step, and the noise of rounding alone, make up nine tenths of a record. Verdicts were
+computed from this evidence, but a table of verdicts needs none of it. The noise of a workload is the same in all its
+records, and is therefore one file.
 """
 
 from __future__ import annotations

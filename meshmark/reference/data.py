@@ -3,10 +3,9 @@
 A batch is a function of (seed, step) alone: every rank builds the whole of it and trains on its part, so that no
 layout can see other data than another. Shape suffixes: B rows, T tokens.
 
-The digit images that scikit-learn ships, read from its own file: importing `sklearn.datasets` takes seconds, and
-every rank of every launch would pay them.
-
-Images of the user's: a folder with a subfolder a class, as torchvision's ImageFolder takes it.
+The digit images are read from the file that scikit-learn ships: importing `sklearn.datasets` takes seconds, which every
+rank of every launch would pay. A user's images are a folder with one subfolder per class, as torchvision's ImageFolder
+takes it.
 """
 
 from __future__ import annotations

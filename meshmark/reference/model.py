@@ -2,15 +2,13 @@
 
 Shape suffixes: B rows, T positions, C hidden.
 
-From a spec to its model, whole or in part, and to what it holds by canonical name.
+`build_model` and its kin make a model from its spec, whole or in part, and name what it holds.
 
-Initial values of parameters, drawn per name from a counter-based generator.
-
-Element i of a parameter depends on (seed, name, i) alone, so any shard can be filled without the whole, and every
-framework, layout and device starts from the same bits. The generator is SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)
-on the element's index; a value is the centred sum of the four 16-bit fields of its 64 bits, a bell-shaped
-(Irwin-Hall) variable. All of it is integer arithmetic up to one exact conversion and one multiplication, hence
-the same on CPU and GPU.
+Initial values of parameters are drawn per name from a counter-based generator: element i of a parameter depends on
+(seed, name, i) alone, so any shard can be filled without the whole, and every framework, layout and device starts from
+the same bits. The generator is SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) on the element's index; a value is the
+centred sum of the four 16-bit fields of its 64 bits, a bell-shaped (Irwin-Hall) variable. All of it is integer
+arithmetic up to one exact conversion and one multiplication, hence the same on CPU and GPU.
 """
 
 from __future__ import annotations

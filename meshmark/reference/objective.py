@@ -1,13 +1,10 @@
 """The loss and the optimizer: the parts of a step that do not depend on the framework.
 
-Cross-entropy a few rows at a time: nothing of the size of the outputs is kept but they themselves and, in the
-backward pass, their gradient.
+Cross-entropy is computed a few rows at a time, so that nothing of the size of the outputs is kept but they themselves
+and, in the backward pass, their gradient. Optimizers are PyTorch's own, and the same rules in float64 for the truth.
+Each class knows one kind; what a kind keeps of a parameter is in `meshmark.spec.optimizer`, without torch.
 
 Shape suffixes: N rows, V classes.
-
-The optimizers that workloads train with: PyTorch's own, and the same rules in float64 for the truth.
-
-Each class knows one kind; what a kind keeps of a parameter is in `meshmark.spec.optimizer`, without torch.
 """
 
 from __future__ import annotations

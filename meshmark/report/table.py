@@ -1,9 +1,8 @@
 """Tables of a report: typed cells, which the Markdown page and the interactive page write each in its own way.
 
-Markdown from untrusted texts: whatever a record contains, it stays one cell, one line or one block.
-
-Names and messages come from adapters, frameworks and files of other people. Plain prose is left as it is. A text that
-could make a link, a tag or a column is shown as code, in which nothing is interpreted.
+Texts in a record are not trusted: whatever they contain, they stay one cell, one line or one block. Names and messages
+come from adapters, frameworks and files of other people. Plain prose is left as it is. A text that could make a link, a
+tag or a column is shown as code, in which nothing is interpreted.
 """
 
 from __future__ import annotations

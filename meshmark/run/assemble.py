@@ -1,6 +1,6 @@
 """From what became of a launch to its record, with every verdict that the pass allows.
 
-How a pass ended: from what came home of its launch, or from what kept it from coming home.
+A pass ended as its ranks say or, if they left nothing, by what kept them from it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """From a case to its record: once a session, whoever asks.
 
-Measure what requests are judged by: the noise of their workload and precision, once, the same on every node.
-
-The peak that utilisation is of: measured once a session, while no ranks run.
+What requests are judged by is measured once, and is the same on every node: the noise of their workload and precision.
+The peak that utilisation is relative to is measured once a session, while no ranks run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Tokens (or images) per second, how well they are known, and model FLOPs utilisation, from a record's raw times.
 
-Timed launches, repeated until the rate is known.
-
-What the processes of one launch meet moves all of its steps alike.
+A case is launched again until its rate is known. What the processes of one launch meet moves all of its steps alike.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Judge what was recorded: against the truth and its noise, against the plan, and in time.
 
-All are pure functions from a record to a verdict, so that a record on disk can be judged again.
-
-Judges memory: everything that the allocator counted, and each category that an engine names, against the plan.
-
-Judges what ranks sent against theory and the exceptions from it that the adapter declares: to the byte.
-
-A barrier carries no data, so no plan holds one. It is counted and told, and fails no case.
+All are pure functions from a record to a verdict, so that a record on disk can be judged again. Memory is everything
+that the allocator counted, and each category that an engine names. Traffic is held to theory, and to the exceptions
+from it that the adapter declares, to the byte. A barrier carries no data, so no plan holds one: it is counted and
+reported, and fails no case.
 """
 
 from __future__ import annotations

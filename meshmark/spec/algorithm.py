@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
@@ -200,8 +201,10 @@ def algorithm_classes() -> Mapping[str, type[Algorithm]]:
     """
     found: dict[str, type[Algorithm]] = {Algorithm.kind: Algorithm}
     owners = {Algorithm.kind: "Meshmark"}
-    for own in importlib.import_module("meshmark.algorithms").builtin_algorithms():
-        found[own.kind], owners[own.kind] = own, "Meshmark"
+    folder = importlib.import_module("meshmark.algorithms")
+    for family in pkgutil.iter_modules(folder.__path__):
+        for own in importlib.import_module(f"{folder.__name__}.{family.name}").ALGORITHMS if family.ispkg else ():
+            found[own.kind], owners[own.kind] = own, "Meshmark"
     for point in importlib.metadata.entry_points(group=GROUP):
         owner = point.dist.name if point.dist else "unknown"
         where = f"algorithm {point.name!r} of the distribution {owner} (entry point of {GROUP})"

@@ -1,8 +1,7 @@
 """The unit of measurement: one adapter, workload, layout and precision, and its tuning.
 
-Tuning options that a user chooses, not the framework.
-
-They apply to all adapters alike, and are other ways to compute the same numbers.
+Tuning options are chosen by the user, not by the framework. They apply to all adapters alike, and are other ways to
+compute the same numbers.
 """
 
 from __future__ import annotations

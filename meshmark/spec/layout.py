@@ -1,6 +1,6 @@
 """Layouts: how a workload is distributed over ranks.
 
-Parse layouts from the ids that reports print, such as `dp2.tp2.mb4`.
+`parse_layout` reads the ids that reports print, such as `dp2.tp2.mb4`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Bytes that forward passes keep for the backward pass.
 
-The memory that selective recomputation of one module saves, and its cost: Megatron-Core's `recompute_modules`.
-
-A checkpointed module (`core_attn`, `mlp`, `moe`, `shared_experts`) keeps its input and nothing inside. Of the others
-the output alone is dropped and made again (Megatron-Core's `CheckpointWithoutOutput`). A norm is repeated only where it
-is a module of its own: `TELayerNormColumnParallelLinear` contains the norms of dense layers with grouped attention.
+Selective recomputation of single modules saves some of them: Megatron-Core's `recompute_modules`. A checkpointed module
+(`core_attn`, `mlp`, `moe`, `shared_experts`) keeps its input and nothing inside. Of the others the output alone is
+dropped and made again (Megatron-Core's `CheckpointWithoutOutput`). A norm is repeated only where it is a module of its
+own: `TELayerNormColumnParallelLinear` contains the norms of dense layers with grouped attention.
 """
 
 from __future__ import annotations
@@ -149,7 +148,7 @@ def layer_activation_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe)
     dropout masks the 34 are 32 and the 5 are 4. The 24 are 8 of attention (fewer where queries share keys) and 4f/h.
     Flash attention, like selective recomputation, keeps 4a/h instead of the scores. LLaMA: four tensors of h between
     the parallel regions, q, k, v and the output, and `gate_tensors` of f. Modules that are repeated keep less:
-    `recomputed.py`. For eager kernels, see `saved_activations.py`.
+    `Repeated`. For eager kernels, see `backward_pass.py`.
     """
     t, h, s = grid.tp.astype(float), model.hidden, model.seq_len / grid.cp
     width = recipe.activations.element_bytes

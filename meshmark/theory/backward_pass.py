@@ -1,15 +1,12 @@
-"""Memory that is alive during the backward pass of one micro-batch in PyTorch's eager mode.
+"""Memory of one micro-batch in PyTorch's eager mode: what the forward pass saves, and what the backward pass has alive.
 
-What an operation saved is freed as soon as its own backward has run. Letters are as in `saved_activations.py`.
-
-Bytes that PyTorch's eager autograd saves in the forward pass of this project's own model, exact to the byte.
-
-The model is meshmark/reference/transformer.py, on a CPU, operation by operation. No formulas of papers are used,
-because their models fuse and mask other things.
+The model is meshmark/reference/transformer.py, on a CPU, operation by operation, exact to the byte. No formulas of
+papers are used, because their models fuse and mask other things. What an operation saved is freed as soon as its own
+backward has run. A storage that two operations save counts once.
 
 Widths per token: h hidden, f feed-forward, v vocabulary; a heads. Those inside a tensor-parallel region and v are
 divided by `tp` (arXiv:1909.08053 sec. 3). Under sequence parallelism, those between two regions are divided by `sp`
-(arXiv:2205.05198 sec. 4.2.2). A storage that two operations save counts once.
+(arXiv:2205.05198 sec. 4.2.2).
 """
 
 from __future__ import annotations

@@ -1,17 +1,11 @@
-"""Peak memory of a rank, by pipeline stage and category, in closed form.
+"""Memory of a rank, by pipeline stage and category, in closed form.
+
+`ModelStates` and `ExtraMemory` have the form in which the suites compare the plan with measurements. Peaks are those
+of one stage's rank in a step of eager kernels, with or without a pipeline. Besides tensors, there are overheads of an
+allocator and a framework, and memory that queued collectives pin because the host runs ahead of the device.
 
 Letters in the formulas: s sequence, b micro-batch, h hidden, a heads, f feed-forward width, t tensor-parallel degree,
 p pipeline stages, m micro-batches, v virtual stages, L layers.
-
-Bytes of a rank's model states by category, under ZeRO and offload.
-
-Memory that queued collectives pin because the host runs ahead of the device.
-
-Memory of an allocator and a framework beyond the tensors of a closed form.
-
-The planner's `memory` for one rank of one case, in the form that the suites compare with measurements.
-
-Peak memory of one stage's rank in a step of eager kernels, with or without a pipeline.
 """
 
 from __future__ import annotations

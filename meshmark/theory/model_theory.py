@@ -1,10 +1,7 @@
 """Closed forms of any model: what a rank holds and sends. A model family names its theory; see `ModelConfig`.
 
-The number of parameters that a rank computes with.
-
-FLOPs of a training step, with separate names for the conventions that the literature mixes.
-
-A multiply-add is two operations. The backward pass does twice the matrix products of the forward pass.
+FLOPs of a training step have separate names for the conventions that the literature mixes. A multiply-add is two
+operations. The backward pass does twice the matrix products of the forward pass.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Partition of a model into pipeline stages: the layers of each, the embedding, the head and the loss.
+"""Partition of a model: into pipeline stages, and of a stage's parameters into shards.
 
-Parameters of a stage in the order in which optimizers visit them, and parts of their flat sequence.
-
-Shards of whole rows, as FSDP2 makes them: equally many rows of a tensor per rank, until none are left.
+A stage has some layers, the embedding, the head or the loss. Optimizers visit its parameters in an order, and flat
+shards are parts of that sequence. FSDP2 deals out whole rows instead: equally many rows of a tensor per rank, until
+none are left.
 """
 
 from __future__ import annotations

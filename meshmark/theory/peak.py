@@ -3,17 +3,15 @@
 What is alive besides activations depends on how a framework brings gradients from the backward pass to the update. It
 also depends on gloo, whose all-gathers and reduce-scatters copy the whole tensor.
 
-Peak memory of FSDP's backward pass (FSDP2's and FairScale's). Its units are the blocks, and the root with all else.
+In FSDP's backward pass (FSDP2's and FairScale's) the units are the blocks, and the root with all else. Weights are
+gathered for a unit and for the next one, and its gradients are whole until they are reduced. The root is gathered all
+through the backward pass, and its gradients stay until the end. A rank that is alone copies a unit's weights when they
+are needed, and its gradients into one tensor and from there into another; nothing is sent.
 
-Weights are gathered for a unit and for the next one, and its gradients are whole until they are reduced. The root is
-gathered all through the backward pass, and its gradients stay until the end. A rank that is alone copies a unit's
-weights when they are needed, and its gradients into one tensor and from there into another; nothing is sent.
+In FSDP1's, each unit is one flat tensor; see `_pre_backward_hook` and `_post_backward_hook` of PyTorch's
+distributed/fsdp/_runtime_utils.py.
 
-Peak memory of FSDP1's backward pass, whose units (blocks, and the root with all else) are one flat tensor each.
-
-See `_pre_backward_hook` and `_post_backward_hook` of PyTorch's distributed/fsdp/_runtime_utils.py.
-
-Order of the passes of a rank in PyTorch's pipelines, and what it holds besides them.
+`backward_passes` has the order of the passes of a rank in PyTorch's pipelines, and what it holds besides them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Training recipes: how a framework stores a model in training, which copies it makes, and how it cuts a pipeline.
 
-How gradients travel within a step.
-
-How an eager framework's backward pass handles gradients and gathered weights.
-
-How an optimizer step visits a rank's parameters, and which temporaries it makes.
+A recipe also says how gradients travel within a step, how an eager backward pass handles gradients and gathered
+weights, and how an optimizer step visits a rank's parameters.
 """
 
 from __future__ import annotations
@@ -327,7 +324,7 @@ class TrainingRecipe:
     eager: Widths | None = None
     """Dtype widths if PyTorch's eager kernels run this project's own model.
 
-    Activations are then what they save, operation by operation (`saved_activations.py`). None means the fused kernels
+    Activations are then what they save, operation by operation (`backward_pass.py`). None means the fused kernels
     of the papers and their formulas.
     """
     backward: EagerBackward = EagerBackward()

@@ -3,9 +3,8 @@
 It gives the memory besides activations when each gradient arrives, when its bucket is full and reduced, and in the
 update.
 
-The backward pass of this project's own model, operation by operation, in eager mode on a CPU without autocast.
-
-For each operation it gives what it makes, what is freed afterwards, and whose gradients are then complete.
+It follows the backward pass of this project's own model operation by operation, in eager mode on a CPU without
+autocast. For each operation it gives what it makes, what is freed afterwards, and whose gradients are then complete.
 `backward_pass.py` has only the fullest instants; this module has all, for frameworks that act when a gradient arrives.
 """
 

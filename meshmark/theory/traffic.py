@@ -4,9 +4,8 @@ Bytes are those of full tensors, as a framework requests them. `wire_factor` of 
 them to bytes sent under ring algorithms. The number of calls is fixed if the algorithm fixes it, and bounded where a
 framework may split or join tensors.
 
-Planned traffic of one rank in one step, and a framework's exceptions from it.
-
-Options of sharded data parallelism: what FSDP's users choose beyond ZeRO stage 3, and its memory and traffic.
+A framework's exceptions from the plan are `TrafficException`s. `Sharding` has what FSDP's users choose beyond ZeRO
+stage 3, with its memory and traffic.
 """
 
 from __future__ import annotations
