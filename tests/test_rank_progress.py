@@ -89,8 +89,8 @@ def test_the_truth_and_the_diagnosis_are_progress_too(tmp_path: Path, monkeypatc
     assert left.phase is Phase.EXPLAIN and left.done > 0
 
 
-def failure(rank: int, kind: str, when: float, standing: StackState = StackState.INSIDE) -> RankFailure:
-    return RankFailure(rank=rank, kind=kind, message="", time=when, standing=standing)
+def failure(rank: int, kind: str, when: float, stack_state: StackState = StackState.INSIDE) -> RankFailure:
+    return RankFailure(rank=rank, kind=kind, message="", time=when, stack_state=stack_state)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from meshmark.adapter.engine import Engine, RankContext
 
 
+# --- How a framework computes what a precision leaves open.
+
+
 class Casting(StrEnum):
     """Who makes the narrow copies of weights that matrix products read in mixed precision."""
 
@@ -80,6 +83,8 @@ class Arithmetic:
     """They are those of megatron-core's own GPTModel: queries, keys and values are one product, attention is unfused,
     with its softmax in float32, sequences come first, and biases of row-parallel products are added by themselves."""
 
+
+# --- Capabilities of an adapter, and the packages it needs.
 
 FUSED = frozenset({OptimizerKind.ADAMW, OptimizerKind.SGD})
 """Kinds of optimizers that PyTorch has a fused kernel for."""
@@ -270,6 +275,9 @@ class Requirement:
 
 PYTORCH_2_13 = Requirement(module="torch", distribution="torch", at_least="2.13")
 """For what PyTorch 2.11, which Meshmark takes, does not have."""
+
+
+# --- The one interface that every framework is put behind.
 
 
 class Track(StrEnum):

@@ -30,6 +30,8 @@ from meshmark.spec.precision import Dtype, LossScaling
 from meshmark.spec.workload import Workload
 from meshmark.theory.traffic import OneTimeTraffic
 
+# --- Full tensors, gathered one at a time.
+
 Gather = Callable[[], Sequence[Tensor]]
 """A collective call, and what it brings together."""
 
@@ -58,6 +60,9 @@ class Gathered(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._places)
+
+
+# --- Traffic that does not go through `torch.distributed`.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +94,9 @@ class TrafficSource(Protocol):
         """Return the transfers that the library issued for them."""
 
 
+# --- The tensors that a rank holds, by category.
+
+
 @dataclass(frozen=True, kw_only=True)
 class Holdings:
     """The tensors that a rank holds right now, by category. Meters count their storages, each once.
@@ -110,6 +118,9 @@ def storage_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Address and size of every distinct storage behind `tensors`, empty ones left out."""
     storages = (t.untyped_storage() for t in tensors)
     return {s.data_ptr(): s.nbytes() for s in storages if s.nbytes()}
+
+
+# --- Interface of an engine: one rank's part of a training run under one framework.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,6 +231,8 @@ class Engine(ABC):
     def close(self) -> None:  # noqa: B027
         """Release what the process's end would not."""
 
+
+# --- Base of engines that run a whole model on every rank's part of the batch.
 
 AnyModel = TypeVar("AnyModel", bound=Model)
 PYTORCHS_CHECKPOINT: Recomputer = functools.partial(checkpoint, use_reentrant=False)

@@ -23,6 +23,8 @@ from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload
 from meshmark.text import pluralize
 
+# --- Layouts that bring every two choices together.
+
 Order = tuple[Schedule, int, bool]
 """A schedule, its virtual stages, and whether they are folded."""
 _ORDERS: tuple[Order, ...] = (
@@ -111,6 +113,8 @@ def laid(layout: Layout, order: Order) -> Layout:
     laid_out = dataclasses.replace(layout, schedule=schedule, virtual_stages=virtual_stages, num_micro_batches=count)
     return dataclasses.replace(laid_out, folded=folded)
 
+
+# --- The matrix.
 
 AUTO: Literal["auto"] = "auto"
 LayoutChoice = Sequence[Layout] | Literal["auto"] | None

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from meshmark.reference.data import Batch
 from meshmark.spec.workload import Workload
 
+# --- Interfaces of an algorithm: transitions, gradient rules, and ways to get them wrong.
+
 Tensors = Mapping[str, NDArray[np.floating]]
 """Tensors by canonical name."""
 ServerVersions = Sequence[int | None]
@@ -112,6 +114,8 @@ class GradientHypothesis:
     description: str
     rule: Callable[[], GradientRule]
 
+
+# --- Base of the transitions of all algorithms.
 
 SAME = 1e-5
 """Numbers that differ by less, relative to the largest, are one number."""

@@ -24,6 +24,8 @@ from meshmark.spec.model_text import KEYS, described_model, is_description
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import DEFAULT_WORKLOAD, WORKLOADS, Workload, workload
 
+# --- The list of options.
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunOption:
@@ -258,6 +260,8 @@ RUN_OPTIONS = (
     ),
 )
 
+
+# --- Values of options.
 
 WORKLOADS_GROUP = "meshmark.workloads"
 """Entry point group for distributions that provide workloads: `name = "package.module:Class"`."""

@@ -21,6 +21,8 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import LossScaling
 
+# --- Deviations of a run from the truth, and of replicas from one another, as values without torch.
+
 
 @dataclass(frozen=True, kw_only=True)
 class Deviation:
@@ -164,6 +166,8 @@ class Drift:
     """The other ranks that hold it."""
 
 
+# --- Replicas that may differ by design: which ranks and quantities belong to which replica.
+
 T = TypeVar("T")
 
 
@@ -187,6 +191,9 @@ def by_replica(values: Mapping[Quantity, T], num_replicas: int) -> list[dict[Qua
     if num_replicas == 1:
         return [dict(values)]
     return [{replace(q, replica=None): v for q, v in values.items() if q.replica == r} for r in range(num_replicas)]
+
+
+# --- The part of a run that is judged: all of it or, for a large model, a sample.
 
 
 class Assess(StrEnum):
@@ -256,6 +263,9 @@ def sample_of(case: Case) -> Sample:
     """A step that loss scaling leaves out is known by its gradients, and tried again: there the metered one is judged
     too."""
     return Sample(steps=3) if case.precision.loss_scaling is LossScaling.DYNAMIC else Sample()
+
+
+# --- The values that a case's instrumented pass computed, and that its untouched pass must also compute.
 
 
 @dataclass(frozen=True, kw_only=True)

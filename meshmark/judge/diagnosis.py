@@ -41,6 +41,8 @@ from meshmark.judge.update_faults import explain_norm, explain_updates, replay
 from meshmark.spec.case import Case
 from meshmark.text import pluralize
 
+# --- Diagnose the likely class of a run's defect, and where it begins.
+
 _UNKNOWN = (Fault.UNEXPLAINED, Fault.FORWARD, Fault.BACKWARD)
 """Faults that are reported if no hypothesis fits."""
 _NEAR = 1e-4
@@ -340,6 +342,8 @@ def _diagnosis(finding: Explanation, step: int, names: Sequence[str]) -> Diagnos
     fault, detail = finding
     return Diagnosis(fault=fault, step=step, names=list(names[:MOST_NAMES]), num_names=len(names), detail=detail)
 
+
+# --- Diagnose the run of a large model from its deviations alone, because its tensors are gone.
 
 _SAME = 1e-3
 """Factors that differ by less, relative to one, count as equal."""

@@ -42,6 +42,8 @@ from meshmark.reference.data import Batch, make_batch
 from meshmark.spec.case import Case
 from meshmark.text import pluralize
 
+# --- Gradients that are one rank's part only.
+
 
 def shards_of_owners(failed: FailedStep) -> Explanation | None:
     """Explain tensors made of different sequences: each shard is the part of the rank that owns it."""
@@ -105,6 +107,8 @@ def _whose(own: Tensors, rows: Sequence[Tensors], names: Sequence[str], dp: int)
     present = np.flatnonzero(shares > SAME * shares.max())
     return int(present[0]) if len(present) == 1 else None
 
+
+# --- Explain wrong gradients as combinations of gradients that could have been computed instead.
 
 _ALONG = 0.3
 """Share of a rounding deviation that lies along the gradient itself."""
@@ -417,6 +421,8 @@ def rounding(relative: Sequence[float], what: str) -> Explanation | None:
         "16 bits, or noise of that size, such as dropout",
     )
 
+
+# --- Wrong buffers: running statistics of a batch norm.
 
 _MOMENTA = (0.9, 0.5, 0.2, 0.05, 0.01, 0.001, 1.0, 0.0)
 """Alternative momenta. Frameworks define momentum differently: 0.9 in one is 0.1 in another."""

@@ -33,6 +33,8 @@ from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.workload import Workload
 
+# --- The truth of a model that is too large to differentiate at once: float64, layer by layer, on any device.
+
 MOST_BYTES = 2**30
 """Approximate upper bound for one layer's activations, in bytes."""
 _WORKING = 4
@@ -141,6 +143,9 @@ def rows_at_once(workload: Workload) -> int:
     else:
         widest = spec.widest
     return max(MOST_BYTES // (8 * _WORKING * positions * widest), 1)
+
+
+# --- Compare a run with the truth one tensor at a time, like `meshmark.judge.truth` for a run in memory.
 
 
 @contextlib.contextmanager

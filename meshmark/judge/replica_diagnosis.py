@@ -48,6 +48,8 @@ from meshmark.spec.case import Case
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.workload import Workload
 
+# --- Diagnose a pipeline that does not wait: which versions of the weights its gradients are computed at.
+
 
 def diagnose_pipeline(
     case: Case, trace: Trace, deviations: Deviations, tolerance_model: ToleranceModel
@@ -128,6 +130,9 @@ def _of_update(case: Case, trace: Trace, step: int, names: list[str]) -> str | N
     return None
 
 
+# --- The first wrong step of replicas that may differ, and how well another account of it fits.
+
+
 @dataclass(frozen=True, kw_only=True)
 class FailedReplicas:
     """The first step at which anything is wrong, for all replicas together."""
@@ -173,6 +178,8 @@ def worst_excess(
         for name in names
     )
 
+
+# --- Replay a failed run of replicas under other accounts of what they do, to find one that explains it.
 
 Account = tuple[int, Explanation]
 """The number of steps explained from the failed one on, and the explanation."""
@@ -263,6 +270,9 @@ class Replays:
             if most == self.num_steps - self.failed.step:
                 break
         return best
+
+
+# --- Diagnose the likely class of a defect in a run whose replicas may differ, and where it begins.
 
 
 def diagnose_replicas(

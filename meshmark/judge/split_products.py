@@ -21,6 +21,8 @@ from meshmark.reference.data import Batch
 from meshmark.reference.transformer import Attention, Block, FeedForward, Transformer, products_of
 from meshmark.spec.model_spec import ModelSpec
 
+# --- The twin's model for tensor parallelism that splits products as Megatron-LM does (arXiv:1909.08053).
+
 
 def split(model: Transformer, tp: int) -> None:
     """Replace the model's linear layers by layers that compute as `tp` ranks do."""
@@ -160,6 +162,9 @@ class _CrossEntropy(torch.autograd.Function):
         softmax_BTV, index_BT1, counted_BT = ctx.saved_tensors
         off_BTV = softmax_BTV.scatter_add(-1, index_BT1, -counted_BT.unsqueeze(-1).to(softmax_BTV.dtype))
         return off_BTV * gradient_BT.unsqueeze(-1), None, None
+
+
+# --- The twin's model for megatron-core's own GPTModel (local spec, unfused).
 
 
 class GPTModelOrder(Transformer):

@@ -39,6 +39,8 @@ from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKi
 from meshmark.serial import decode
 from meshmark.spec.precision import Precision
 
+# --- How often correct runs fail, as measured.
+
 COUNTED = Path(__file__).with_name("false_alarms.json")
 CONFIDENCE = 0.95
 CLOSE = 0.02
@@ -151,6 +153,8 @@ def shown() -> FalseAlarms:
     return counted
 
 
+# --- How one quantity scatters between correct runs, estimated from its noise runs, and the tail of that distribution.
+
 TAIL_DIRECTIONS = 1 / 7
 """Share of the degrees of freedom that carries the tail."""
 MOST_DEGREES = 64.0
@@ -248,6 +252,8 @@ class Spread:
         )
         return found
 
+
+# --- The tolerance model of equivalence: how far correct runs are from the truth, and so how far is too far.
 
 FALSE_ALARMS = 1e-4
 """Target probability that a correct run fails in any of its comparisons at any step. `false_alarms` has measured

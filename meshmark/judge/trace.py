@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+# --- Gather values of every rank without pickle: JSON and plain arrays, with checked sizes.
+
 MOST_BYTES = 2**36
 """Upper bound for one rank's data, above what any model that is compared with the truth needs."""
 _ALIGNMENT = 8
@@ -120,6 +122,8 @@ def device_of_default_group() -> torch.device:
     on_gpu = dist.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
+
+# --- Traces: a run's parameters, gradients and losses by step, gathered on rank 0.
 
 _MOST_DRIFTED = 16
 """Number of tensors per rank, the smallest ones: enough to show which parts they are made of."""
@@ -356,6 +360,8 @@ def drifts_between(kind: QuantityKind, everyone: Mapping[int, list[dict[str, str
     return found
 
 
+# --- Tensors that engines return: checked by name on arrival, and made plain if they are sharded.
+
 _CATEGORIES = ("parameters", "gradients", "optimizer_states", "communication")
 
 
@@ -458,6 +464,9 @@ def _check(where: str, value: object, expected: str) -> Tensor:
 def _kind(value: object) -> str:
     cls = type(value)
     return cls.__name__ if cls.__module__ in ("builtins", "torch") else f"{cls.__module__}.{cls.__name__}"
+
+
+# --- Store a run's tensors on disk if they do not fit in memory.
 
 
 class StoredTensors(Mapping[str, NDArray[np.floating]]):

@@ -51,6 +51,8 @@ from meshmark.spec.layout import Layout
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.workload import Workload
 
+# --- Experts whose scores nearly tie: float64 makes the same choice as the run.
+
 NEAR = 2.0**-18
 """Share of a layer's largest score. Two scores closer than this tie.
 
@@ -130,6 +132,8 @@ def _distance(own: Tensors, exact: Tensors) -> float:
         if name in own
     )
 
+
+# --- The truth: one process, float64, plain PyTorch; and how far a run is from it.
 
 MOST_PAST = 3
 """Number of the run's states that the truth looks back at: this step's and earlier ones."""

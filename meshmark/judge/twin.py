@@ -49,6 +49,8 @@ from meshmark.spec.layout import Layout
 from meshmark.spec.model_config import Dataset
 from meshmark.spec.workload import Workload
 
+# --- Workloads whose rows affect each other's gradients within a micro-batch: batch norms and their statistics.
+
 
 def together(workload: Workload, batch: Batch, layout: Layout | None) -> list[Batch]:
     """Split `batch` into parts whose rows are normalised together: all of it, or the replicas' micro-batches in
@@ -162,6 +164,9 @@ def _furthest(replicas: list[Deviation]) -> Deviation:
     return max(replicas, key=lambda d: d.distance)
 
 
+# --- What a wrong run may compute in place of the model and its loss.
+
+
 def _as_it_is(_model: Model) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
@@ -178,6 +183,8 @@ class Change:
 
 UNCHANGED = Change()
 
+
+# --- The twin: what one process computes for a step on the run's own parameters and micro-batches.
 
 Gradients = Mapping[str, Tensor]
 

@@ -34,6 +34,8 @@ from meshmark.judge.truth import ExactOptimizer
 from meshmark.spec.optimizer import LAYER_WISE, OptimizerKind, OptimizerSpec
 from meshmark.text import pluralize
 
+# --- Hypotheses: the float64 optimizer with one thing changed.
+
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateHypothesis:
@@ -549,6 +551,8 @@ class _Forgets(ExactOptimizer):
             self.optimizer.state.clear()
         return super().step(parameters, gradients)
 
+
+# --- Explanations of wrong updates.
 
 LEFT_OVER = 0.1
 _CUT = 0.95

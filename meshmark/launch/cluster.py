@@ -60,6 +60,9 @@ from meshmark.text import pluralize
 # --- Lost nodes.
 
 
+# --- The nodes of one run: who they are, and how their launchers talk to each other.
+
+
 class NodeLoss(StrEnum):
     """Policy for a lost node."""
 
@@ -427,6 +430,8 @@ class Cluster:
         return str(value)
 
 
+# --- A private folder of one run inside its results.
+
 _ANSWER_SECONDS = 60.0
 """How long a node may take to tell, or to come for, the folder's name."""
 
@@ -493,6 +498,8 @@ def _undone(own: str) -> Iterator[None]:
             shutil.rmtree(own, ignore_errors=True)
         raise
 
+
+# --- Where the nodes of a run meet before they act.
 
 READY_SECONDS = 300.0
 """How long nodes wait for one that is late, before ranks start: it may import from a slow disk."""
@@ -604,6 +611,8 @@ def code_digest() -> str:
 def _source(adapter: str) -> str:
     return _digest(Path(inspect.getfile(load_adapter(adapter))).read_text())
 
+
+# --- Facts that a scheduler gives this process.
 
 _PORTS = 20000
 """Ports from here on, and so many, are taken for jobs of SLURM."""

@@ -45,6 +45,8 @@ from meshmark.serial import decode, encode
 # --- The network device that leads to a host. Gloo asks for its name; by default it takes the device that this
 # machine's own name resolves to, which on many machines is the loopback device.
 
+# --- A launch, by whichever launcher.
+
 _SIOCGIFADDR = 0x8915
 _NAME_BYTES = 16
 
@@ -239,7 +241,7 @@ _BLAME: list[str] = [
     Pace.SLOW,
     Pace.WAITS,
 ]
-_STANDINGS = list(StackState)
+_STACK_STATES = list(StackState)
 
 
 def _settle(failures: list[RankFailure]) -> list[RankFailure]:
@@ -250,7 +252,7 @@ def _settle(failures: list[RankFailure]) -> list[RankFailure]:
 
     def blame(failure: RankFailure) -> tuple[int, int, float]:
         kind = Status.RAISED if failure.kind == Status.OOM else failure.kind
-        return _BLAME.index(kind), _STANDINGS.index(failure.standing), failure.time
+        return _BLAME.index(kind), _STACK_STATES.index(failure.stack_state), failure.time
 
     ordered = sorted(failures, key=blame)
     if ordered and ordered[0].kind == Pace.WAITS:
@@ -265,6 +267,8 @@ def _read_report(info: RankInfo) -> RankReport | None:
 
 
 # --- The default launcher. It forks ranks from a server that has PyTorch and the case's framework imported.
+
+# --- The launchers: ranks forked from a server (the default), or started by torchrun.
 
 _ALWAYS = (
     "torch.distributed.fsdp",

@@ -228,7 +228,7 @@ class Watchdog:
             log_tail=log_tail,
             stack=(clip(stack) or f"none: the process answered no signal ({self.states.get(info.rank, 'gone')})")
             + _communicated(info),
-            standing=stands,
+            stack_state=stands,
         )
 
 

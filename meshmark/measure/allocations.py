@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 
 _MOST_RESIDENT, _RESIDENT = "VmHWM", "VmRSS"
+# --- Peak memory of an operation, besides what was held when it began.
+
 _FORGET_MOST = "5"
 """Value for `/proc/PID/clear_refs` that resets the peak (proc_pid_clear_refs(5))."""
 
@@ -68,6 +70,8 @@ def _resident(name: str) -> int:
     assert found, f"/proc/self/status tells no {name}"
     return 1024 * int(found[1])
 
+
+# --- The allocators' own counts of bytes that are allocated and not freed, by any thread.
 
 _ATTEMPTS = 5
 """Largest number of attempts to take a profile that sees an allocation."""
@@ -157,6 +161,8 @@ class CudaPeaks:
             self.allocated = max(self.allocated, torch.cuda.max_memory_allocated(self._device))
             self.reserved = max(self.reserved, torch.cuda.max_memory_reserved(self._device))
 
+
+# --- Reconstruct the lifetime of every storage from an allocator's changes.
 
 _MOST_SUMS = 4096
 """Largest number of sums of storages that may have been freed between two changes. There are rarely two storages."""
@@ -441,6 +447,8 @@ def _sized(waiting: Sequence[_Life], num_bytes: int, budget: _Budget) -> list[_L
         chosen.append(life)
     return chosen[::-1]
 
+
+# --- The log that PyTorch's CUDA allocator keeps of everything any thread allocates and frees.
 
 BLOCK_BYTES = 512
 """The allocator hands out multiples of this."""

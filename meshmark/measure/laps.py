@@ -29,6 +29,8 @@ from typing import Any, TypeVar
 
 from meshmark.errors import ClockError
 
+# --- Measure several things in alternation, so that the load of a machine falls on all of them alike.
+
 T = TypeVar("T")
 
 
@@ -47,6 +49,8 @@ def in_rounds(calls: Mapping[str, Callable[[], T]], rounds: int, warm_up: int = 
                 found[name].append(value)
     return found
 
+
+# --- Confidence interval of the mean of an autocorrelated series: block means and Student's t.
 
 CONFIDENCE = 0.95
 LEAST_BLOCKS = 8
@@ -133,6 +137,8 @@ def _within(t: float, degrees: int) -> float:
     return math.sin(angle) * total
 
 
+# --- Notice that somebody set the machine's clock while it was used to order events.
+
 _LIMIT_NS = 10_000_000
 """Jumps of up to 10 ms go unnoticed. Reading both clocks takes less, also on a busy machine."""
 _SLEW = 1e-3
@@ -169,6 +175,8 @@ def _offset_ns() -> tuple[int, int]:
     assert best
     return best[1], best[2]
 
+
+# --- Power, clocks and processes of GPUs while steps are timed, from the driver's NVML (`nvidia-ml-py`).
 
 _HERTZ = 10.0
 _THROTTLES = {
@@ -334,6 +342,8 @@ def _sample(library: Any, handle: Any) -> GpuSample:  # noqa: ANN401
         num_processes=len(library.nvmlDeviceGetComputeRunningProcesses(handle)),
     )
 
+
+# --- Timed steps: laps that all ranks start together, when to run another, and their results.
 
 PRECISION = 0.02
 """Relative precision of the rate. Steps are added until the half width of its interval is no larger."""

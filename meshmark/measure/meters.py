@@ -46,6 +46,8 @@ from meshmark.measure.flight_recorder import IssuedOperation, dump, issued_opera
 from meshmark.measure.laps import SteadyClock
 from meshmark.measure.readings import AlikeSteps, Bytes, Collective, MemoryReading, TrafficReading
 
+# --- Watch this process's allocations and collectives through PyTorch's profiler and flight recorder.
+
 _AUTOGRAD_NODE = "autograd::engine::evaluate_function: "
 """Prefix of the profiler's name for a node of the graph in the backward pass, followed by the node's name."""
 
@@ -390,6 +392,8 @@ def _operands(argument: Any) -> Iterator[Operand]:  # noqa: ANN401
         yield Operand(num_bytes=count * argument.dtype.itemsize, address=argument.storage_data_ptr or 0)
 
 
+# --- Collectives of one step on one rank: those that were asked for, and those that the backend issued.
+
 # The argument of a c10d call with the tensors that count, and whether these are one rank's part of the whole.
 _ASKED: dict[str, tuple[str, int, bool]] = {
     "allreduce_": ("all_reduce", 0, False),
@@ -547,6 +551,8 @@ def sum_transfers(transfers: Iterable[Transfer]) -> list[Collective]:
     ]
 
 
+# --- Exact bytes by category on one rank, in the steady state and at the peak. Totals are the allocator's own count.
+
 _NAMES = ("parameters", "gradients", "optimizer_states", "communication", "inputs")
 
 
@@ -674,6 +680,9 @@ def _classify(
 
 _KINDS_OF_ENDS = {"send": "send", "recv": "recv", "recv_anysource": "recv"}
 """Methods of a process group that `torch.distributed` sends and receives through, with the kinds of their calls."""
+
+
+# --- Record point-to-point calls of this process.
 
 
 @dataclass(frozen=True, kw_only=True)

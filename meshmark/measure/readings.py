@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     import torch
 
 
+# --- Readings of the meters, as values without torch.
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bytes:
     """A number of bytes by category."""
@@ -161,6 +164,9 @@ class StepReadings:
     """Ordered by the first of their steps. Empty if unknown."""
     failure: str = ""
     """Why it is unknown what was sent."""
+
+
+# --- Statistics of CUDA's caching allocator over the steps of a pass, and memory outside it.
 
 
 @dataclass(frozen=True, kw_only=True)

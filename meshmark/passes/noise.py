@@ -61,6 +61,8 @@ from meshmark.spec.case import Attention, Case, Matmul, Tuning
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Dtype
 
+# --- Formats and kernels that PyTorch leaves to the machine's environment.
+
 VARIABLES = {
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0",  # some container images export 1, which makes "fp32" TF32
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # one that cuBLAS is deterministic with; read when CUDA starts
@@ -160,6 +162,9 @@ def _libraries() -> dict[str, str]:
 
 
 # --- The optimizer of one replica, in the precision of its engine, for algorithms that ask for it.
+
+
+# --- Noise runs.
 
 
 class EngineRule:

@@ -62,6 +62,8 @@ from meshmark.spec.workload import Workload
 from meshmark.text import describe_error
 from meshmark.theory.traffic import METERED_STEP
 
+# --- Train a failed case again, and find the module in which it begins to deviate.
+
 
 def localise(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
     """Train up to `request.steps` steps, and stop after the first in which some rank deviates."""
@@ -107,6 +109,8 @@ def begins(engine: Engine, request: Request, rank: int) -> Beginning | None:
             return found
     return None
 
+
+# --- Check that a case's tuning is in use.
 
 REGION = "Torch-Compiled Region"
 """Prefix of the name under which PyTorch's profiler shows a compiled graph's forward pass."""
@@ -217,6 +221,8 @@ def _rounds_products(device: torch.device) -> bool:
     odd = torch.full((256, 256), 1 + 2.0**-12, device=device)
     return not torch.equal(odd @ torch.eye(256, device=device), odd)
 
+
+# --- Train an engine, and note everything that it computes.
 
 MOST_LEFT_OUT = 24
 """Largest number of attempts at one step. Each halves the loss scale; GradScaler starts at 2^16, which is then far
@@ -390,6 +396,8 @@ def digests(traces: Sequence[Trace]) -> list[str]:
         for steps in zip(*replicas, strict=True)
     ]
 
+
+# --- Run the instrumented pass: what a rank computes and, if it is metered, what it holds and sends.
 
 WATCHED_STEP = METERED_STEP
 """The step whose memory and traffic are read.

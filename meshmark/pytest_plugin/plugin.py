@@ -51,6 +51,8 @@ from meshmark.spec.case import CHOOSE, Case, Cell, InvalidLayout, expect_fit
 from meshmark.spec.model_config import Dataset
 from meshmark.spec.workload import Workload
 
+# --- Assertion helpers of the suites.
+
 
 def expect_ran(record: Record) -> None:
     """Skip the test if the pass was skipped, and fail with the evidence if it did not end."""
@@ -149,6 +151,8 @@ def expect_clause(scenarios: ScenarioRunner, case: Case, clause: Clause) -> None
     if found.result in (ClauseResult.FAIL, ClauseResult.UNDECIDED):
         pytest.fail(text, pytrace=False)
 
+
+# --- The pytest plugin: options, and the session's cases and runner.
 
 pytest_plugins = ["meshmark.pytest_plugin.session_log", "meshmark.pytest_plugin.selection"]
 

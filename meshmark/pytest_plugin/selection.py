@@ -45,6 +45,8 @@ from meshmark.spec.case import NONE, Cell, Tuning
 from meshmark.spec.precision import Precision, precision
 from meshmark.spec.workload import Workload
 
+# --- Names of inference engines among the adapters of the command line.
+
 _CHOSEN = pytest.StashKey[dict[str, str]]()
 _PRECISIONS = pytest.StashKey[list[str]]()
 
@@ -117,6 +119,8 @@ def chosen_precisions(config: pytest.Config) -> list[str]:
     return config.stash[_PRECISIONS]
 
 
+# --- Add the files of optional suites to the files that pytest is given.
+
 _FOLDER = (Path(__file__).parent.parent / "suites").resolve()
 _PACKAGE = "meshmark.suites."
 OPTIONAL = ("conformance", "profile", "scale")
@@ -154,6 +158,9 @@ def _sibling(argument: str, suite: str, folder: Path) -> str | None:
         return None
     case = test.partition("[")[2] if suite in ("profile", "scale") else ""
     return f"{sibling}::test_profile[{case}" if case else sibling
+
+
+# --- Options of the command line of `pytest suites`, and their checked values.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,6 +354,9 @@ def _assess(config: pytest.Config) -> Assess | None:
     if how is not None and how not in list(Assess):
         raise UnknownNameError("--assess", how, list(Assess))
     return None if how is None else Assess(how)
+
+
+# --- `--shard 2/4`: the second of four parts of a run, for tasks of a job array and for CI.
 
 
 @pytest.hookimpl(trylast=True)

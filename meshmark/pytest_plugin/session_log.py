@@ -32,6 +32,8 @@ from meshmark.run.verdict import smallest_detectable
 from meshmark.spec.case import CHOOSE, Case, Cell
 from meshmark.text import clip, pluralize
 
+# --- `--max-time`: end a run in good order when its time is up.
+
 _NAMED = 20
 _BEGUN = pytest.StashKey[float]()
 _UP = pytest.StashKey[bool]()
@@ -91,6 +93,8 @@ def _list_tests_not_run(terminalreporter: Any, config: pytest.Config) -> None:  
             terminalreporter.write_line(f"... and {len(left) - _NAMED} more")
         terminalreporter.write_line("The same command with --resume goes on from here.")
 
+
+# --- Fails a run of the suites in which every case was skipped, and says why.
 
 _REASONS = 3
 """Number of reasons printed per adapter."""
@@ -190,6 +194,8 @@ def _report_all_skipped(terminalreporter: Any, config: pytest.Config) -> None:  
             "; --allow-skipped lets it pass."
         )
 
+
+# --- Records what a pytest session asked for, and how each test ended.
 
 _MESSAGE_CHARACTERS = 4000
 _LOG = pytest.StashKey[Session]()
@@ -310,6 +316,8 @@ def _write(config: pytest.Config) -> None:
         file.append(log)
 
 
+# --- Reports the tests of a session to GitHub Actions.
+
 _UNSURE = "UnsureWarning: "
 """Prefix of what a gate cannot decide, among pytest's warnings."""
 
@@ -320,6 +328,8 @@ def _report_on_github(terminalreporter: Any, config: pytest.Config) -> None:  # 
     warn_github(unsure, terminalreporter.write_line)
     report_to_github(list(config.stash.get(ATTEMPTS, {}).values()), terminalreporter.write_line)
 
+
+# --- Ends a run of the suites with a summary of at most one screen.
 
 MOST_CASES = 20
 """Number of table rows. Cases that are not correct come first."""

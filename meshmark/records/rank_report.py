@@ -112,4 +112,4 @@ class RankFailure:
     log_tail: str = ""
     stack: str = ""
     """Stacks of all Python threads when the time limit expired."""
-    standing: StackState = StackState.INSIDE
+    stack_state: StackState = StackState.INSIDE

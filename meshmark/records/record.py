@@ -34,6 +34,8 @@ from meshmark.spec.workload import Workload
 from meshmark.theory.memory import ExtraMemory, ModelStates
 from meshmark.theory.traffic import Flow, OneTimeTraffic, TrafficException, by_route, departed
 
+# --- The user's own files that a record was made with.
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
@@ -106,6 +108,9 @@ def _untracked_modules(folder: Path) -> str:
         with contextlib.suppress(OSError):
             digest.update(name + b"\0" + (folder / os.fsdecode(name)).read_bytes())
     return digest.hexdigest()[:8] if listed else ""
+
+
+# --- How far traffic travels: within a node, to another node of the same switch, or beyond the switch.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,6 +190,8 @@ def _distance(one: Place, other: Place) -> str:
         return "within_nodes"
     return "between_nodes" if one.switch == other.switch else "between_switches"
 
+
+# --- Records.
 
 SCHEMA = 4
 """Version of the format. Raise it with every change that an older reader would misread."""

@@ -53,6 +53,8 @@ from meshmark.spec.case import Case
 from meshmark.spec.model_config import with_kind
 from meshmark.text import clip, describe_error
 
+# --- Sessions of pytest: what was asked for, and how each test ended, including tests without a record.
+
 
 class Ending(StrEnum):
     """How a test ended."""
@@ -121,6 +123,8 @@ def latest_attempts(sessions: Iterable[Session], *, conforming: bool) -> list[tu
                 found[key] = attempt, session
     return list(found.values())
 
+
+# --- Convert lines of records files from older schemas to the current one.
 
 _PARTS_OF_SCHEMA_1: dict[str, dict[str, str]] = {
     "launch": {"launch_seconds": "seconds", "build_seconds": "build_seconds"},
@@ -223,6 +227,8 @@ def _with_algorithm_options(case: dict[str, Any]) -> dict[str, Any]:
         changed["model"] = with_kind(model)
     return case | {"workload": workload | changed}
 
+
+# --- Bulky evidence, in files next to the records.
 
 FIELDS: dict[str, Any] = {"deviations": Deviations, "noise": Comparisons, "factors": Mapping[str, float]}
 """Fields of `EquivalenceEvidence` that may be stored in a separate file, and their types."""
@@ -378,6 +384,8 @@ def _decoded(field: str, value: object, path: Path) -> Mapping[Any, Any]:
         raise EvidenceError(f"{path.name}: {field}: {describe_error(error)}") from error
     return found
 
+
+# --- The file of records.
 
 CUT_OFF = "a run was cut off there"
 """Text of a complaint about a torn line."""

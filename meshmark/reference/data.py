@@ -30,6 +30,8 @@ from meshmark.reference.model import random_bits
 from meshmark.spec.model_config import Dataset, ImageModelConfig
 from meshmark.spec.workload import Workload
 
+# --- A folder of the user's images.
+
 _SHADES = 256.0
 """Number of values of a channel of a pixel. Each value divided by it is exact in 16 bits too."""
 _GREY = ("1", "L", "LA")
@@ -107,6 +109,8 @@ def _pixels(path: str, files: Sequence[Path]) -> np.ndarray[tuple[int, ...], np.
     return stacked.reshape(len(images), side, side, 1 if grey else 3)
 
 
+# --- The digit images that scikit-learn ships.
+
 _FILE = Path("datasets", "data", "digits.csv.gz")
 _SIDE, _BRIGHTEST = 8, 16.0
 
@@ -127,6 +131,8 @@ def load_digits() -> tuple[Tensor, Tensor]:
     table = torch.from_numpy(np.loadtxt(path, delimiter=",", dtype=np.float32))
     return (table[:, :-1] / _BRIGHTEST).view(-1, 1, _SIDE, _SIDE), table[:, -1].long()
 
+
+# --- Real text and real images, and the global batches cut from them.
 
 IGNORED = -100
 """Target of a masked position; `torch.nn.functional.cross_entropy` leaves it out by default."""

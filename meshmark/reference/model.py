@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from meshmark.reference.tensor_plan import Style
 
 
+# --- Initial values of parameters, drawn per name from a counter-based generator.
+
 _AT_ONCE = 2**16
 """Elements that are drawn at once, few enough that the generator's wide integers stay in the cache."""
 _LEAST_A_THREAD = 2**20
@@ -240,6 +242,8 @@ def drawn_value(
     return out.view(size)
 
 
+# --- Base of all models that are trained here: a list of layers, canonical names, values drawn by name.
+
 Recomputer = Callable[[nn.Module, Tensor], Tensor]
 """`torch.utils.checkpoint.checkpoint`, or a framework's own."""
 
@@ -367,6 +371,9 @@ def initial_buffer(name: str) -> float:
     """Every element of the buffer with this canonical name, at the start: a batch norm's running variance is one, its
     mean and its count of batches zero."""
     return 1.0 if name.endswith("running_var") else 0.0
+
+
+# --- From a spec to its model.
 
 
 def module_class(spec: ModelConfig) -> type[Model]:

@@ -26,6 +26,8 @@ from meshmark.spec.case import Tuning
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.workload import Loss
 
+# --- The optimizers that workloads train with: PyTorch's own, and the same rules in float64 for the truth.
+
 Named = Iterable[tuple[str, nn.Parameter]]
 
 
@@ -198,6 +200,8 @@ def newton_schulz(matrix: Tensor, coefficients: tuple[float, float, float], step
     return found
 
 
+# --- Cross-entropy a few rows at a time.
+
 ROWS = 256
 """At once; of 50,257 classes 51 MB in float32."""
 
@@ -243,6 +247,8 @@ def _chunks(num_rows: int) -> Iterator[slice]:
 def _wide_dtype(outputs: Tensor) -> torch.dtype:
     return torch.float64 if outputs.dtype is torch.float64 else torch.float32
 
+
+# --- The loss and the optimizer: the parts of a step that do not depend on the framework.
 
 _PLAIN = Tuning()
 

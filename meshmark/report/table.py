@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 from meshmark.text import clip
 
+# --- Markdown from untrusted texts: whatever a record contains, it stays one cell, one line or one block.
+
 LINE_CHARACTERS = 2000
 """Characters of one text within a line. The record has the whole text."""
 
@@ -209,6 +211,8 @@ def _cell_of(value: str) -> str:
 def _text(value: object) -> str:
     return " ".join(value.split()) if isinstance(value, Markup) else inline(value)
 
+
+# --- Tables of a report: typed cells, which the Markdown page and the interactive page write each in its own way.
 
 KIB = 1024.0
 _FEW = 7

@@ -50,6 +50,8 @@ from meshmark.text import clip, describe_error
 from meshmark.theory.memory import ExtraMemory, ModelStates, model_states
 from meshmark.theory.traffic import Flow, OneTimeTraffic, TrafficException, departed, step_traffic
 
+# --- How a pass ended.
+
 _STATUS: dict[type[BaseException], Status] = {
     NoSpaceError: Status.NO_SPACE,
     NodesDisagreeError: Status.NODES_DISAGREE,
@@ -109,6 +111,8 @@ def _peer(launched: LaunchResult, rank: int) -> PeerEnd:
 
 
 # --- What theory and the adapter declare of a case before it runs: what each rank is to hold and to send.
+
+# --- From what became of a launch to its record, with every verdict that the pass allows.
 
 T = TypeVar("T")
 

@@ -58,6 +58,8 @@ from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Layout
 
+# --- The peak that utilisation is relative to.
+
 
 class PeakProbe:
     """Measures what a number of cores, or a GPU, of this node can compute, and remembers it."""
@@ -117,6 +119,9 @@ def num_cores(local_ranks: int) -> int:
 
 
 # --- The launch that measures a noise floor.
+
+
+# --- What requests are judged by.
 
 
 def launch_noise(launcher: Launcher, request: Request, num_gpus: int) -> list[Comparisons]:
@@ -211,6 +216,9 @@ class ToleranceModels:
 
 
 # --- The verified path of a case, which the untouched pass is held against.
+
+
+# --- From a case to its record: once a session, whoever asks.
 
 
 def find_path(

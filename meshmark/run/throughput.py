@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from meshmark.launch.launch import Launcher, LaunchResult  # loads torch; a record is read without it
     from meshmark.records.rank_report import RankReport
 
+# --- Tokens (or images) per second, how well they are known, and model FLOPs utilisation, from a record's raw times.
+
 LEAST_CLAIMED = 3
 """Launches from which a rate is held against others: steps of one launch do not show how far another may lie, and two
 show it hardly."""
@@ -145,6 +147,8 @@ def values_of(record: Record) -> dict[str, object]:
 
 
 # --- Repeated timed launches. What the processes of one launch meet moves all of its steps alike.
+
+# --- Timed launches, repeated until the rate is known.
 
 MOST_LAUNCHES = 2 * LEAST_LAUNCHES
 """Another tells less than it costs."""

@@ -36,6 +36,8 @@ from meshmark.text import pluralize
 from meshmark.theory.memory import ExtraMemory, ModelStates, declared_bytes, declared_peak
 from meshmark.theory.traffic import METERED_STEP, Flow, OneTimeTraffic, Route, by_route, departed
 
+# --- Traffic.
+
 BARRIER = "barrier"
 _MEND_TRAFFIC = (
     "what the framework's algorithm is meant to send otherwise than theory says goes into `Adapter.traffic_exceptions`"
@@ -248,6 +250,8 @@ def _as_planned(expected: list[dict[Route, Flow]]) -> str:
     told = f"the largest {largest.num_bytes:,} bytes of {largest.kind} in {calls}"
     return f"{pluralize(len(flows), 'flow')} to the byte, {told}"
 
+
+# --- Memory.
 
 STATE_TOLERANCE = 0.01
 """Relative, on the bytes of each category of model states, of activations, and of the allocator's totals."""
@@ -536,6 +540,8 @@ def memory_totals(
 
 
 # --- Equivalence.
+
+# --- Judge what was recorded: against the truth and its noise, against the plan, and in time.
 
 BLIND = 0.3
 """Detection limit above which a run that looks right has shown nothing: a rank of two whose part is missing, the

@@ -16,6 +16,8 @@ from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload
 
+# --- Tuning options that a user chooses, not the framework.
+
 
 class Knob(StrEnum):
     """A category of tuning options."""
@@ -134,6 +136,8 @@ class Tuning:
             matmul=Matmul(matmul[0]) if matmul else None,
         )
 
+
+# --- The unit of measurement: one adapter, workload, layout and precision, and its tuning.
 
 CHOOSE = "choose another --world, --layouts, --global-batch, --workload, --model or --adapters"
 """Advice appended to errors about layouts that do not fit."""

@@ -13,6 +13,8 @@ from typing import Literal, TypedDict
 from meshmark.errors import LayoutError
 from meshmark.spec.model_config import ModelConfig
 
+# --- Layouts: how a workload is distributed over ranks.
+
 
 class Schedule(StrEnum):
     """The order in which a pipeline processes its micro-batches."""
@@ -241,6 +243,8 @@ class Layout:
         if problems:
             raise LayoutError(f"layout {self.id} does not fit model {model.name!r}: {'; '.join(problems)}")
 
+
+# --- Parse layouts from the ids that reports print, such as `dp2.tp2.mb4`.
 
 GLOSSARY = {
     "one": "nothing is parallel",

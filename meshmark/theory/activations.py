@@ -28,6 +28,8 @@ from meshmark.theory.model_theory import stage_parameters
 from meshmark.theory.partition import Stage
 from meshmark.theory.recipe import TrainingRecipe
 
+# --- Selective recomputation of modules: Megatron-Core's `recompute_modules`.
+
 
 @dataclass(frozen=True, kw_only=True)
 class Repeated:
@@ -134,6 +136,9 @@ def expect_modules(model: ModelSpec, modules: frozenset[RecomputeModule]) -> Non
     inner = modules & {RecomputeModule.MOE_ACT, RecomputeModule.SHARED_EXPERTS}
     if RecomputeModule.MOE in modules and inner:
         raise InputError(f"recompute_modules: moe contains {', '.join(sorted(inner))}; leave one of them out")
+
+
+# --- Bytes that forward passes keep for the backward pass.
 
 
 def tokens(model: ModelSpec, grid: Grid) -> Column:

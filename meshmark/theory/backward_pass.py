@@ -20,6 +20,8 @@ from meshmark.spec.precision import Precision
 from meshmark.theory.grid import Column
 from meshmark.theory.partition import Stage
 
+# --- Bytes that PyTorch's eager autograd saves in the forward pass of this project's own model, exact to the byte.
+
 INDEX_BYTES = 8
 """Bytes of one position of the learned embedding. The indices of tokens are the batch itself."""
 RNG_STATE_BYTES = 5056
@@ -116,6 +118,9 @@ def cast_weight_bytes(model: ModelSpec, num_layers: int, has_head: bool) -> int:
     h, f = model.hidden, model.ffn_hidden
     matrices = 2 * h * (h + model.kv_hidden) + (2 if model.family is Family.GPT else 3) * h * f
     return 2 * (num_layers * matrices + (model.vocab_size * h if has_head else 0))
+
+
+# --- Memory that is alive during the backward pass of one micro-batch in PyTorch's eager mode.
 
 
 @dataclass(frozen=True, kw_only=True)

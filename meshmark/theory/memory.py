@@ -52,6 +52,8 @@ from meshmark.theory.peak import Chunk, backward_passes, eager_peak, pipeline_pe
 from meshmark.theory.recipe import DEEPSPEED_PATHS, GradientPath, TrainingRecipe, UpdateForm, eager_recipe
 from meshmark.theory.traffic import METERED_STEP
 
+# --- Memory of an allocator and a framework beyond the tensors of a closed form.
+
 
 @dataclass(frozen=True, kw_only=True)
 class Overheads:
@@ -70,6 +72,8 @@ class Overheads:
 
 # Kernel launches of a pass outside its layers (loss, messages), and of a backward pass, relative to a layer's forward.
 _PASS_LAUNCHES, _BACKWARD_LAUNCHES = 1.7, 1.6
+# --- Memory that queued collectives pin because the host runs ahead of the device.
+
 # How far the host gets ahead in a pipeline with at most as many micro-batches as stages, relative to a longer one.
 _SHORT_PIPELINE = 1.0 / 3.0
 
@@ -91,6 +95,9 @@ def queued_tensors(grid: Grid, overheads: Overheads, num_layers: int, ahead: Col
     filling = np.where(ahead > 0.0, 2.0 * n * np.maximum(np.minimum(pp, m) - 2, 0), 0.0)
     piped = np.minimum(deep, np.maximum(behind, filling))
     return np.where(grid.tp > 1, np.where(pp > 1, piped, alone), 0.0)
+
+
+# --- Bytes of a rank's model states by category, under ZeRO and offload.
 
 
 def state_bytes(
@@ -117,6 +124,9 @@ def state_bytes(
         "host_bytes": np.where(there, 0.0, masters + moments + share(recipe.states.shard_gradient_bytes, 1)),
         "buffers": np.where(replicated, recipe.buffers.bucket_bytes * num_parameters, 0.0),
     }
+
+
+# --- Peak memory of one stage's rank in a step of eager kernels, with or without a pipeline.
 
 
 def stage_peak(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage, index: int) -> Column:
@@ -178,6 +188,8 @@ def eager_pass(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stag
         kept_weights=kept_weight_bytes(model, grid, recipe),
     )
 
+
+# --- Peak memory of a rank, by pipeline stage and category, in closed form.
 
 CATEGORIES = (
     "parameters",
@@ -424,6 +436,9 @@ def _working_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: 
         0.0,
     )
     return (block + again if stage.num_layers else np.zeros(len(grid))) + gathered
+
+
+# --- The plan for one rank of one case, as the suites compare it.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,6 +24,8 @@ from meshmark.spec.precision import Precision
 from meshmark.theory.grid import Column, Grid
 from meshmark.theory.partition import Stage, held_layers, held_stage, parameter_shapes, sent_on
 
+# --- FLOPs of a training step.
+
 Attention = Literal["full", "causal"]
 
 
@@ -61,6 +63,9 @@ def hardware_flops_per_token(model: ModelSpec, *, recompute: str, attention: Att
     return flops + (core if recompute == "selective" else 0.0)
 
 
+# --- Parameters of a rank.
+
+
 def stage_parameters(model: ModelSpec, stage: Stage, tp: Column | int = 1) -> Column:
     """Return the parameters of one stage on one tensor-parallel rank.
 
@@ -96,6 +101,9 @@ def stage_experts(model: ModelSpec, stage: Stage, grid: Grid) -> Column:
     """
     held: Column = stage.num_layers * model.expert_parameters / (grid.ep * grid.etp).astype(float)
     return held
+
+
+# --- Closed forms of any model: what a rank holds and sends. A model family names its theory; see `ModelConfig`.
 
 
 class UnknownTheory:

@@ -22,6 +22,8 @@ from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.precision import Dtype
 from meshmark.theory.grid import Column
 
+# --- Partition of a model into pipeline stages: the layers of each, the embedding, the head and the loss.
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
@@ -152,6 +154,9 @@ def stages(model: ModelSpec, num_stages: int, *, balanced: bool, head_share: flo
     return uniform_stages(model, num_stages)
 
 
+# --- Shards of whole rows, as FSDP2 makes them: equally many rows of a tensor per rank, until none are left.
+
+
 def dealt_parameters(model: ModelSpec, stage: Stage, tp: Column, shards: Column) -> Column:
     """Return the parameters of the first and largest shard of one stage on one tensor-parallel rank.
 
@@ -176,6 +181,9 @@ def dealt_parameters(model: ModelSpec, stage: Stage, tp: Column, shards: Column)
     if stage.has_head:
         total = total + norm + (0.0 if model.tied_embeddings and stage.has_embedding else vocabulary)
     return total
+
+
+# --- Parameters of a stage in the order in which optimizers visit them, and parts of their flat sequence.
 
 
 def parameter_sizes(model: ModelSpec, stage: Stage, tp: Column) -> tuple[list[Column], list[Column], list[Column]]:

@@ -30,6 +30,8 @@ from meshmark.theory.partition import filled_elements, largest_temporaries, para
 from meshmark.theory.recipe import GradientPath, TrainingRecipe, UpdateForm
 from meshmark.theory.streamed import streamed_peak, streamed_update_peak
 
+# --- Order of the passes of a rank in PyTorch's pipelines, and what it holds besides them.
+
 
 @dataclass(frozen=True, kw_only=True)
 class Backward:
@@ -122,6 +124,9 @@ def _runtime_messages(pp: int, index: int, passes: Sequence[int], done: Sequence
     return sum(forwards) - forwards[-1] * (index == pp - 1), sum(done) - done[0] * (index == 0)
 
 
+# --- Peak memory of the backward pass of FSDP1, whose units are flat tensors.
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Flat:
     """One unit, by its sizes in bytes."""
@@ -188,6 +193,9 @@ def flat_units_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameter
     found += [end + root.together + blocks, end - root.low + root.reduced + blocks]
     most: Column = np.max(found, axis=0)
     return most + held
+
+
+# --- Peak memory of the backward pass of FSDP2 and FairScale's FSDP, by unit.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,6 +315,9 @@ def _last_of(one: Pass) -> tuple[Column, Column]:
     embedding, block, head = parameter_sizes(one.model, one.stage, one.tp)
     none = [0.0 * one.tp]
     return (block or none)[-1], (head or embedding or none)[-1]
+
+
+# --- Peak memory of an eager run in one step: at the loss, within the backward pass, or in the update.
 
 
 def eager_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column) -> Column:

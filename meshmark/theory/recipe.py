@@ -17,6 +17,8 @@ from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.backward_pass import Widths
 from meshmark.theory.partition import Stage, eased_stages, stages
 
+# --- How an optimizer step visits a rank's parameters, and which temporaries it makes.
+
 
 class UpdateForm(StrEnum):
     """Form of a step of PyTorch's AdamW (torch/optim/adam.py)."""
@@ -27,6 +29,9 @@ class UpdateForm(StrEnum):
     """All parameters of a group at once, with the roots of all its second moments. PyTorch's default on a GPU."""
     FUSED = "fused"
     """One kernel in place, as Apex's and DeepSpeed's do."""
+
+
+# --- How gradients travel within a step.
 
 
 class GradientPath(StrEnum):
@@ -75,6 +80,9 @@ class GradientPath(StrEnum):
 DEEPSPEED_PATHS = (GradientPath.STAGED, GradientPath.STREAMED, GradientPath.MODULES)
 
 
+# --- How an eager framework's backward pass handles gradients and gathered weights.
+
+
 @dataclass(frozen=True, kw_only=True)
 class EagerBackward:
     """How an eager framework's backward pass handles gradients and gathered weights."""
@@ -111,6 +119,9 @@ class EagerBackward:
     None means the size that the suites configure.
     """
     num_buckets: int = 1
+
+
+# --- Training recipes: how a framework stores a model in training, which copies it makes, and how it cuts a pipeline.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,8 @@ from meshmark.theory.model_theory import bucket_elements
 from meshmark.theory.partition import parameter_shapes, parameter_sizes
 from meshmark.theory.recipe import TrainingRecipe
 
+# --- The backward pass of this project's own model, operation by operation, in eager mode on a CPU without autocast.
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
@@ -178,6 +180,8 @@ def _llama_block(one: Pass) -> Iterator[Operation]:
     yield Operation(made=stream, freed=q + 2 * stream, parameters=("attention.q.weight",))
     yield from _norm(one, "attention_norm", residual=True)
 
+
+# --- DeepSpeed's ZeRO stage 2, gradient by gradient, as in its runtime/zero/stage_1_and_2.py.
 
 _MOST_RANKS = 16
 """Number of ranks among which the fullest is searched if no rank is given."""

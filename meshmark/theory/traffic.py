@@ -23,6 +23,8 @@ from meshmark.theory.model_theory import theory_of
 from meshmark.theory.partition import held_stage
 from meshmark.theory.recipe import TrainingRecipe
 
+# --- Planned traffic of one rank in one step, and a framework's exceptions from it.
+
 
 class Purpose(StrEnum):
     """Content of the traffic."""
@@ -180,6 +182,8 @@ def __getattr__(name: str) -> type:
     warnings.warn("Departure is now called TrafficException", DeprecationWarning, stacklevel=2)
     return TrafficException
 
+
+# --- Closed forms of one rank's communication in one optimizer step: kind, ranks, calls and bytes.
 
 METERED_STEP = 2
 """The step, counted from 0, whose traffic is planned and metered, because the steps of an algorithm may differ."""
@@ -436,6 +440,9 @@ def reduced_each(
         return replace(flow, num_bytes=count * flow.num_bytes, fewest=count, most=count * flow.most)
 
     return exceptions_for(step_traffic(case, rank) if count > 1 else None, Purpose.GRADIENTS, reason, each)
+
+
+# --- Options of sharded data parallelism beyond ZeRO stage 3.
 
 
 @dataclass(frozen=True, kw_only=True)
