@@ -35,6 +35,7 @@ from meshmark.theory.recipe import adapted
 
 _USUAL_TOKENS = 8192
 """Longest sequence that models are usually trained on before they are extended."""
+from meshmark.plan.stacks import stack_of
 _DEFAULT_MODEL = "llama-8b"
 _MOST = 10**9
 _ONLY = {
@@ -280,7 +281,7 @@ def _print_max_model(arguments: argparse.Namespace, given: Given, model: ModelSp
             "model": dataclasses.asdict(model),
             "layout": named,
             "memory_bytes": float(held[least]),
-            "rates": provenance(machine, given.rates),
+            "rates": provenance(machine, given.rates, stack_of(given.using.name)),
         }
         print(json.dumps(answer, indent=1))
         return
@@ -289,7 +290,7 @@ def _print_max_model(arguments: argparse.Namespace, given: Given, model: ModelSp
     held_gib = f"{held[least] / GIB:.1f} GiB a gpu"
     told = f"the largest {kind} on {arguments.gpus} {machine.name}: {size} ({shape}), as {named}, {held_gib}"
     print_paragraph(told)
-    print_paragraph(provenance(machine, given.rates))
+    print_paragraph(provenance(machine, given.rates, stack_of(given.using.name)))
 
 
 def _draw_timeline(found: Search, path: Path) -> None:

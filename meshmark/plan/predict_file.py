@@ -100,7 +100,11 @@ def _settings(table: Sequence[Row], setting: Setting) -> Iterator[tuple[LayoutRo
 
 def rate_origins(table: Sequence[Row], setting: Setting = _ROWS_SAY) -> list[str]:
     """Return the origins of the rates behind a table's predictions, one line each."""
-    return list(dict.fromkeys(provenance(machine, given) for _, machine, _, given in _settings(table, setting)))
+    return list(
+        dict.fromkeys(
+            provenance(machine, given, stack_of(using.name)) for _, machine, using, given in _settings(table, setting)
+        )
+    )
 
 
 def predicted_columns(found: Prediction) -> dict[str, Column]:

@@ -106,8 +106,13 @@ def contended(given: Rates, stack: Stack, there: Gpu) -> Rates:
 
 
 def _borrowed(given: Rates) -> Rates:
-    """Return rates with a wider interval, because those of another GPU or stack are less certain."""
+    """Return rates with a wider interval, because those of another GPU or stack are less certain.
+
+    Where no run says how wide it is, that stays unknown.
+    """
     spread = given.spread
+    if spread.slower <= 1.0:
+        return given
     wider = dataclasses.replace(spread, faster=spread.faster / _BORROWED, slower=spread.slower * _BORROWED)
     return dataclasses.replace(given, spread=wider)
 
