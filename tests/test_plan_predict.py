@@ -121,12 +121,12 @@ def test_fsdp_runs_of_a_fused_loss_fit_as_they_did() -> None:
     assert fused.twice[whole].mean() < 0.2 and plain.fits[whole].mean() < 0.5
 
 
-@pytest.mark.parametrize("said", ["fp6", "mxfp4", "int8", "fp8-delayed", "fp32"])
+@pytest.mark.parametrize("said", ["fp6", "mxfp4", "int8", "fp8-delayed", "fp32", "banana"])
 def test_a_precision_that_would_be_planned_as_another_is_refused(said: str) -> None:
     """It was planned in bf16 without a word."""
     with pytest.raises(InputError, match=f"row 3: precision is '{said}'"):
         predict_rows([ROW, {**ROW, "precision": said}])
-    for same in ("", "bf16", "amp_bf16", "bf16-mixed", "fp16"):
+    for same in ("", "bf16", "amp_bf16", "bf16-mixed", "fp16", "bf16 (pure: reduced in bf16)"):
         assert predict_rows([{**ROW, "precision": same}])
     assert predict_rows([{**ROW, "framework": "", "recipe": "fp32", "precision": "fp32"}])
 

@@ -148,7 +148,7 @@ def test_products_reach_as_much_of_the_peak_as_the_best_shapes_do() -> None:
 def test_a_gpu_that_is_not_known_can_be_written_down(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--gpus", "8", "--gpu", "h10"]) == 2
     said = capsys.readouterr().err
-    assert "did you mean" in said and "--gpu-template prints such a file" in said
+    assert "did you mean" in said and "`meshmark plan --gpu-template` prints such a file" in said
 
 
 def test_a_prediction_carries_its_interval_and_borrowed_rates_a_wider_one(

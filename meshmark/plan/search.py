@@ -41,6 +41,10 @@ class NothingFitsError(InputError):
     """No layout of the model fits. The message says what is missing, and how many GPUs would be enough."""
 
 
+class _NoneDividesError(InputError):
+    """No layout divides the model and its batch evenly."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Search:
     """All examined layouts, and the ranking of those that fit."""
@@ -91,7 +95,10 @@ def search(model: ModelSpec, space: SearchSpace, gpu: Gpu, recipe: TrainingRecip
     def examine(count: int) -> Prediction:
         return _predict_all(model, dataclasses.replace(space, num_gpus=count), gpu, recipe, rates)
 
-    prediction = examine(space.num_gpus)
+    try:
+        prediction = examine(space.num_gpus)
+    except _NoneDividesError as error:
+        raise InputError(f"{error}; {_larger_batch(model, space, gpu, recipe, rates)}") from error
     fits = np.nonzero(prediction.fits)[0]
     speed = prediction.tokens_per_second_per_gpu
     if not len(fits):
@@ -151,6 +158,11 @@ def _predict_all(model: ModelSpec, space: SearchSpace, gpu: Gpu, recipe: Trainin
         zero_stages=space.zero_stages or _stages_of(recipe),
         ends_count=recipe.cut.ends_count,
     )
+    if not len(grid):
+        raise _NoneDividesError(
+            f"no layout of {model.name!r} on {num_gpus} gpus divides {model.num_heads} heads, "
+            f"{model.num_layers} layers and a global batch of {global_batch} sequences evenly"
+        )
     if isinstance(model, PlannedModel) and model.num_experts:
         grid = _with_experts(grid, model, space.experts)
     elif space.experts and set(space.experts) != {1}:
@@ -161,13 +173,21 @@ def _predict_all(model: ModelSpec, space: SearchSpace, gpu: Gpu, recipe: Trainin
             raise InputError(f"{told} is not planned by recipe {recipe.name!r}")
     if len(grid) and space.only:
         grid = _chosen(grid, space.only)
-    if not len(grid):
-        raise InputError(
-            f"no layout of {model.name!r} on {num_gpus} gpus divides {model.num_heads} heads, "
-            f"{model.num_layers} layers and a global batch of {global_batch} sequences evenly; "
-            "try a power of two of gpus, or another batch"
-        )
     return predict_grid(model, grid, gpu, recipe, rates)
+
+
+def _larger_batch(model: ModelSpec, space: SearchSpace, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> str:
+    """Return a hint: the smallest doubling of the batch for which a layout fits, if there is one."""
+    for doublings in range(1, 13):
+        more = dataclasses.replace(space, global_batch=space.global_batch << doublings)
+        if more.global_batch > 64 * space.num_gpus:
+            break
+        try:
+            if _predict_all(model, more, gpu, recipe, rates).fits.any():
+                return f"so many gpus need more sequences, such as --global-batch {more.global_batch}"
+        except InputError:
+            continue
+    return "try a power of two of gpus, or another batch"
 
 
 def _with_experts(grid: Grid, model: PlannedModel, degrees: Sequence[int] | None) -> Grid:
