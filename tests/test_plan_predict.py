@@ -10,7 +10,7 @@ import pytest
 
 from meshmark.cli.commands import main
 from meshmark.errors import InputError
-from meshmark.plan.frameworks import FRAMEWORKS, default_framework
+from meshmark.plan.frameworks import FRAMEWORKS, default_framework, narrowed_on
 from meshmark.plan.layout_columns import OTHER_NAMES, PASSED_ON, READ
 from meshmark.plan.layout_table import batches, remarks
 from meshmark.plan.model_names import plan_model
@@ -167,6 +167,9 @@ def test_narrow_products_are_planned_and_llm_foundry_s_runs_in_8_bits_take_as_lo
     times = [predict_rows([{**row, "precision": name}])["predicted_step_seconds"][0] for name in ("bf16", *NARROW)]
     assert times[0] > times[1] and times[2] > times[3], "4 bits are faster than 8, and 8 than 16"
     assert times[1] < times[2] < 1.05 * times[1], "blocks' scales cost little"
+    using = recipe("megatron-core")
+    gathered = [narrowed_on(gpu("b200"), using, name).wire.gather_bytes for name in NARROW]
+    assert gathered == [1.0, 1.0, using.wire.gather_bytes], "no framework gathers weights in 4 bits"
     with pytest.raises(InputError, match="row 2: a100-80 computes in .*, not in fp8"):
         predict_rows([{**row, "gpu": "a100-80", "precision": "fp8"}])
     with pytest.raises(InputError, match="products in fp32"):

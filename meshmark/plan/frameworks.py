@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshmark.errors import InputError, UnknownNameError
 from meshmark.plan.stacks import is_modern
@@ -258,8 +258,9 @@ def recipe_of(name: str, there: Gpu | None = None, family: Family = Family.GPT) 
 def narrowed_on(there: Gpu, using: TrainingRecipe, precision: str) -> TrainingRecipe:
     """Return the recipe with products in `precision`, one of `NARROW`, on a GPU.
 
-    Raises `InputError` if the GPU has no such products. Scales by block (MX) came with fp4: a GPU of 8 bits without it,
-    such as H100, has fp8 alone.
+    Weights that are sharded for products in 4 bits are gathered as in 16: `bf16_with_nvfp4_mixed` of Megatron-Bridge
+    turns `fp8_param_gather` off. Raises `InputError` if the GPU has no such products. Scales by block (MX) came with
+    fp4: a GPU of 8 bits without it, such as H100, has fp8 alone.
     """
     there.peak(NARROW[precision].arithmetic)
     if precision == "mxfp8" and "fp4" not in there.peak_flops:
@@ -267,4 +268,5 @@ def narrowed_on(there: Gpu, using: TrainingRecipe, precision: str) -> TrainingRe
             f"{there.name} computes in {', '.join(there.peak_flops)}, not in mxfp8, whose block scales came with fp4: "
             "name --precision fp8, or a GPU that has it, such as b200"
         )
-    return narrowed(using, precision)
+    found = narrowed(using, precision)
+    return replace(found, wire=using.wire) if precision == "nvfp4" else found

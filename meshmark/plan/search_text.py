@@ -17,6 +17,8 @@ _LINE = 100
 """Characters of a line, as wide as terminals usually are."""
 _LIKE = 2
 """Number of further layouts of the best shape that are named."""
+MIXTURES_SLOWER = 23
+"""Percent by which the median of the published runs of mixtures took longer than planned."""
 _ID_WIDTH = 27
 """Characters for a layout's id beside its figures."""
 
@@ -28,7 +30,7 @@ def print_search(found: Search, top: int, elapsed: float) -> None:
     print_paragraph(
         f"{model.name} ({size}) on {prediction.grid.num_gpus[0]} {prediction.gpu.name}: {found.num_examined} layouts "
         f"examined in {elapsed:.2f} s, {len(found.ranked)} fit; global batch {prediction.grid.global_batch[0]}, "
-        f"sequences of {model.seq_len:,} tokens, products in {_products(prediction)}"
+        f"sequences of {model.seq_len:,} tokens, products in {_products(prediction)}{_adapters(prediction)}"
     )
     print_paragraph(provenance(prediction.gpu, prediction.rates, prediction.stack))
     heads = f"{'seq':>4} {'tok/s/gpu':>9} {'MFU':>6} {'step s':>8} {'GiB':>6} {'free':>6}  decides"
@@ -75,12 +77,22 @@ def _products(prediction: Prediction) -> str:
     return asked if used == asked else f"{used} ({prediction.gpu.name} has no {asked})"
 
 
+def _adapters(prediction: Prediction) -> str:
+    """Return what LoRA trains, or an empty string without it."""
+    rank, frozen = prediction.recipe.adapter_rank, prediction.recipe.frozen_bytes
+    if not rank:
+        return ""
+    kept = "frozen weights" if frozen is None else f"frozen weights of {frozen:.2g} bytes"
+    return f"; adapters of rank {rank} are trained beside {kept}"
+
+
 def _interval(found: Search, row: int) -> str:
     """Return a sentence with the interval of a step time, or that it is unknown."""
     interval = found.prediction.step_seconds_interval
     if interval is None and found.prediction.model.expert_parameters:
         return (
-            "Error bar: none; half of the published runs of mixtures took 22 % longer or more (reports/validation.md)."
+            f"Error bar: none; half of the published runs of mixtures took {MIXTURES_SLOWER} % longer or more "
+            "(reports/validation.md)."
         )
     if interval is None and found.prediction.recipe.adapter_rank:
         return "Error bar: none; no run that trains adapters alone has been compared."
