@@ -22,6 +22,7 @@ _COLUMNS = "model,gpu,framework,dp"
     [
         (["--gpu", "a100-80", "--precision", "fp8"], "a100-80 computes in fp32, tf32, fp16, bf16, not in fp8"),
         (["--gpu", "h100", "--precision", "mxfp8"], "not in mxfp8, whose block scales came with fp4"),
+        (["--gpu", "mi355x", "--precision", "nvfp4"], "mi355x has no products in nvfp4, which is NVIDIA's"),
         (["--model", "mixtral-8x7b", "--framework", "ddp", "--ep", "8"], "framework ddp has no expert parallelism"),
         (["--gpu", "tpu-v5p", "--framework", "nemo"], "nemo does not train on tpu-v5p: name one of maxtext, pax"),
         (["--gpus-per-node", "7"], "--gpus 64 --gpus-per-node 7: expected whole nodes, so a multiple of 7 GPUs"),
@@ -58,8 +59,25 @@ def test_a_batch_for_so_many_gpus_is_named(capsys: pytest.CaptureFixture[str]) -
     assert main([*plan, "--global-batch", batch.strip()]) == 0
 
 
+def test_chunks_that_do_not_divide_the_layers_are_planned_where_they_are_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """DeepSeek-V3's 61 layers ran in 2 stages of 8 chunks (Megatron-Bridge on GB300), and plan said that there is 1."""
+    plan = ["plan", "--model", "deepseek-v3", "--gpus", "256", "--gpu", "gb300", "--pp", "2", "--global-batch", "4096"]
+    assert main([*plan, "--ep", "32", "--virtual-stages", "8", "--json", "--top", "20"]) == 0
+    layouts = [layout["layout"] for layout in json.loads(capsys.readouterr().out)["layouts"]]
+    assert {layout["virtual_stages"] for layout in layouts} == {8}
+    assert all(layout["num_micro_batches"] % 2 == 0 for layout in layouts)
+    assert main([*plan, "--virtual-stages", "32"]) == 2, "no chunk is without a layer"
+    dense = ["plan", "--model", "llama-8b", "--gpus", "8", "--pp", "2", "--json"]
+    assert main([*dense, "--virtual-stages", "4"]) == 0
+    even = json.loads(capsys.readouterr().out)["num_examined"]
+    assert main([*dense, "--virtual-stages", "4,5"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_examined"] == 2 * even, "what divides is not there twice"
+
+
 def test_a_framework_is_planned_with_what_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = ["plan", "--model", "llama-8b", "--gpus", "64", "--json", "--top", "500"]
+    plan = ["plan", "--model", "llama-8b", "--gpus", "64", "--json", "--top", "40"]
     assert main([*plan, "--framework", "nanotron"]) == 0
     assert {layout["layout"]["virtual_stages"] for layout in json.loads(capsys.readouterr().out)["layouts"]} == {1}
     assert main([*plan, "--framework", "torchtitan", "--gpu", "b200", "--precision", "nvfp4"]) == 0

@@ -268,5 +268,7 @@ def narrowed_on(there: Gpu, using: TrainingRecipe, precision: str) -> TrainingRe
             f"{there.name} computes in {', '.join(there.peak_flops)}, not in mxfp8, whose block scales came with fp4: "
             "name --precision fp8, or a GPU that has it, such as b200"
         )
+    if precision == "nvfp4" and there.is_amd:
+        raise InputError(f"{there.name} has no products in nvfp4, which is NVIDIA's: name fp8 or mxfp8")
     found = narrowed(using, precision)
     return replace(found, wire=using.wire) if precision == "nvfp4" else found

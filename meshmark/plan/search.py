@@ -17,13 +17,14 @@ from meshmark.plan.rates import Rates
 from meshmark.plan.simulator import simulated_bubble_seconds
 from meshmark.plan.step_time import PARTS, stage_seconds
 from meshmark.spec.hardware import GIB, MOST_GPUS, Gpu
-from meshmark.spec.layout import Offload, Recompute
+from meshmark.spec.layout import Offload, Recompute, Schedule
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.planned_model import PlannedModel
 from meshmark.spec.workload import MOST_ROWS
 from meshmark.theory.grid import (
     MODULES,
     OFFLOADS,
+    SCHEDULES,
     Column,
     Grid,
     SearchSpace,
@@ -158,6 +159,7 @@ def _predict_all(model: ModelSpec, space: SearchSpace, gpu: Gpu, recipe: Trainin
         zero_stages=space.zero_stages or _stages_of(recipe),
         ends_count=recipe.cut.ends_count,
     )
+    grid = _with_chunks(grid, model, space, ends_count=recipe.cut.ends_count)
     if not len(grid):
         raise _NoneDividesError(
             f"no layout of {model.name!r} on {num_gpus} gpus divides {model.num_heads} heads, "
@@ -174,6 +176,25 @@ def _predict_all(model: ModelSpec, space: SearchSpace, gpu: Gpu, recipe: Trainin
     if len(grid) and space.only:
         grid = _chosen(grid, space.only)
     return predict_grid(model, grid, gpu, recipe, rates)
+
+
+def _with_chunks(grid: Grid, model: ModelSpec, space: SearchSpace, *, ends_count: bool) -> Grid:
+    """Return the layouts, and those with as many chunks a stage as the user asks for although they hold unequally many
+    layers, which frameworks cut as they are told (Megatron-Core's `pipeline_model_parallel_layout`).
+    """
+    if Schedule.INTERLEAVED not in space.schedules:
+        return grid
+    counted = [model.num_layers, *([model.num_layers + 2] if ends_count else [])]
+    plain = grid.schedule == SCHEDULES.index(Schedule.ONE_F_ONE_B)
+    parts = [grid]
+    for chunks in space.only.get("virtual_stages", ()):
+        stages = grid.pp * chunks
+        even = np.any([count % stages == 0 for count in counted], axis=0)
+        fills = (grid.pp > 1) & (grid.num_micro_batches % grid.pp == 0)
+        rows = np.nonzero(plain & fills & ~even & (chunks > 1) & (stages <= max(counted)))[0]
+        code = np.full(len(rows), SCHEDULES.index(Schedule.INTERLEAVED))
+        parts.append(dataclasses.replace(grid.take(rows), virtual_stages=np.full(len(rows), chunks), schedule=code))
+    return joined(parts)
 
 
 def _larger_batch(model: ModelSpec, space: SearchSpace, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> str:

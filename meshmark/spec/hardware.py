@@ -72,6 +72,11 @@ class Gpu:
         """True for Google's TPUs, on which only frameworks over XLA train."""
         return self.name.startswith("tpu")
 
+    @property
+    def is_amd(self) -> bool:
+        """True for AMD's Instinct GPUs, whose formats of 4 bits are not NVIDIA's."""
+        return self.name.startswith("mi")
+
     def __post_init__(self) -> None:
         for field in ("memory_bytes", "memory_bandwidth", "link_bandwidth", "network_bandwidth", "gpus_per_node"):
             if not 0 < (got := getattr(self, field)) < _LARGEST:
