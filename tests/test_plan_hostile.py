@@ -76,6 +76,15 @@ def test_chunks_that_do_not_divide_the_layers_are_planned_where_they_are_asked_f
     assert json.loads(capsys.readouterr().out)["num_examined"] == 2 * even, "what divides is not there twice"
 
 
+def test_a_pipeline_s_stages_are_sharded_where_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """torchtitan's table has Llama 3.1 405B on 512 H100 in 8 stages of FSDP, and plan said that there is stage 0."""
+    plan = ["plan", "--model", "llama-405b", "--gpus", "512", "--framework", "torchtitan", "--tp", "8", "--pp", "8"]
+    assert main([*plan, "--zero-stage", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["layouts"]
+    assert {layout["layout"]["zero_stage"] for layout in found} == {3} and found[0]["headroom_bytes"] > 0
+    assert main([*plan, "--zero-stage", "0"]) == 2 and "does not fit" in capsys.readouterr().err
+
+
 def test_a_framework_is_planned_with_what_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = ["plan", "--model", "llama-8b", "--gpus", "64", "--json", "--top", "40"]
     assert main([*plan, "--framework", "nanotron"]) == 0

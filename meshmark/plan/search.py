@@ -159,7 +159,7 @@ def _predict_all(model: ModelSpec, space: SearchSpace, gpu: Gpu, recipe: Trainin
         zero_stages=space.zero_stages or _stages_of(recipe),
         ends_count=recipe.cut.ends_count,
     )
-    grid = _with_chunks(grid, model, space, ends_count=recipe.cut.ends_count)
+    grid = _with_chunks(_with_stages(grid, space), model, space, ends_count=recipe.cut.ends_count)
     if not len(grid):
         raise _NoneDividesError(
             f"no layout of {model.name!r} on {num_gpus} gpus divides {model.num_heads} heads, "
@@ -176,6 +176,17 @@ def _predict_all(model: ModelSpec, space: SearchSpace, gpu: Gpu, recipe: Trainin
     if len(grid) and space.only:
         grid = _chosen(grid, space.only)
     return predict_grid(model, grid, gpu, recipe, rates)
+
+
+def _with_stages(grid: Grid, space: SearchSpace) -> Grid:
+    """Return the layouts, and pipelines of ZeRO 2 or 3 if the user asks for them: torchtitan shards each stage."""
+    parts = [grid]
+    for stage in space.only.get("zero_stage", ()):
+        there = grid.zero_stage[grid.pp > 1]
+        if stage >= 2 and stage in (space.zero_stages or ()) and stage not in there and len(there):
+            rows = np.nonzero((grid.pp > 1) & (grid.dp * grid.cp > 1) & (grid.zero_stage == there.min()))[0]
+            parts.append(dataclasses.replace(grid.take(rows), zero_stage=np.full(len(rows), stage)))
+    return joined(parts)
 
 
 def _with_chunks(grid: Grid, model: ModelSpec, space: SearchSpace, *, ends_count: bool) -> Grid:
