@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from meshmark.plan.rates import CONTENTION, Rates
+from meshmark.plan.rates import NCCL, Rates
 from meshmark.theory.grid import Column
 from studies.fit import fit_rates
 from studies.validate_fsdp import FITTED_MODELS, mpt_rows, mpt_time_ratios
@@ -25,5 +25,5 @@ def fit_composer(pytorch: Rates, gpu_name: str) -> Rates:
 
     name = f"{gpu_name.lower()}-composer"
     origin = f"mpt_fsdp_benchmarks, {len(rows)} rows of {' and '.join(sorted(FITTED_MODELS))}"
-    start = dataclasses.replace(pytorch.moved({"network.contention": CONTENTION}), name=name, origin=origin)
+    start = dataclasses.replace(pytorch.moved(NCCL), name=name, origin=origin)
     return fit_rates(start, _BOUNDS, errors)

@@ -9,7 +9,7 @@ import numpy as np
 
 from meshmark.plan.layout_table import batches
 from meshmark.plan.prediction import predict_grid
-from meshmark.plan.rates import CONTENTION, HostRates, KernelRates, Rates
+from meshmark.plan.rates import NCCL, HostRates, KernelRates, Rates
 from meshmark.plan.rows import number
 from meshmark.spec.hardware import gpu
 from meshmark.theory.grid import Column
@@ -59,7 +59,7 @@ def fit_megatron_core(pytorch: Rates, models: Set[str] = MODELS) -> Rates:
             attention_efficiency=_ATTENTION,
             attention_half_length=_HALF_LENGTH,
         ),
-        network=dataclasses.replace(pytorch.network, tensor_overlap=0.3, contention=CONTENTION),
+        network=dataclasses.replace(pytorch.moved(NCCL).network, tensor_overlap=0.3),
         host=HostRates(),
     )
     return fit_rates(start, _BOUNDS, nemo_errors(models))

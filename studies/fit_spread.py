@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from meshmark.plan.rates import CONTENTION, Rates, SpreadRates
+from meshmark.plan.rates import NCCL, Rates, SpreadRates
 from meshmark.theory.grid import Column
 from studies.fit_nemo import fit_megatron_core, nemo_errors
 from studies.fit_sweep import fit_sweep, measured_sweep, predict_seconds
@@ -65,7 +65,7 @@ def spread_pytorch(given: Rates) -> SpreadRates:
 
 
 def _pytorch(given: Rates) -> Rates:
-    return given.moved({"network.contention": CONTENTION})
+    return given.moved(NCCL)
 
 
 def spread_megatron_core(pytorch: Rates) -> SpreadRates:

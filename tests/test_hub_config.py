@@ -16,6 +16,7 @@ from meshmark.plan.model_names import plan_model
 from meshmark.reference.transformer import Transformer
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.model_text import describe, described_model
+from meshmark.spec.planned_model import PlannedModel
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -73,7 +74,6 @@ def written(folder: Path, config: dict[str, object]) -> str:
         (LLAMA, {"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding_attention"]),
         (LLAMA, {"model_type": "qwen2"}, ["qwen2", "biases"]),
         (LLAMA, {"model_type": "qwen3"}, ["qwen3", "normed"]),
-        (MISTRAL, {"sliding_window": 16}, ["sliding_window 16", "seq_len 32"]),
         (GPT2, {"activation_function": "relu"}, ['activation_function "relu"', "gelu_new"]),
         (GPT2, {"activation_function": "gelu"}, ['activation_function "gelu"']),
         (GPT2, {"resid_pdrop": WITHOUT}, ["resid_pdrop 0.1", "dropout=0 behind the file"]),
@@ -122,6 +122,22 @@ def test_a_shorter_sequence_is_within_the_window(tmp_path: Path) -> None:
     told = written(tmp_path, MISTRAL | {"sliding_window": WITHOUT, "max_position_embeddings": 8192})
     with pytest.raises(InputError, match="sliding_window 4096"):  # Mistral's own, where the file says nothing
         described_model(told)
+
+
+def test_windows_are_planned_and_not_trained(tmp_path: Path) -> None:
+    """A Mistral was planned as if each token attended to all before it."""
+    file = written(tmp_path, MISTRAL | {"sliding_window": 16})
+    with pytest.raises(InputError, match="sliding_window 16, below seq_len 32"):
+        described_model(file)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found, within = plan_model(file), plan_model(f"{file},seq_len=16")
+    assert isinstance(found, PlannedModel) and (found.window, found.windowed_layers) == (16, 2)
+    assert found.attention_width == 0.75 * found.hidden, "16 of 32 tokens see 16, and those before as many as there are"
+    assert not isinstance(within, PlannedModel), "what no window narrows is trained here too"
+    qwen = MISTRAL | {"model_type": "qwen2", "sliding_window": 16, "max_window_layers": 1}
+    found = plan_model(written(tmp_path, qwen | {"use_sliding_window": True}))
+    assert isinstance(found, PlannedModel) and (found.window, found.windowed_layers) == (16, 1)
 
 
 def test_dropout_behind_the_file_is_chosen(tmp_path: Path) -> None:

@@ -40,6 +40,9 @@ def test_an_id_is_read_back_as_its_layout(layout: Layout) -> None:
     "text, words",
     [
         ("dp2.zz3.mb2", ["'zz3' at character 5", "mbN"]),
+        ("dp2.ga4", ["'ga4' at character 5", "did you mean 'mb4'?"]),
+        ("dp2.vp2", ["'vp2' at character 5", "did you mean 'v2'?"]),
+        ("dp2.mbs4", ["'mbs4' at character 5", "has no sizes of batches: mbN are N micro-batches"]),
         ("dp2.tp2.dp4", ["'dp4' at character 9", "dp once more"]),
         ("dp2.gpipe.1f1b", ["'1f1b' at character 11"]),
         ("dp2..mb2", ["'' at character 5"]),

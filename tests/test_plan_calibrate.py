@@ -171,7 +171,7 @@ def test_plan_and_predict_use_a_machine_with_its_rates(tmp_path: Path, capsys: p
     for option in ("--gpu", "--rates"):
         assert main([*asked, option, str(file)]) == 0
         answers.append(json.loads(capsys.readouterr().out))
-    assert answers[0]["gpu"] == "some-cpu" and "held to no run on some-cpu" in answers[0]["rates"]
+    assert answers[0]["gpu"] == "some-cpu" and "held to no run of pytorch on some-cpu" in answers[0]["rates"]
     assert answers[0]["layouts"] == answers[1]["layouts"]
     assert main([*asked, "--gpu", "h100", "--rates", str(file)]) == 2
     assert "are shares of some-cpu" in capsys.readouterr().err

@@ -229,6 +229,18 @@ def test_modules_that_a_model_has_not_got_are_refused(modules: str, told: str) -
         recomputed_columns(Layout(recompute=Recompute.SELECTIVE), SMALL, method="", count=0, modules=modules)
 
 
+def test_a_plan_of_adapters_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["plan", "--model", "llama-8b", "--gpus", "8", "--framework", "fsdp2"]
+    for options, told in (
+        (["--lora", "16"], "frozen weights"),
+        (["--lora", "8", "--quantize", "nf4"], "of 0.52 bytes"),
+    ):
+        assert main([*plan, *options]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"adapters of rank {options[1]} are trained beside frozen weights" in said and told in said
+    assert main(plan) == 0 and "adapters" not in capsys.readouterr().out
+
+
 def test_lora_that_is_not_planned_is_refused() -> None:
     for using, rank, model, told in (
         (CORE, 4096, SMALL, "a LoRA of rank 4096, expected 1 to 1024"),

@@ -148,7 +148,7 @@ def test_products_reach_as_much_of_the_peak_as_the_best_shapes_do() -> None:
 def test_a_gpu_that_is_not_known_can_be_written_down(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--gpus", "8", "--gpu", "h10"]) == 2
     said = capsys.readouterr().err
-    assert "did you mean" in said and "--gpu-template prints such a file" in said
+    assert "did you mean" in said and "`meshmark plan --gpu-template` prints such a file" in said
 
 
 def test_a_prediction_carries_its_interval_and_borrowed_rates_a_wider_one(
@@ -232,12 +232,20 @@ def test_a_plan_says_where_its_rates_come_from_and_what_they_were_held_to(
     for name in GPUS:
         for stack in Stack:
             given = rates_for(gpu(name), stack)
-            said = provenance(gpu(name), given)
-            assert (f"held to no run on {name}" in said) == ((name, given.name) not in VALIDATED_ON)
+            said = provenance(gpu(name), given, stack)
+            assert (f"held to no run of {stack} on {name}" in said) == ((name, stack) not in VALIDATED_ON)
             assert given.origin in said
-    assert "held to no run on a100-80" in provenance(gpu("a100"), rates("h100"))
+    assert "held to no run of pytorch on a100-80" in provenance(gpu("a100"), rates("h100"), Stack.PYTORCH)
+    assert "held to no run on h100" in provenance(gpu("h100"), rates("h100"))
     assert main(["plan", "--model", "gpt3-1.3b", "--gpus", "8", "--gpu", "v100"]) == 0
-    assert "Rates: a100 (megatron_sc21" in (said := capsys.readouterr().out) and "no run on v100-32." in said
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Rates: a100 (megatron_sc21" in said and "held to no run of megatron-core on v100-32." in said
+    assert "Error bar: none of its own, as no run of megatron-core on v100-32 has been compared. By runs of" in said
+    for framework in ("megatron-2021", "maxtext"):  # NeMo's runs validate neither
+        assert main(["plan", "--model", "gpt3-1.3b", "--gpus", "8", "--framework", framework]) == 0
+        assert "NeMo" not in capsys.readouterr().out.partition(", held to ")[2].partition(".")[0]
+    assert main(["plan", "--model", "layers=2,hidden=64", "--gpus", "2", "--gpu", "cpu"]) == 0
+    assert "no run has been compared with rates cpu" in capsys.readouterr().out, "assumed rates have no width to widen"
     assert main(["plan", "--gpus", "8", "--max-model", "--framework", "nanotron"]) == 0
     assert "held to the 1B and 8B sweep" in capsys.readouterr().out
     source = write_table(tmp_path / "in.csv", sweep_rows(1))

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from meshmark.errors import LayoutError
 from meshmark.plan.model_names import plan_model
-from meshmark.plan.network import tensor_collective_seconds
+from meshmark.plan.network import DataGroup, ring_latency_seconds, tensor_collective_seconds
 from meshmark.plan.prediction import predict_grid
-from meshmark.plan.rates import NetworkRates, Rates, rates
+from meshmark.plan.rates import NCCL, NetworkRates, Rates, rates
 from meshmark.plan.search import search, simulate_first, stage_times
 from meshmark.plan.simulator import Run, simulate, simulated_bubble_seconds
 from meshmark.plan.stacks import Stack, rates_for
@@ -324,6 +324,23 @@ def test_collectives_that_computation_hides_slow_it() -> None:
     )
     assert free < slowed
     assert rates_for(gpu("tpu-v5p"), Stack.XLA).network.contention == 0.0 < rates_for(gpu("h100")).network.contention
+
+
+def test_a_collective_of_many_ranks_takes_its_ring_s_steps_however_small_it_is() -> None:
+    """The bandwidth that data-parallel collectives reach grows with their size and falls with the number of nodes."""
+    given = rates_for(gpu("h100"))
+    grid = make_grid(dp=[8, 64, 1024], zero_stage=[3])
+    latency = ring_latency_seconds(grid, DataGroup(ranks=grid.shards), given, gpus_per_node=8)
+    steps = [8.4 + 7 * 3.4, 8.4 + 56 * 3.4 + 7 * 14.0, 8.4 + 896 * 3.4 + 127 * 14.0]
+    assert list(latency * 1e6) == pytest.approx(steps)
+    spec, using = plan_model("gpt2-124m"), recipe("fsdp2")
+    found = step_time(spec, grid, gpu("h100"), using, given.moved({"network.overlap": 0.0})).data_communication
+    gathers_and_scatters = 3 * (spec.num_layers + 1)
+    assert (found > gathers_and_scatters * latency).all()
+    free = step_time(spec, grid, gpu("h100"), using, given.moved(dict.fromkeys(NCCL, 0.0))).data_communication
+    assert found[2] / found[1] > 5.0 > 2.5 > free[2] / free[1], "1,024 ranks took hardly longer than 64"
+    for there, stack in ((gpu("tpu-v5p"), Stack.XLA), (gpu("h100"), Stack.NANOTRON)):
+        assert rates_for(there, stack).network.ring_across_seconds == 0.0
 
 
 def test_interleaved_stages_hide_their_sends_but_for_those_of_warm_up_and_end() -> None:

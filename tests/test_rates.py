@@ -41,6 +41,7 @@ def test_a_committed_calibration_is_read_number_by_number() -> None:
     told = json.loads(row["machine_file"])["rates"]
     assert "hop_seconds" in told, "it is to be a flat one"
     came_later = {"tensor_overlap": 0.0, "attention_half_length": 0.0, "contention": 0.0, "faster": 1.0, "slower": 1.0}
+    came_later |= dict.fromkeys(("ring_start_seconds", "ring_inside_seconds", "ring_across_seconds"), 0.0)
     assert flat(machine_of(row).rates) == told | came_later
 
 

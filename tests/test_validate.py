@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from meshmark.plan.rates import RATES_DIR, rates
+from meshmark.plan.search_text import MIXTURES_SLOWER
 from studies import fit_nemo
 from studies.fit_spread import spread_of
 from studies.papers import FITTED, PAPERS_DIR, SPREAD, fitting, paper
@@ -22,7 +23,7 @@ from studies.validate_goals import (
     exit_code,
     summary,
 )
-from studies.validate_runs import Blind, alternatives, blind
+from studies.validate_runs import EXPERTS, Blind, alternatives, blind
 
 ROOT = Path(__file__).parent.parent
 MISSED = Figure(name="time", value=0.15, bound=0.2, goal=0.08)
@@ -132,6 +133,14 @@ def test_nine_runs_in_ten_that_nothing_is_fitted_to_are_within_their_interval() 
     found = blind()
     assert 0.85 <= found.holds.mean() <= 0.95
     assert np.median(found.high / found.low) < 2.0
+
+
+def test_what_is_said_of_mixtures_is_what_their_runs_took() -> None:
+    found = blind([EXPERTS])
+    longer = 100 * (np.median(found.measured / found.seconds) - 1.0)
+    assert pytest.approx(longer, abs=0.5) == MIXTURES_SLOWER
+    text = " ".join((ROOT / "docs" / "planner.md").read_text().split())
+    assert f"half of {len(found.rows)} published runs took at least {MIXTURES_SLOWER} % longer than planned" in text
 
 
 def test_the_width_of_an_interval_is_that_of_its_sources() -> None:

@@ -7,14 +7,15 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshmark.errors import InputError, UnknownNameError
+from meshmark.errors import InputError
 from meshmark.plan.calibration_file import calibrated_at
 from meshmark.plan.frameworks import FRAMEWORKS, Framework, default_framework, framework, narrowed_on
-from meshmark.plan.gpu_file import read_gpu
+from meshmark.plan.gpu_file import named_gpu, read_gpu
+from meshmark.plan.layout_columns import OTHER_NAMES
 from meshmark.plan.overlap import Overlap, overlap_of
 from meshmark.plan.rates import Rates, rates, read_rates
 from meshmark.plan.stacks import rates_for, stack_of
-from meshmark.spec.hardware import GIGA, Gpu, gpu
+from meshmark.spec.hardware import GIGA, Gpu
 from meshmark.spec.model_spec import Family
 from meshmark.theory.recipe import NARROW, RECIPES, TrainingRecipe, recipe
 
@@ -49,6 +50,47 @@ def add_setting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--network-bandwidth", type=float, metavar="GB/S", help="one direction, a GPU's share: of 400 Gb/s 50"
     )
+
+
+class _OtherName(argparse.Action):
+    """Note that an option was given by the name that a framework has for it."""
+
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: object, option: str | None = None
+    ) -> None:
+        namespace.other_name = option
+
+
+_UNSEARCHED = {
+    "grad_accum": "the micro-batches of a step follow from --global-batch, --dp and --micro-batch",
+    "sequence_parallel": "plans have sequence parallelism wherever tp is above one",
+}
+"""Columns of layouts that no option of `plan` narrows, and why."""
+
+
+def add_other_names(parser: argparse.ArgumentParser) -> None:
+    """Add hidden options by the names that frameworks have, such as `--mbs`, for `refuse_other_name` to answer.
+
+    Names that begin like an option of the parser are left out: its abbreviations would be ambiguous.
+    """
+    parser.set_defaults(other_name=None)
+    begun = {option[:5] for action in parser._actions for option in action.option_strings}
+    for name in OTHER_NAMES:
+        option = f"--{name.replace('_', '-')}"
+        if option[:5] not in begun:
+            parser.add_argument(option, action=_OtherName, nargs="?", dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
+
+
+def refuse_other_name(arguments: argparse.Namespace) -> None:
+    """Raise `InputError` with the option's name here if one was given by a framework's name."""
+    if (given := arguments.other_name) is not None:
+        column = OTHER_NAMES[given.removeprefix("--").replace("-", "_")]
+        told = _UNSEARCHED.get(column) or f"the option is called {_option_of(column)} here"
+        raise InputError(f"{given}: {told}")
+
+
+def _option_of(column: str) -> str:
+    return "--lora" if column == "lora_rank" else f"--{column.replace('_', '-')}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,10 +157,7 @@ def _gpu_given(name: str | None) -> tuple[Gpu, str | None]:
     if name is not None and name.endswith(".toml"):
         written = read_gpu(Path(name))
         return written.gpu, written.rates
-    try:
-        return gpu(name or DEFAULT_GPU), None
-    except UnknownNameError as error:
-        raise InputError(f"{error}; --gpu FILE.toml takes any other, and --gpu-template prints such a file") from error
+    return named_gpu(name or DEFAULT_GPU), None
 
 
 def _changed(there: Gpu, arguments: argparse.Namespace) -> Gpu:

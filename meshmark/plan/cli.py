@@ -7,10 +7,20 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from meshmark.errors import InputError, UnknownNameError
-from meshmark.plan.arguments import DEFAULT_GPU, GPU_HELP, Given, add_setting, framework_given, given_by
+from meshmark.plan.arguments import (
+    DEFAULT_GPU,
+    GPU_HELP,
+    Given,
+    add_other_names,
+    add_setting,
+    framework_given,
+    given_by,
+    refuse_other_name,
+)
 from meshmark.plan.frameworks import Asked, Framework, default_framework
 from meshmark.plan.gpu_file import gpu_template
 from meshmark.plan.layout_columns import METHODS, modules_of
@@ -25,12 +35,13 @@ from meshmark.plan.search import (
     stage_times,
 )
 from meshmark.plan.search_text import print_paragraph, print_search, search_json
+from meshmark.plan.stacks import stack_of
 from meshmark.spec.hardware import GIB, Gpu
 from meshmark.spec.layout import AXES, Layout, Offload, Recompute, RecomputeModule, Schedule, glossary
 from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.model_text import is_description
 from meshmark.theory.grid import SEARCHED_SCHEDULES, SearchSpace, module_code
-from meshmark.theory.recipe import adapted
+from meshmark.theory.recipe import NARROW, adapted
 
 _USUAL_TOKENS = 8192
 """Longest sequence that models are usually trained on before they are extended."""
@@ -64,8 +75,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-model", action="store_true", help="the largest model that fits, instead, of --model's family"
     )
-    schedules = f"to search, of {', '.join(Schedule)}"
-    parser.add_argument("--schedules", default=",".join(SEARCHED_SCHEDULES), help=schedules)
+    schedules = f"to search, of {', '.join(Schedule)}; by default {', '.join(SEARCHED_SCHEDULES)}"
+    parser.add_argument("--schedules", metavar="A,B", help=schedules)
     parser.add_argument(
         "--cp", help="context-parallel degrees to search; by default those that leave a rank 4,096 tokens or more"
     )
@@ -91,6 +102,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-template", action="store_true", help="print a file that says what --gpu is, and end")
     parser.add_argument("--timeline", type=Path, metavar="SVG", help="draw the best layout's pipeline schedule")
     add_setting(parser)
+    add_other_names(parser)
     parser.set_defaults(run=run_plan)
 
 
@@ -104,6 +116,7 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
 
 def run_plan(arguments: argparse.Namespace) -> Search | None:
     """Search and print. Returns None if there is nothing to search."""
+    refuse_other_name(arguments)
     model = plan_model(arguments.model or _DEFAULT_MODEL)
     family = Family.GPT if arguments.max_model and not arguments.model else model.family
     given = given_by(arguments, family)
@@ -125,9 +138,8 @@ def run_plan(arguments: argparse.Namespace) -> Search | None:
         print(f"meshmark: {told}", file=sys.stderr)
     if arguments.top < 1:
         raise InputError(f"--top is {arguments.top}, expected at least 1")
-    schedules = [_schedule(name.strip()) for name in arguments.schedules.split(",")]
     start = time.perf_counter()
-    space = dataclasses.replace(_space(arguments, given.machine, model), schedules=schedules)
+    space = _space(arguments, given.machine, model)
     using = adapted(given.using, _count(arguments, "lora") or 0, model, arguments.quantize or "")
     closed = search(model, space, given.machine, using, given.rates)
     found = simulate_first(closed, arguments.top)
@@ -158,9 +170,15 @@ def _space(arguments: argparse.Namespace, machine: Gpu, model: ModelSpec) -> Sea
         offload_layers="offload_layers" in fixed,
         lora=bool(arguments.lora),
         quantized=bool(arguments.quantize),
+        precision=arguments.precision if arguments.precision in NARROW else "",
     )
-    if named and (told := named.beyond(Layout(), asked)):
+    only = {name: _numbers(name, text) for name in _ONLY if (text := getattr(arguments, name)) is not None}
+    contexts, schedules = _contexts(arguments.cp), _schedules(arguments.schedules)
+    if named and (told := _lacking(named, asked, {**only, "cp": contexts or [1]}, schedules or ())):
         raise InputError(f"{told}; name another --framework, or only a --recipe")
+    if schedules is None:
+        interleaves = named is None or named.interleaves
+        schedules = [each for each in SEARCHED_SCHEDULES if interleaves or each is not Schedule.INTERLEAVED]
     axes, recomputes = named.axes if named else AXES, _recomputes(arguments)
     if named and named.is_megatron_core and "offload_layers" in fixed:  # it has them neither in pipelines nor beside
         axes = tuple(axis for axis in axes if axis != "pp")
@@ -171,14 +189,29 @@ def _space(arguments: argparse.Namespace, machine: Gpu, model: ModelSpec) -> Sea
         num_gpus=arguments.gpus,
         global_batch=arguments.global_batch,
         offload=Offload(arguments.offload),
-        contexts=_contexts(arguments.cp),
+        schedules=schedules,
+        contexts=contexts,
         experts=_experts(arguments.ep, named),
         axes=axes,
         zero_stages=named.zero_stages if named else None,
         recomputes=recomputes,
         fixed=fixed,
-        only={name: _numbers(name, text) for name in _ONLY if (text := getattr(arguments, name)) is not None},
+        only=only,
     )
+
+
+def _lacking(
+    named: Framework, asked: Asked, degrees: Mapping[str, Sequence[int]], schedules: Sequence[Schedule]
+) -> str | None:
+    """Return what a framework has not got of what the command line asks for, in words, or None."""
+    parts: dict[str, int | Schedule] = {axis: 2 for axis in AXES if max(degrees.get(axis, (1,))) > 1}
+    if Schedule.INTERLEAVED in schedules or max(degrees.get("virtual_stages", (1,))) > 1:
+        parts |= {"pp": 2, "virtual_stages": 2, "schedule": Schedule.INTERLEAVED}
+    for stage in degrees.get("zero_stage", named.zero_stages[:1]):
+        layout = Layout(**{"dp": 2, **parts}, zero_stage=stage)  # type: ignore[arg-type]
+        if told := named.beyond(layout, asked):
+            return told
+    return None
 
 
 def _experts(text: str | None, named: Framework | None) -> list[int] | None:
@@ -258,10 +291,12 @@ def _contexts(text: str | None) -> list[int] | None:
     return None if text is None else _numbers("cp", text)
 
 
-def _schedule(name: str) -> Schedule:
-    if name not in tuple(Schedule):
-        raise UnknownNameError("schedule", name, Schedule)
-    return Schedule(name)
+def _schedules(text: str | None) -> list[Schedule] | None:
+    names = [] if text is None else [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in tuple(Schedule):
+            raise UnknownNameError("schedule", name, Schedule)
+    return None if text is None else [Schedule(name) for name in names]
 
 
 def _print_max_model(arguments: argparse.Namespace, given: Given, model: ModelSpec) -> None:
@@ -279,7 +314,7 @@ def _print_max_model(arguments: argparse.Namespace, given: Given, model: ModelSp
             "model": dataclasses.asdict(model),
             "layout": named,
             "memory_bytes": float(held[least]),
-            "rates": provenance(machine, given.rates),
+            "rates": provenance(machine, given.rates, stack_of(given.using.name)),
         }
         print(json.dumps(answer, indent=1))
         return
@@ -288,7 +323,7 @@ def _print_max_model(arguments: argparse.Namespace, given: Given, model: ModelSp
     held_gib = f"{held[least] / GIB:.1f} GiB a gpu"
     told = f"the largest {kind} on {arguments.gpus} {machine.name}: {size} ({shape}), as {named}, {held_gib}"
     print_paragraph(told)
-    print_paragraph(provenance(machine, given.rates))
+    print_paragraph(provenance(machine, given.rates, stack_of(given.using.name)))
 
 
 def _draw_timeline(found: Search, path: Path) -> None:

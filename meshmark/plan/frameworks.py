@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshmark.errors import InputError, UnknownNameError
 from meshmark.plan.stacks import is_modern
@@ -27,6 +27,11 @@ class Asked:
     lora: bool = False
     quantized: bool = False
     """Frozen weights in 4 bits, beside LoRA's adapters."""
+    precision: str = ""
+    """Products narrower than 16 bits, one of `NARROW`, or an empty string."""
+
+
+_ALL_NARROW = tuple(NARROW)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +52,16 @@ class Framework:
     is_megatron_core: bool = False
     """Whether it has Megatron-Core's recomputation of modules, offloaded activations, and Megatron-Bridge's LoRA."""
     wraps_modules: bool = False
-    """Whether it trains any module as it is, such as PEFT's with LoRA, also beside bitsandbytes' quantized weights."""
+    """Whether it trains any module as it is, such as PEFT's with LoRA, also beside bitsandbytes' quantized weights, and
+    Transformer Engine's or torchao's with narrow products."""
     names_saved: bool = False
     """Whether it keeps tensors by name, which leaves modules to be repeated (MaxText's and Pax's policies)."""
     tpu: bool = False
     """Whether it trains on TPUs."""
+    narrow: tuple[str, ...] = ()
+    """Precisions narrower than 16 bits in which it trains."""
+    interleaves: bool = True
+    """Whether its pipelines have several chunks of layers a stage."""
     adapter: str | None = None
     """Meshmark's adapter for it. None if there is none, so that nothing can be run."""
 
@@ -80,8 +90,12 @@ class Framework:
         # Of one data-parallel rank nothing is shared out, whatever the stage.
         if layout.zero_stage not in self.zero_stages and layout.dp * layout.cp > 1:
             missing.append(f"ZeRO stage {layout.zero_stage}")
+        if layout.virtual_stages > 1 and not self.interleaves:
+            missing.append("virtual_stages above 1")
         if asked.experts > 1 and not self.experts:
             missing.append("ep above 1")
+        if asked.precision and asked.precision not in self.narrow:
+            missing.append(f"products in {asked.precision}")
         if asked.recompute_layers and not self.counts_recomputed:
             missing.append("recompute_num_layers")
         if asked.recompute_modules and not (self.is_megatron_core or self.names_saved):
@@ -107,7 +121,8 @@ class Framework:
 FRAMEWORKS: dict[str, Framework] = {
     framework.name: framework
     for framework in (
-        Framework(name="nanotron", recipe="nanotron", axes=("dp", "tp", "pp"), zero_stages=(0, 1)),
+        # FP8 and interleaved 1F1B are on its roadmap (README.md of github:huggingface/nanotron).
+        Framework(name="nanotron", recipe="nanotron", axes=("dp", "tp", "pp"), zero_stages=(0, 1), interleaves=False),
         Framework(
             name="megatron",
             recipe="megatron-core",
@@ -116,6 +131,7 @@ FRAMEWORKS: dict[str, Framework] = {
             zero_stages=(0, 1),
             counts_recomputed=True,
             is_megatron_core=True,
+            narrow=_ALL_NARROW,
             adapter="megatron",
         ),
         *(
@@ -126,6 +142,7 @@ FRAMEWORKS: dict[str, Framework] = {
                 zero_stages=(0, 1),
                 counts_recomputed=True,
                 is_megatron_core=True,
+                narrow=_ALL_NARROW,
                 adapter="megatron",
             )
             for name in ("megatron-core", "nemo")
@@ -137,6 +154,7 @@ FRAMEWORKS: dict[str, Framework] = {
             zero_stages=(3,),
             counts_recomputed=True,
             is_megatron_core=True,
+            narrow=_ALL_NARROW,
         ),
         Framework(
             name="megatron-2021",
@@ -146,7 +164,14 @@ FRAMEWORKS: dict[str, Framework] = {
             experts=False,
             counts_recomputed=True,
         ),
-        Framework(name="megatron-deepspeed", recipe="megatron-deepspeed", axes=("dp", "tp", "pp"), zero_stages=(0, 1)),
+        # DeepSpeed's pipelines run 1F1B alone (`TrainSchedule`).
+        Framework(
+            name="megatron-deepspeed",
+            recipe="megatron-deepspeed",
+            axes=("dp", "tp", "pp"),
+            zero_stages=(0, 1),
+            interleaves=False,
+        ),
         Framework(
             name="deepspeed",
             recipe="deepspeed-bf16",
@@ -154,14 +179,37 @@ FRAMEWORKS: dict[str, Framework] = {
             axes=("dp",),
             zero_stages=(0, 1, 2, 3),
             wraps_modules=True,
+            narrow=_ALL_NARROW,
             adapter="deepspeed",
         ),
-        Framework(name="colossalai", recipe="deepspeed-bf16", axes=("dp", "tp", "pp"), zero_stages=(0, 1, 2, 3)),
-        Framework(name="internevo", recipe="internevo", axes=("dp", "tp", "pp"), zero_stages=(0, 1)),
+        # `use_fp8` of its plugins.
         Framework(
-            name="maxtext", recipe="xla", axes=("dp", "tp", "pp", "cp"), zero_stages=(0, 3), names_saved=True, tpu=True
+            name="colossalai",
+            recipe="deepspeed-bf16",
+            axes=("dp", "tp", "pp"),
+            zero_stages=(0, 1, 2, 3),
+            narrow=("fp8",),
         ),
-        Framework(name="pax", recipe="xla", axes=("dp", "tp", "pp"), zero_stages=(0, 3), names_saved=True, tpu=True),
+        Framework(name="internevo", recipe="internevo", axes=("dp", "tp", "pp"), zero_stages=(0, 1)),
+        # `quantization=fp8` and `te_mxfp8` of its base.yml.
+        Framework(
+            name="maxtext",
+            recipe="xla",
+            axes=("dp", "tp", "pp", "cp"),
+            zero_stages=(0, 3),
+            names_saved=True,
+            narrow=("fp8", "mxfp8"),
+            tpu=True,
+        ),
+        Framework(
+            name="pax",
+            recipe="xla",
+            axes=("dp", "tp", "pp"),
+            zero_stages=(0, 3),
+            names_saved=True,
+            narrow=("fp8",),
+            tpu=True,
+        ),
         *(
             Framework(
                 name=name,
@@ -170,13 +218,22 @@ FRAMEWORKS: dict[str, Framework] = {
                 zero_stages=(stage,),
                 experts=False,
                 wraps_modules=True,
+                narrow=_ALL_NARROW,
                 adapter=None if name == "fsdp1" else name,
             )
             for name, using, stage in (("ddp", "ddp", 0), ("fsdp2", "fsdp2-foreach", 3), ("fsdp1", "fsdp1-bf16", 3))
         ),
         Framework(name="llama3", recipe="llama3", axes=("dp", "tp", "pp", "cp"), zero_stages=(2,)),
-        Framework(name="torchtitan", recipe="fsdp2", axes=("dp", "tp", "pp", "cp"), zero_stages=(0, 3)),
-        Framework(name="composer", recipe="fsdp-fused-loss", axes=("dp",), zero_stages=(3,)),
+        # torchtitan/components/quantization has float8, MXFP8 and NVFP4.
+        Framework(
+            name="torchtitan",
+            recipe="fsdp2",
+            axes=("dp", "tp", "pp", "cp"),
+            zero_stages=(0, 3),
+            narrow=_ALL_NARROW,
+        ),
+        # Its `amp_fp8`.
+        Framework(name="composer", recipe="fsdp-fused-loss", axes=("dp",), zero_stages=(3,), narrow=("fp8",)),
     )
 }
 
@@ -201,8 +258,9 @@ def recipe_of(name: str, there: Gpu | None = None, family: Family = Family.GPT) 
 def narrowed_on(there: Gpu, using: TrainingRecipe, precision: str) -> TrainingRecipe:
     """Return the recipe with products in `precision`, one of `NARROW`, on a GPU.
 
-    Raises `InputError` if the GPU has no such products. Scales by block (MX) came with fp4: a GPU of 8 bits without it,
-    such as H100, has fp8 alone.
+    Weights that are sharded for products in 4 bits are gathered as in 16: `bf16_with_nvfp4_mixed` of Megatron-Bridge
+    turns `fp8_param_gather` off. Raises `InputError` if the GPU has no such products. Scales by block (MX) came with
+    fp4: a GPU of 8 bits without it, such as H100, has fp8 alone.
     """
     there.peak(NARROW[precision].arithmetic)
     if precision == "mxfp8" and "fp4" not in there.peak_flops:
@@ -210,4 +268,7 @@ def narrowed_on(there: Gpu, using: TrainingRecipe, precision: str) -> TrainingRe
             f"{there.name} computes in {', '.join(there.peak_flops)}, not in mxfp8, whose block scales came with fp4: "
             "name --precision fp8, or a GPU that has it, such as b200"
         )
-    return narrowed(using, precision)
+    if precision == "nvfp4" and there.is_amd:
+        raise InputError(f"{there.name} has no products in nvfp4, which is NVIDIA's: name fp8 or mxfp8")
+    found = narrowed(using, precision)
+    return replace(found, wire=using.wire) if precision == "nvfp4" else found

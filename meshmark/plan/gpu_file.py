@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshmark.errors import InputError, refuse_device
+from meshmark.errors import InputError, UnknownNameError, refuse_device
 from meshmark.plan.rates import Rates
-from meshmark.spec.hardware import GIB, GIGA, TERA, Gpu, Host
+from meshmark.spec.hardware import GIB, GIGA, TERA, Gpu, Host, gpu
 
 _UNITS: dict[str, tuple[str, float]] = {
     "memory_gib": ("memory_bytes", GIB),
@@ -39,6 +39,7 @@ _SHARES = {
     "fp8_share": "the same, of the fp8 peak",
     "attention_share": "of the 16-bit peak, what attention of 8,192 tokens reaches, forward and backward",
     "memory_share": "of memory's bandwidth, what norms reach, forward and backward",
+    "fp4_gain": "how many times as fast as in 16 bits products in 4 bits are",
 }
 _SHIPPED = ("h100", "a100", "cpu")
 
@@ -50,6 +51,16 @@ class WrittenGpu:
     gpu: Gpu
     rates: str | None
     """The GPU whose measured shares of its datasheet this one is assumed to reach. None if the file names none."""
+
+
+def named_gpu(name: str) -> Gpu:
+    """Return the GPU called `name`. Raises `InputError` with near names, and with how to plan for any other."""
+    try:
+        return gpu(name)
+    except UnknownNameError as error:
+        raise InputError(
+            f"{error}; --gpu FILE.toml takes any other, and `meshmark plan --gpu-template` prints such a file"
+        ) from error
 
 
 def gpu_template(there: Gpu, using: Rates) -> str:

@@ -117,6 +117,9 @@ def expect_known(columns: Sequence[str]) -> None:
 _NARROW = re.compile(r"(mx|nv)?(fp|float|int)_?[468]", re.IGNORECASE)
 """Pattern of 8-bit and narrower precisions, in any spelling."""
 _SPELLED = {"float8": "fp8", "amp_fp8": "fp8", "fp8": "fp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
+_SINGLE = ("fp32", "float32", "32", "tf32")
+_WIDE = re.compile(r"(amp_)?(bf16|fp16|bfloat16|float16|bf|half|16)([-_ ].*)?", re.IGNORECASE)
+"""Pattern of 16-bit precisions, such as `amp_bf16` and `bf16-mixed`. A remark may follow the name."""
 
 
 def narrow_of(row: Row, position: int) -> str:
@@ -132,10 +135,14 @@ def narrow_of(row: Row, position: int) -> str:
                 "products of 8 bits and fewer are planned; leave the row out, or say one that is"
             )
         return _SPELLED[said.lower()]
-    if said.lower() in ("fp32", "float32", "32", "tf32") and cell(row, "recipe") not in ("fp32", "eager"):
+    if said.lower() in _SINGLE and cell(row, "recipe") not in ("fp32", "eager"):
         raise InputError(
             f"row {position + 2}: precision is {said[:40]!r}, but products are planned in 16 bits; a column recipe "
             "says fp32, or leave precision empty"
+        )
+    if said and said.lower() not in _SINGLE and not _WIDE.fullmatch(said):
+        raise InputError(
+            f"row {position + 2}: precision is {said[:40]!r}, expected bf16, {', '.join(NARROW)}, or an empty cell"
         )
     return ""
 

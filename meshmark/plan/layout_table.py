@@ -12,6 +12,7 @@ import numpy as np
 
 from meshmark.errors import InputError
 from meshmark.plan.frameworks import Asked, Framework, framework, recipe_of
+from meshmark.plan.gpu_file import named_gpu
 from meshmark.plan.layout_columns import (
     DEGREES,
     DIMENSIONS,
@@ -26,7 +27,7 @@ from meshmark.plan.layout_columns import (
 )
 from meshmark.plan.model_names import known_models, size_note
 from meshmark.plan.rows import Row
-from meshmark.spec.hardware import MOST_GPUS, Gpu, gpu
+from meshmark.spec.hardware import MOST_GPUS, Gpu
 from meshmark.spec.layout import AXES, Layout
 from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.planned_model import PlannedModel
@@ -56,8 +57,11 @@ class LayoutRows:
     grid: Grid
 
 
-def batches(table: Sequence[Row], machine: Gpu | None = None, of_all: Framework | None = None) -> Iterator[LayoutRows]:
-    """Group the table's rows by model, GPU and recipe. `machine` and `of_all` override the GPU and framework of rows.
+def batches(
+    table: Sequence[Row], machine: Gpu | None = None, of_all: Framework | None = None, narrow: str = ""
+) -> Iterator[LayoutRows]:
+    """Group the table's rows by model, GPU and recipe. `machine` and `of_all` override the GPU and framework of rows,
+    and `narrow` is the precision of rows that say none.
 
     Raises `InputError` for an unknown column, and, with the row and the column, for anything missing or impossible,
     such as a layout that its framework has not got.
@@ -69,13 +73,14 @@ def batches(table: Sequence[Row], machine: Gpu | None = None, of_all: Framework 
         spec = model(row, i)
         rank = integer(row, "lora_rank", i, usual=0, least=0)
         using, quantized = _recipe_of(row, i, machine, spec.family), cell(row, "quantize")
-        key = (spec, cell(row, "gpu"), using, narrow_of(row, i), rank, quantized)
+        products = narrow_of(row, i) if cell(row, "precision") else narrow
+        key = (spec, cell(row, "gpu"), using, products, rank, quantized)
         laid = layout(row, i)
         of = of_all or _framework_of(row)
-        if of and (told := of.beyond(laid, _asked(row, i, rank))):
+        if of and (told := of.beyond(laid, _asked(row, i, rank, products))):
             raise InputError(f"row {i + 2}: {told}; name another framework, or only a recipe")
         groups.setdefault(key, []).append((i, laid))
-    for (spec, gpu_name, using, narrow, rank, quantized), members in groups.items():
+    for (spec, gpu_name, using, products, rank, quantized), members in groups.items():
         rows = [i for i, _ in members]
         grid = _grid(
             [layout for _, layout in members],
@@ -87,7 +92,7 @@ def batches(table: Sequence[Row], machine: Gpu | None = None, of_all: Framework 
             model=spec,
             gpu_name=gpu_name,
             recipe=using,
-            narrow=narrow,
+            narrow=products,
             lora_rank=rank,
             quantized=quantized,
             rows=np.array(rows),
@@ -95,7 +100,7 @@ def batches(table: Sequence[Row], machine: Gpu | None = None, of_all: Framework 
         )
 
 
-def _asked(row: Row, position: int, lora_rank: int) -> Asked:
+def _asked(row: Row, position: int, lora_rank: int, narrow: str) -> Asked:
     """Return what a row asks of its framework besides a layout."""
     return Asked(
         experts=integer(row, "ep", position, usual=1),
@@ -104,6 +109,7 @@ def _asked(row: Row, position: int, lora_rank: int) -> Asked:
         offload_layers=integer(row, "offload_layers", position, usual=0, least=0) > 0,
         lora=lora_rank > 0,
         quantized=bool(cell(row, "quantize")),
+        precision=narrow,
     )
 
 
@@ -137,7 +143,7 @@ def _recipe_of(row: Row, position: int, machine: Gpu | None, family: Family) -> 
     try:
         if not of:
             return recipe(named) if named else None
-        there = machine or (gpu(cell(row, "gpu")) if cell(row, "gpu") else None)
+        there = machine or (named_gpu(cell(row, "gpu")) if cell(row, "gpu") else None)
         using = recipe_of(of, there, family)
         if named and using.name != named:
             raise InputError(f"recipe {named!r} is not framework {of!r}'s, {using.name!r}; leave one empty")

@@ -35,6 +35,19 @@ class DataGroup:
     """Data-parallel ranks from one member to the next. More than one for replicas' ranks with the same shard."""
 
 
+def ring_latency_seconds(grid: Grid, group: DataGroup, rates: Rates, gpus_per_node: int) -> Column:
+    """Return the latency of one all-gather or reduce-scatter over data-parallel ranks.
+
+    A ring of n ranks takes n - 1 steps, of which one for each other node leaves a node. However small its message is,
+    it takes as long.
+    """
+    members = np.clip(gpus_per_node // np.minimum(grid.tp, gpus_per_node) // group.stride, 1, group.ranks)
+    nodes = np.maximum(1.0, group.ranks / members)
+    network = rates.network
+    steps = (group.ranks - nodes) * network.ring_inside_seconds + (nodes - 1.0) * network.ring_across_seconds
+    return np.where(group.ranks > 1, network.ring_start_seconds + steps, 0.0)
+
+
 def data_collective_seconds(
     grid: Grid,
     num_parameters: Column,

@@ -11,6 +11,7 @@ import numpy as np
 
 from meshmark.errors import InputError
 from meshmark.plan.frameworks import Framework, default_framework, narrowed_on
+from meshmark.plan.gpu_file import named_gpu
 from meshmark.plan.layout_table import LayoutRows, batches
 from meshmark.plan.overlap import Overlap
 from meshmark.plan.prediction import Prediction, predict_grid
@@ -19,7 +20,7 @@ from meshmark.plan.rates import Rates
 from meshmark.plan.rows import Row, read_rows
 from meshmark.plan.stacks import rates_for, stack_of
 from meshmark.plan.step_time import PARTS
-from meshmark.spec.hardware import GIB, Gpu, gpu
+from meshmark.spec.hardware import GIB, Gpu
 from meshmark.spec.layout import Offload
 from meshmark.spec.model_spec import Family
 from meshmark.theory.grid import OFFLOADS, Column
@@ -62,10 +63,11 @@ def predict_rows(table: Sequence[Row], setting: Setting = _ROWS_SAY) -> dict[str
 
 def _settings(table: Sequence[Row], setting: Setting) -> Iterator[tuple[LayoutRows, Gpu, TrainingRecipe, Rates]]:
     """Yield each batch of rows with its machine, recipe and rates."""
-    for batch in batches(table, setting.machine, setting.framework):
+    narrow = setting.precision if setting.precision and setting.precision in NARROW else ""
+    for batch in batches(table, setting.machine, setting.framework, narrow):
         if not batch.gpu_name and setting.machine is None:
             raise InputError(f"row {batch.rows[0] + 2}: missing column gpu; or give --gpu")
-        machine = setting.machine or gpu(batch.gpu_name)
+        machine = setting.machine or named_gpu(batch.gpu_name)
         leaves = (batch.grid.offload > 0) | (batch.grid.offload_layers > 0)
         if machine.host is None and len(offloaded := batch.rows[leaves]):
             raise InputError(f"row {offloaded[0] + 2}: what a node of {machine.name} could offload to is not known")
@@ -78,10 +80,9 @@ def _settings(table: Sequence[Row], setting: Setting) -> Iterator[tuple[LayoutRo
             raise InputError(f"row {batch.rows[0] + 2}: {told} is not planned by recipe {using.name!r}")
         stack = stack_of(using.name)
         using = setting.overlap.recipe(using)
-        narrow = batch.narrow or (setting.precision if setting.precision in NARROW else "")
-        if narrow:
+        if batch.narrow:
             try:
-                using = narrowed_on(machine, using, narrow)
+                using = narrowed_on(machine, using, batch.narrow)
             except InputError as error:
                 raise InputError(f"row {batch.rows[0] + 2}: {error}") from error
         try:
@@ -100,7 +101,11 @@ def _settings(table: Sequence[Row], setting: Setting) -> Iterator[tuple[LayoutRo
 
 def rate_origins(table: Sequence[Row], setting: Setting = _ROWS_SAY) -> list[str]:
     """Return the origins of the rates behind a table's predictions, one line each."""
-    return list(dict.fromkeys(provenance(machine, given) for _, machine, _, given in _settings(table, setting)))
+    return list(
+        dict.fromkeys(
+            provenance(machine, given, stack_of(using.name)) for _, machine, using, given in _settings(table, setting)
+        )
+    )
 
 
 def predicted_columns(found: Prediction) -> dict[str, Column]:

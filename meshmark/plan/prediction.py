@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshmark.plan.rates import Rates
+from meshmark.plan.stacks import Stack, stack_of
 from meshmark.plan.step_time import StepTime, step_time
 from meshmark.spec.hardware import Gpu
 from meshmark.spec.layout import Recompute, RecomputeModule
@@ -33,6 +34,11 @@ class Prediction:
     rates: Rates
     memory: Memory
     time: StepTime
+
+    @property
+    def stack(self) -> Stack:
+        """The software stack that the recipe's frameworks run on."""
+        return stack_of(self.recipe.name)
 
     @property
     def peak_flops(self) -> float:

@@ -31,6 +31,16 @@ CONTENTION = 0.189
 H100, MI210 and MI250 (arXiv:2507.03114; at most 0.40). NCCL's 16 to 24 channels occupy 12 to 18 % of an H100."""
 
 
+NCCL = {
+    "network.contention": CONTENTION,
+    "network.ring_start_seconds": 8.4e-6,
+    "network.ring_inside_seconds": 3.4e-6,
+    "network.ring_across_seconds": 14.0e-6,
+}
+"""What NCCL's collectives cost beyond their bytes: contention, and the latencies of its rings (Simple) by which it
+chooses its algorithms (`baseLatencies` and `hwLatencies` of NVLink and of networks, src/graph/tuning.cc since 2.12)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class KernelRates:
     """Rates of matrix products and element-wise kernels."""
@@ -77,6 +87,12 @@ class NetworkRates:
     """
     copy_tensor_seconds: float = 0.0
     """Time to copy one data-parallel rank's part of one tensor where ZeRO-1 gathers them: one kernel launch each."""
+    ring_start_seconds: float = 0.0
+    """Latency of one gather or reduction of shards over data-parallel ranks, beside its steps."""
+    ring_inside_seconds: float = 0.0
+    """Latency of each of its steps from one GPU of a node to another."""
+    ring_across_seconds: float = 0.0
+    """Latency of each of its steps from a node to the next."""
     tree_tensor_seconds: float = 0.0
     """Latency of an all-reduce per doubling of ranks, for each separately reduced bucket or weight matrix."""
 

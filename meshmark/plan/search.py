@@ -17,13 +17,14 @@ from meshmark.plan.rates import Rates
 from meshmark.plan.simulator import simulated_bubble_seconds
 from meshmark.plan.step_time import PARTS, stage_seconds
 from meshmark.spec.hardware import GIB, MOST_GPUS, Gpu
-from meshmark.spec.layout import Offload, Recompute
+from meshmark.spec.layout import Offload, Recompute, Schedule
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.planned_model import PlannedModel
 from meshmark.spec.workload import MOST_ROWS
 from meshmark.theory.grid import (
     MODULES,
     OFFLOADS,
+    SCHEDULES,
     Column,
     Grid,
     SearchSpace,
@@ -39,6 +40,10 @@ OFFLOAD_PLACES = {Offload.CPU: "in host memory", Offload.NVME: "on NVMe"}
 
 class NothingFitsError(InputError):
     """No layout of the model fits. The message says what is missing, and how many GPUs would be enough."""
+
+
+class _NoneDividesError(InputError):
+    """No layout divides the model and its batch evenly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +96,10 @@ def search(model: ModelSpec, space: SearchSpace, gpu: Gpu, recipe: TrainingRecip
     def examine(count: int) -> Prediction:
         return _predict_all(model, dataclasses.replace(space, num_gpus=count), gpu, recipe, rates)
 
-    prediction = examine(space.num_gpus)
+    try:
+        prediction = examine(space.num_gpus)
+    except _NoneDividesError as error:
+        raise InputError(f"{error}; {_larger_batch(model, space, gpu, recipe, rates)}") from error
     fits = np.nonzero(prediction.fits)[0]
     speed = prediction.tokens_per_second_per_gpu
     if not len(fits):
@@ -151,6 +159,12 @@ def _predict_all(model: ModelSpec, space: SearchSpace, gpu: Gpu, recipe: Trainin
         zero_stages=space.zero_stages or _stages_of(recipe),
         ends_count=recipe.cut.ends_count,
     )
+    grid = _with_chunks(_with_stages(grid, space), model, space, ends_count=recipe.cut.ends_count)
+    if not len(grid):
+        raise _NoneDividesError(
+            f"no layout of {model.name!r} on {num_gpus} gpus divides {model.num_heads} heads, "
+            f"{model.num_layers} layers and a global batch of {global_batch} sequences evenly"
+        )
     if isinstance(model, PlannedModel) and model.num_experts:
         grid = _with_experts(grid, model, space.experts)
     elif space.experts and set(space.experts) != {1}:
@@ -161,13 +175,51 @@ def _predict_all(model: ModelSpec, space: SearchSpace, gpu: Gpu, recipe: Trainin
             raise InputError(f"{told} is not planned by recipe {recipe.name!r}")
     if len(grid) and space.only:
         grid = _chosen(grid, space.only)
-    if not len(grid):
-        raise InputError(
-            f"no layout of {model.name!r} on {num_gpus} gpus divides {model.num_heads} heads, "
-            f"{model.num_layers} layers and a global batch of {global_batch} sequences evenly; "
-            "try a power of two of gpus, or another batch"
-        )
     return predict_grid(model, grid, gpu, recipe, rates)
+
+
+def _with_stages(grid: Grid, space: SearchSpace) -> Grid:
+    """Return the layouts, and pipelines of ZeRO 2 or 3 if the user asks for them: torchtitan shards each stage."""
+    parts = [grid]
+    for stage in space.only.get("zero_stage", ()):
+        there = grid.zero_stage[grid.pp > 1]
+        if stage >= 2 and stage in (space.zero_stages or ()) and stage not in there and len(there):
+            rows = np.nonzero((grid.pp > 1) & (grid.dp * grid.cp > 1) & (grid.zero_stage == there.min()))[0]
+            parts.append(dataclasses.replace(grid.take(rows), zero_stage=np.full(len(rows), stage)))
+    return joined(parts)
+
+
+def _with_chunks(grid: Grid, model: ModelSpec, space: SearchSpace, *, ends_count: bool) -> Grid:
+    """Return the layouts, and those with as many chunks a stage as the user asks for although they hold unequally many
+    layers, which frameworks cut as they are told (Megatron-Core's `pipeline_model_parallel_layout`).
+    """
+    if Schedule.INTERLEAVED not in space.schedules:
+        return grid
+    counted = [model.num_layers, *([model.num_layers + 2] if ends_count else [])]
+    plain = grid.schedule == SCHEDULES.index(Schedule.ONE_F_ONE_B)
+    parts = [grid]
+    for chunks in space.only.get("virtual_stages", ()):
+        stages = grid.pp * chunks
+        even = np.any([count % stages == 0 for count in counted], axis=0)
+        fills = (grid.pp > 1) & (grid.num_micro_batches % grid.pp == 0)
+        rows = np.nonzero(plain & fills & ~even & (chunks > 1) & (stages <= max(counted)))[0]
+        code = np.full(len(rows), SCHEDULES.index(Schedule.INTERLEAVED))
+        parts.append(dataclasses.replace(grid.take(rows), virtual_stages=np.full(len(rows), chunks), schedule=code))
+    return joined(parts)
+
+
+def _larger_batch(model: ModelSpec, space: SearchSpace, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> str:
+    """Return a hint: the smallest doubling of the batch for which a layout fits, if there is one."""
+    for doublings in range(1, 13):
+        more = dataclasses.replace(space, global_batch=space.global_batch << doublings)
+        if more.global_batch > 64 * space.num_gpus:
+            break
+        try:
+            if _predict_all(model, more, gpu, recipe, rates).fits.any():
+                return f"so many gpus need more sequences, such as --global-batch {more.global_batch}"
+        except InputError:
+            continue
+    return "try a power of two of gpus, or another batch"
 
 
 def _with_experts(grid: Grid, model: PlannedModel, degrees: Sequence[int] | None) -> Grid:

@@ -6,7 +6,7 @@ import dataclasses
 import textwrap
 
 from meshmark.plan.prediction import MEMORY_ERROR, Prediction
-from meshmark.plan.provenance import provenance
+from meshmark.plan.provenance import provenance, validated_on
 from meshmark.plan.search import OFFLOAD_PLACES, Search, decides, layout_id, reason
 from meshmark.plan.step_time import PARTS
 from meshmark.spec.hardware import GIB
@@ -17,6 +17,8 @@ _LINE = 100
 """Characters of a line, as wide as terminals usually are."""
 _LIKE = 2
 """Number of further layouts of the best shape that are named."""
+MIXTURES_SLOWER = 23
+"""Percent by which the median of the published runs of mixtures took longer than planned."""
 _ID_WIDTH = 27
 """Characters for a layout's id beside its figures."""
 
@@ -28,9 +30,9 @@ def print_search(found: Search, top: int, elapsed: float) -> None:
     print_paragraph(
         f"{model.name} ({size}) on {prediction.grid.num_gpus[0]} {prediction.gpu.name}: {found.num_examined} layouts "
         f"examined in {elapsed:.2f} s, {len(found.ranked)} fit; global batch {prediction.grid.global_batch[0]}, "
-        f"sequences of {model.seq_len:,} tokens, products in {_products(prediction)}"
+        f"sequences of {model.seq_len:,} tokens, products in {_products(prediction)}{_adapters(prediction)}"
     )
-    print_paragraph(provenance(prediction.gpu, prediction.rates))
+    print_paragraph(provenance(prediction.gpu, prediction.rates, prediction.stack))
     heads = f"{'seq':>4} {'tok/s/gpu':>9} {'MFU':>6} {'step s':>8} {'GiB':>6} {'free':>6}  decides"
     print(f"\n{'layout':{_ID_WIDTH}} {heads}")
     for row in found.shapes[:top]:
@@ -75,19 +77,35 @@ def _products(prediction: Prediction) -> str:
     return asked if used == asked else f"{used} ({prediction.gpu.name} has no {asked})"
 
 
+def _adapters(prediction: Prediction) -> str:
+    """Return what LoRA trains, or an empty string without it."""
+    rank, frozen = prediction.recipe.adapter_rank, prediction.recipe.frozen_bytes
+    if not rank:
+        return ""
+    kept = "frozen weights" if frozen is None else f"frozen weights of {frozen:.2g} bytes"
+    return f"; adapters of rank {rank} are trained beside {kept}"
+
+
 def _interval(found: Search, row: int) -> str:
     """Return a sentence with the interval of a step time, or that it is unknown."""
     interval = found.prediction.step_seconds_interval
     if interval is None and found.prediction.model.expert_parameters:
         return (
-            "Error bar: none; half of the published runs of mixtures took 22 % longer or more (reports/validation.md)."
+            f"Error bar: none; half of the published runs of mixtures took {MIXTURES_SLOWER} % longer or more "
+            "(reports/validation.md)."
         )
     if interval is None and found.prediction.recipe.adapter_rank:
         return "Error bar: none; no run that trains adapters alone has been compared."
     if interval is None:
         return f"Error bar: none; no run has been compared with rates {found.prediction.rates.name}."
-    low, high = (float(column[row]) for column in interval)
-    return f"Error bar: nine in ten such runs are expected to take {low:.3f} to {high:.3f} s (reports/validation.md)."
+    p = found.prediction
+    between = "{:.3f} to {:.3f} s".format(*(float(column[row]) for column in interval))
+    if not validated_on(p.gpu, p.rates, p.stack):
+        return (
+            f"Error bar: none of its own, as no run of {p.stack} on {p.gpu.name} has been compared. By runs of its "
+            f"rates elsewhere, nine in ten are expected to take {between} (reports/validation.md)."
+        )
+    return f"Error bar: nine in ten such runs are expected to take {between} (reports/validation.md)."
 
 
 def _breakdown(found: Search, row: int) -> str:
@@ -153,7 +171,7 @@ def search_json(found: Search, top: int, elapsed: float) -> dict[str, object]:
         "layouts": rows,
         "reason": reason(found),
         "just_too_large": near,
-        "rates": provenance(found.prediction.gpu, found.prediction.rates),
+        "rates": provenance(found.prediction.gpu, found.prediction.rates, found.prediction.stack),
     }
 
 

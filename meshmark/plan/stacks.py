@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from enum import StrEnum
 
-from meshmark.plan.rates import CONTENTION, REACHED, Rates, rates
+from meshmark.plan.rates import NCCL, REACHED, Rates, rates
 from meshmark.spec.hardware import Gpu, gpu
 
 
@@ -95,19 +95,25 @@ def rates_for(
 
 
 def contended(given: Rates, stack: Stack, there: Gpu) -> Rates:
-    """Return rates of which computation takes longer beside collectives (`CONTENTION`), where it does.
+    """Return rates of which computation takes longer beside collectives, and collectives longer among many ranks, where
+    they are NCCL's.
 
     Links of TPUs move data beside the cores. What nanotron, Megatron of 2021 and a calibrated CPU lose is in the rates
     that their own runs gave.
     """
     if stack in (Stack.NANOTRON, Stack.MEGATRON_2021) or there.name == "cpu":
         return given
-    return given.moved({"network.contention": 0.0 if there.is_tpu else CONTENTION})
+    return given.moved(dict.fromkeys(NCCL, 0.0) if there.is_tpu else NCCL)
 
 
 def _borrowed(given: Rates) -> Rates:
-    """Return rates with a wider interval, because those of another GPU or stack are less certain."""
+    """Return rates with a wider interval, because those of another GPU or stack are less certain.
+
+    Where no run says how wide it is, that stays unknown.
+    """
     spread = given.spread
+    if spread.slower <= 1.0:
+        return given
     wider = dataclasses.replace(spread, faster=spread.faster / _BORROWED, slower=spread.slower * _BORROWED)
     return dataclasses.replace(given, spread=wider)
 

@@ -11,6 +11,7 @@ from meshmark.plan.network import (
     crosses_nodes,
     data_collective_seconds,
     offload_bandwidth,
+    ring_latency_seconds,
     shown_seconds,
 )
 from meshmark.plan.rates import Rates
@@ -23,6 +24,11 @@ from meshmark.theory.recipe import TrainingRecipe
 _MATRICES_PER_LAYER = 6.0
 _BUCKET_BYTES = 25.0 * 2**20
 """Bytes of gradients that are reduced together: DDP's default, `bucket_cap_mb`."""
+_SHARDED_BUCKET, _SHARDED_BUCKET_A_RANK = 4e7, 1e6
+"""Parameters whose gradients are reduced together under ZeRO-1 and 2, at least, and for each data-parallel rank.
+
+`bucket_size` of Megatron-Core's DistributedDataParallel.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +79,13 @@ def data_seconds(grid: Grid, load: StageLoad, gpu: Gpu, recipe: TrainingRecipe, 
     hops = rates.network.hop_seconds * shards * num_tensors * grid.pp
     hops = np.where(spans & (grid.pp > 1) & recipe.wire.reduces_by_tensor, hops, 0.0)
     plain = shown_seconds(reduced - last + tree, hidden, rates) + last + hops
+    ring, rings = (ring_latency_seconds(grid, group, rates, gpu.gpus_per_node) for group in (within, among))
+    together = np.maximum(_SHARDED_BUCKET, _SHARDED_BUCKET_A_RANK * shards)
+    count = np.where(grid.zero_stage == 3, load.num_layers + 1.0, np.ceil(load.num_parameters / together))
     scatter, gather = seconds(recipe.wire.reduce_bytes, within), seconds(recipe.wire.gather_bytes, within)
     # Replicas then all-reduce the shard that each of their ranks has.
     scatter = scatter + seconds(2.0 * recipe.wire.reduce_bytes, among) / grid.shards
+    scatter = scatter + count * (ring + 2.0 * rings)
     if recipe.wire.reduces_under_zero1:
         sharded = reduced + gather + copies
     elif recipe.wire.shows_gathers:
@@ -83,9 +93,10 @@ def data_seconds(grid: Grid, load: StageLoad, gpu: Gpu, recipe: TrainingRecipe, 
         chain = np.where(nodes > 1.0, rates.network.hop_seconds * nodes * num_tensors, 0.0)
         sharded = shown_seconds(scatter, hidden, rates) + gather + chain
     else:
-        sharded = shown_seconds(scatter, hidden, rates) + shown_seconds(gather, 0.5 * hidden, rates)
+        sharded = shown_seconds(scatter, hidden, rates) + shown_seconds(gather + count * ring, 0.5 * hidden, rates)
     # Weights are gathered for the forward and again for the backward pass of every micro-batch.
-    everything = grid.num_micro_batches * (2.0 * seconds(recipe.wire.gather_bytes, within, load.gathered) + scatter)
+    weights = seconds(recipe.wire.gather_bytes, within, load.gathered) + count * ring
+    everything = grid.num_micro_batches * (2.0 * weights + scatter)
     fully = shown_seconds(everything, rates.network.overlap * load.step_seconds, rates) + scatter / np.maximum(
         load.num_layers, 1
     )

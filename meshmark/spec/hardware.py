@@ -64,11 +64,18 @@ class Gpu:
     """Share of the 16-bit peak that attention of 8,192 tokens reaches, forward and backward. None if unknown."""
     memory_share: float | None = None
     """Share of the memory bandwidth that norms reach, forward and backward. None if unknown."""
+    fp4_gain: float | None = None
+    """How many times as fast as in 16 bits a layer's matrix products are in 4 bits. None if unknown."""
 
     @property
     def is_tpu(self) -> bool:
         """True for Google's TPUs, on which only frameworks over XLA train."""
         return self.name.startswith("tpu")
+
+    @property
+    def is_amd(self) -> bool:
+        """True for AMD's Instinct GPUs, whose formats of 4 bits are not NVIDIA's."""
+        return self.name.startswith("mi")
 
     def __post_init__(self) -> None:
         for field in ("memory_bytes", "memory_bandwidth", "link_bandwidth", "network_bandwidth", "gpus_per_node"):
@@ -82,6 +89,8 @@ class Gpu:
         for field in ("matmul_share", "fp8_share", "attention_share", "memory_share"):
             if (share := getattr(self, field)) is not None and not 0.0 < share <= 1.0:
                 raise InputError(f"gpu {self.name!r}: {field} is {share}, expected a share of the peak")
+        if self.fp4_gain is not None and not 1.0 <= self.fp4_gain <= 16.0:
+            raise InputError(f"gpu {self.name!r}: fp4_gain is {self.fp4_gain}, expected 1 to 16 times as fast")
         for dtype, flops in self.peak_flops.items():
             if not 10**8 < flops < 10**17:
                 raise InputError(
@@ -173,6 +182,12 @@ _MEMORY_SHARES = {
     **dict.fromkeys(("b300", "gb300-nvl72"), 0.693),
 }  # fmt: skip
 
+# Kernels alone, of inputs that are in NVFP4 already. B300: Transformer Engine's benchmark of the 12 products of a layer
+# 4,096 wide on 15,872 tokens took 13.102 ms in bf16 and 3.764 in NVFP4 (github:NVIDIA/TransformerEngine 8f2e635
+# docs/examples/gemm_profiling/gemm_profiling.rst). B200: torchao's of 8,192 x 8,192 x 8,192 reached 1.42 and 5.37
+# PFLOP/s (github:pytorch/ao/pull/2427).
+_FP4_GAINS = {**dict.fromkeys(("b300", "gb300-nvl72"), 3.48), **dict.fromkeys(("b200", "gb200-nvl72"), 3.78)}
+
 GPUS: dict[str, Gpu] = {
     gpu.name: replace(
         gpu,
@@ -180,6 +195,7 @@ GPUS: dict[str, Gpu] = {
         fp8_share=_FP8_SHARES.get(gpu.name),
         attention_share=_ATTENTION_SHARES.get(gpu.name),
         memory_share=_MEMORY_SHARES.get(gpu.name),
+        fp4_gain=_FP4_GAINS.get(gpu.name),
     )
     for gpu in (
         _gpu("h100", _HOPPER, 79.1, 3352, 450, 50, 8, "NVIDIA H100 SXM5 datasheet; 8 x 400 Gb/s per node",

@@ -289,6 +289,8 @@ class _Fields(TypedDict, total=False):
 
 
 _COUNT = re.compile(r"(dp|tp|pp|cp|zero|mb|v)([0-9]{1,9})")
+_OTHER_NAMES = {"ga": "mb", "gas": "mb", "vp": "v", "vpp": "v"}
+"""Names that frameworks have for counts, and the name of their part here."""
 _COUNTED = {"zero": "zero_stage", "mb": "num_micro_batches", "v": "virtual_stages"}
 
 
@@ -303,7 +305,7 @@ def parse_layout(text: str) -> Layout:
         where = f"layout {text!r}: {part!r} at character {position}"
         found = _fields_of(part)
         if found is None:
-            raise LayoutError(f"{where} is no part of one; parts are {', '.join(GLOSSARY)}")
+            raise LayoutError(f"{where} is no part of one{_hint(part)}; parts are {', '.join(GLOSSARY)}")
         if expected := _range_error(part):
             raise LayoutError(f"{where}: expected {expected}")
         if twice := fields.keys() & found.keys():
@@ -314,6 +316,14 @@ def parse_layout(text: str) -> Layout:
         return Layout(**fields)
     except LayoutError as error:  # its parts contradict one another
         raise LayoutError(f"{text!r}: {error}") from error
+
+
+def _hint(part: str) -> str:
+    """Return what a part by a framework's name is called here, or an empty string."""
+    match = re.fullmatch(r"([a-z]+)([0-9]{1,9})", part)
+    if match and match[1] in ("mbs", "gbs"):
+        return ", which has no sizes of batches: mbN are N micro-batches"
+    return f" (did you mean '{_OTHER_NAMES[match[1]]}{match[2]}'?)" if match and match[1] in _OTHER_NAMES else ""
 
 
 def _fields_of(part: str) -> _Fields | None:

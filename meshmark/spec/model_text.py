@@ -48,7 +48,7 @@ def described_model(text: str, *, planned: bool = False) -> ModelSpec:
     if "=" in first:
         return _model(text, _options(text, text, 1))
     given = _options(text, rest, len(first) + 2) if comma else {}
-    if kind := planned_type(Path(first), planned=planned):
+    if kind := planned_type(Path(first), planned=planned, seq_len=given.get("seq_len")):
         if not planned:
             raise InputError(f"--model {first!r}: {kind} is planned, by `plan` and `predict`, and not trained here")
         return planned_model(Path(first), given)

@@ -40,8 +40,15 @@ PLANNED_TYPES: dict[str, dict[str, str]] = {
 }
 """The key of each required field, by `model_type`."""
 _OF_ANY_WIDTH = ("llama", "mistral", "qwen2", "qwen3")
-"""Types that are trained here with heads of `hidden_size / num_attention_heads` alone, and planned with any."""
+"""Types that are trained here with heads of `hidden_size / num_attention_heads` and without windows alone, and planned
+with any.
+"""
+_QWEN = {"sliding_window": 4096, "max_position_embeddings": 32_768, "num_key_value_heads": 32, "max_window_layers": 28}
 _DEFAULTS: dict[str, dict[str, int]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"sliding_window": 4096, "max_position_embeddings": 131_072, "num_key_value_heads": 8},
+    "qwen2": _QWEN,
+    "qwen3": _QWEN,
     "gemma2": {"sliding_window": 4096},
     "gemma3_text": {
         "num_attention_heads": 8,
@@ -75,18 +82,29 @@ _UNPLANNED = {"num_nextn_predict_layers": "layers that predict further tokens", 
 _UNPLANNED |= {"attn_logit_softcapping": "the cap of scores", "final_logit_softcapping": "the cap of logits"}
 
 
-def planned_type(path: Path, *, planned: bool = True) -> str:
+def planned_type(path: Path, *, planned: bool = True, seq_len: object = None) -> str:
     """Return the `model_type` of a file if such a model is only planned, or an empty string.
 
-    A type that is trained here is one of them if its heads have a width of their own, and if it is to be `planned`.
+    A type that is trained here is one of them if its heads have a width of their own, or if its windows are narrower
+    than `seq_len` (by default the file's longest sequence), and if it is to be `planned`.
     """
     try:
         kind, said, _ = _read(path)
         width = said["hidden_size"] / said["num_attention_heads"] if kind in _OF_ANY_WIDTH else None  # type: ignore[operator]
+        said = {**_DEFAULTS.get(kind, {}), **said}
+        longest = seq_len or said.get("max_position_embeddings")
+        windowed = width is not None and (_window(kind, said) or LARGEST) < longest  # type: ignore[operator]
     except (OSError, ValueError, RecursionError, KeyError, TypeError, ZeroDivisionError):
         return ""  # the reader of other files says what is wrong
-    own = planned and width is not None and said.get("head_dim") not in (None, width)
+    own = planned and width is not None and (windowed or said.get("head_dim") not in (None, width))
     return kind if kind in PLANNED_TYPES or own else ""
+
+
+def _window(kind: str, said: Mapping[str, object]) -> int | None:
+    """Return the tokens of a file's windows. Those of Qwen are off unless `use_sliding_window` turns them on."""
+    usual = kind in ("mixtral", "mistral", *_EVERY)
+    window = said.get("sliding_window") if said.get("use_sliding_window", usual) else None
+    return window if isinstance(window, int) and window else None
 
 
 def _read(path: Path) -> tuple[str, dict[str, object], bool]:
@@ -126,9 +144,7 @@ def planned_model(path: Path, given: Mapping[str, object]) -> PlannedModel:
         fields["shared_ffn"] = fields["expert_ffn"] * size("n_shared_experts", 0, least=0)
     else:
         fields["head_width"] = size("head_dim", 0, least=0)
-        usual = kind in ("mixtral", "mistral", *_EVERY)
-        window = said.get("sliding_window") if said.get("use_sliding_window", usual) else None
-        if isinstance(window, int) and window:
+        if window := _window(kind, said):
             fields |= {"window": window, "windowed_layers": _windowed(said, fields["num_layers"], _EVERY.get(kind))}
     if kind in _EVERY:
         fields["norms"] = 4
@@ -158,8 +174,10 @@ def planned_model(path: Path, given: Mapping[str, object]) -> PlannedModel:
 
 
 def _windowed(said: Mapping[str, object], num_layers: int, every: int | None) -> int:
-    """Return how many layers have windows: all, or all but every `every`th."""
+    """Return how many layers have windows: all, all but every `every`th, or, of Qwen, all but the first."""
     if isinstance(types := said.get("layer_types"), list) and len(types) == num_layers:
         return types.count("sliding_attention")
+    if isinstance(first := said.get("max_window_layers"), int):
+        return max(num_layers - first, 0)
     pattern = said.get("sliding_window_pattern", every)
     return num_layers - num_layers // pattern if isinstance(pattern, int) and pattern else num_layers
