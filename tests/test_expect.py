@@ -82,7 +82,7 @@ def test_a_crash_inside_a_meter_is_placed_in_the_code_that_was_metered() -> None
     outcome = Outcome(status=Status.RAISED, rank=1, message="ValueError: no", traceback=stack)
     text = failure(lambda: expect(dataclasses.replace(make_good(), outcome=outcome), "memory"))
     assert re.search(r"where +/site/engine.py:3 in step", text)
-    adapter = dataclasses.replace(outcome, traceback=stack.replace("measure/traffic", "adapters/ddp"))
+    adapter = dataclasses.replace(outcome, traceback=stack.replace("measure/meters", "adapters/ddp"))
     text = failure(lambda: expect(dataclasses.replace(make_good(), outcome=adapter), "memory"))
     assert re.search(r"where +/site/meshmark/adapters/ddp.py:3 in observe", text)
 
