@@ -163,6 +163,8 @@ ROSTER: dict[str, str] = {
     "accelerate-deepspeed-auto": "meshmark.adapters.accelerate.deepspeed_file:AccelerateDeepSpeedAuto",
     "accelerate-loop": "meshmark.adapters.accelerate.loop:AccelerateScript",
     "accelerate-loop-recommended": "meshmark.adapters.accelerate.loop:AccelerateScriptRecommended",
+    "accelerate-captured": "meshmark.adapters.accelerate.options:AccelerateCaptured",
+    "accelerate-clips-values": "meshmark.adapters.accelerate.options:AccelerateClipsValues",
     "accelerate-loop-split": "meshmark.adapters.accelerate.loop:AccelerateSplit",
     "accelerate-loop-shuffled": "meshmark.adapters.accelerate.loop:AccelerateShuffled",
     "accelerate-loop-synchronized": "meshmark.adapters.accelerate.loop:AccelerateSynchronized",

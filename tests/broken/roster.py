@@ -416,6 +416,12 @@ class PlainDDP(Adapter):
 
 
 class SyncsOnce(Adapter):
+class ClipsLower(Broken):
+    """The limit of values is one that gradients exceed."""
+
+    limit = 1e-6
+
+
     """Accelerate reduces once a step, whatever `sync_each_batch` says."""
 
     def build(self, case: Case, context: RankContext) -> Engine:
@@ -622,6 +628,8 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("accelerate-loop-epochs", SynchronizesWithEpochs, layout=REDUCED),
     *_on("accelerate-buckets accelerate-static", PlainDDP, suite="communication", layout=REDUCED),
     *_on("accelerate-fsdp1-by-size", g.OverMicroBatches, F.SCALED, layout=TWO),
+    *_on("accelerate-captured", g.OverMicroBatches, F.SCALED, layout=REDUCED),
+    *_on("accelerate-clips-values", ClipsLower, F.CLIPPING, F.UPDATE, layout=REDUCED),
     *_on("accelerate-deepspeed-auto", g.OverMicroBatches, F.SCALED, layout=TWO),
     *_on("accelerate-hsdp", ShardsOverAll, suite="communication", layout=FOUR),
     *_on("fabric-tp-fsdp2", g.OverMicroBatches, F.SCALED, layout=CROSSED),
