@@ -88,6 +88,7 @@ ROSTER: dict[str, str] = {
     "deepspeed-configured": "meshmark.adapters.deepspeed.configured:DeepSpeedConfigured",
     "deepspeed-range-test": "meshmark.adapters.deepspeed.configured:DeepSpeedRangeTest",
     "deepspeed-one-cycle": "meshmark.adapters.deepspeed.configured:DeepSpeedOneCycle",
+    "deepspeed-muon": "meshmark.adapters.deepspeed.muon:DeepSpeedMuon",
     "deepspeed-loader": "meshmark.adapters.deepspeed.loader:DeepSpeedLoader",
     "deepspeed-curriculum": "meshmark.adapters.deepspeed.loader:DeepSpeedCurriculum",
     "deepspeed-offload": "meshmark.adapters.deepspeed.variants:DeepSpeedOffload",

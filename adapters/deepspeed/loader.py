@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -36,6 +37,7 @@ from meshmark.theory.flow import Flow, Purpose, TrafficException
 _SEED = 17
 _STEPS = 2_048
 """Optimizer steps that a curriculum has rows for."""
+_CLUSTERS = "clusters"
 _BEYOND = 8
 """Tokens behind each row that the curriculum cuts off."""
 
@@ -91,6 +93,7 @@ class DeepSpeedLoop(Loop):
         )
         steps, loader = 0, self.loader()
         if checkpoint:
+            self.bring_files(checkpoint)
             path, state = self.engine.load_checkpoint(str(checkpoint), tag=TAG)
             if path is None:
                 raise AdapterError(f"rank {self.context.rank}: DeepSpeed found no checkpoint in {checkpoint}")
@@ -112,6 +115,7 @@ class DeepSpeedLoop(Loop):
             self.step_done(self.engine.get_global_grad_norm())
             if self._folder:
                 self.engine.save_checkpoint(str(self._folder), tag=TAG, client_state={"steps": steps})
+                self.keep_files(self._folder)
                 self._folder = None
                 self.saved()
 
@@ -129,6 +133,12 @@ class DeepSpeedLoop(Loop):
 
     def save_to(self, folder: Path) -> None:
         self._folder = folder
+
+    def keep_files(self, folder: Path) -> None:
+        """Put beside a checkpoint what is not in it, as a variant may."""
+
+    def bring_files(self, folder: Path) -> None:
+        """Put back what `keep_files` has kept."""
 
 
 class LongRows(PlacedRows):
@@ -173,6 +183,15 @@ class CurriculumLoop(DeepSpeedLoop):
     def behind(self, batches: Iterator[Batch], count: int) -> Iterator[Batch]:
         """The sampler goes on by itself."""
         return batches
+
+    def keep_files(self, folder: Path) -> None:
+        """The sampler's state names files of the order of rows, which are the user's to keep."""
+        if self.context.rank == 0:
+            shutil.copytree(self.context.scratch / _CLUSTERS, folder / _CLUSTERS)
+
+    def bring_files(self, folder: Path) -> None:
+        if self.context.rank == 0:
+            shutil.copytree(folder / _CLUSTERS, self.context.scratch / _CLUSTERS, dirs_exist_ok=True)
 
 
 def _cut(batch: Batch, state: dict[str, Any]) -> Batch:
@@ -243,7 +262,7 @@ class DeepSpeedCurriculum(DeepSpeedLoader):
             "max_difficulty": case.workload.model.seq_len + _BEYOND,
             "schedule_type": "custom",
         }
-        folder = str(context.scratch / "clusters")
+        folder = str(context.scratch / _CLUSTERS)
         learning = {"enabled": True, "data_cluster_path": folder, "curriculum_metrics": {"length": length}}
         sampling = {"enabled": True, "num_epochs": 1, "curriculum_learning": learning}
         efficiency = {"enabled": True, "seed": _SEED, "data_sampling": sampling}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import SequentialSampler
 
 from meshmark.adapter.contract import Adapter
@@ -15,11 +17,20 @@ from meshmark.judge.faults import Fault
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision
+from meshmark.spec.workload import workload
+from tests.broken.engine import Broken
 from tests.broken.mutant import MIXTURE, Mutant, on
 
 F = Fault
 SHARED = Layout(cp=2, zero_stage=3, num_micro_batches=4)
 PARTED = Layout(dp=2, zero_stage=2, num_micro_batches=4)
+SHARDED = Layout(dp=2, zero_stage=3, num_micro_batches=4)
+MUON = replace(
+    workload("gpt-mini-muon"),
+    name="llama-mini-muon-unclipped",
+    model=workload("llama-mini").model,
+    optimizer=replace(workload("gpt-mini-muon").optimizer, clip_norm=None),
+)
 FOUR = Layout(dp=4, zero_stage=2, num_micro_batches=2)
 
 
@@ -61,6 +72,15 @@ class ShorterSequences(Adapter):
         return DeepSpeedLoopEngine(case, context, Shorter(case, context, self.config(case, context)))  # type: ignore[attr-defined]
 
 
+class MomentumStartsAnew(Broken):
+    """The buffer of momentum is emptied before every update."""
+
+    def update(self) -> Tensor | None:
+        for momentum in self.zero.muon_momentum_buffer_partitioned_groups_flat.values():  # type: ignore[attr-defined]
+            momentum.zero_()
+        return super().update()  # type: ignore[safe-super]
+
+
 DEEPSPEED_OPTION_MUTANTS: list[Mutant] = [
     *on(
         "deepspeed-ulysses-narrow",
@@ -69,6 +89,7 @@ DEEPSPEED_OPTION_MUTANTS: list[Mutant] = [
         layout=SHARED,
         precision=Precision.BF16_REDUCE_BF16,
     ),
+    *on("deepspeed-muon", MomentumStartsAnew, F.UPDATE, layout=SHARDED, workload=MUON),
     *on("deepspeed-loader", EveryRankReadsAll, layout=PARTED),
     *on("deepspeed-curriculum", ShorterSequences, layout=PARTED),
     *on("deepspeed-experts-data-first", ExpertsOfNeighbours, F.START, layout=FOUR, workload=MIXTURE),
