@@ -154,6 +154,11 @@ class FSDP1(Adapter):
         return initial_model(case, context.device)
 
     @classmethod
+    def unit_sizes(cls, case: Case) -> dict[str, list[int]]:
+        """Return the sizes of the tensors of every unit, in order; the root's name is empty."""
+        return sizes_by_block(case.workload.model)
+
+    @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
         return sharded_recipe(
             eager_recipe(case, "eager-fsdp1", casts_weights=True), cls.sharding, case.layout.num_micro_batches
@@ -171,7 +176,7 @@ class FSDP1(Adapter):
                 within,
                 lambda norm: replace(norm, ranks=neighbours(norm, replicas, rank)),
             ),
-            *sharding_exceptions(case, rank, cls.sharding, _padding(case, cls.sharding)),
+            *sharding_exceptions(case, rank, cls.sharding, _padding(case, cls.sharding, cls.unit_sizes(case))),
         )
 
     @classmethod
@@ -198,8 +203,8 @@ class FSDP1(Adapter):
             sizes = replicas, case.layout.dp // replicas
             mesh = init_device_mesh(context.device.type, sizes, mesh_dim_names=("replicas", "shards"))
             arguments["device_mesh"] = mesh
-        arguments.update(self.choices(case))
         model = self.model(case, context)
+        arguments.update(self.choices(case))
         for key, block in model.blocks.items():
             model.blocks[key] = FullyShardedDataParallel(block, **arguments)
         module = FullyShardedDataParallel(model, **arguments)
@@ -342,9 +347,9 @@ class FSDP1Casts(FSDP1):
         return {"mixed_precision": policy}
 
 
-def _padding(case: Case, sharding: Sharding) -> Padding:
+def _padding(case: Case, sharding: Sharding, units: dict[str, list[int]]) -> Padding:
     """Within a flat tensor up to each next parameter's address, and at its end to a multiple of the shards."""
-    units, shards = sizes_by_block(case.workload.model), case.layout.dp // sharding.replicas
+    shards = case.layout.dp // sharding.replicas
     aligned = _ALIGNED_BYTES // case.precision.compute.itemsize
 
     def beyond(sizes: list[int]) -> int:
@@ -354,5 +359,5 @@ def _padding(case: Case, sharding: Sharding) -> Padding:
         return filled + -filled % shards - sum(sizes)
 
     reason = "flat tensors are padded to addresses and to a multiple of the ranks"
-    of_root = beyond(units.pop(""))
-    return Padding(root=of_root, blocks=sum(map(beyond, units.values())), reason=reason)
+    of_root = beyond(units[""])
+    return Padding(root=of_root, blocks=sum(map(beyond, units.values())) - of_root, reason=reason)

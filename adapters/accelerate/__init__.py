@@ -117,6 +117,7 @@ class AccelerateDDPEngine(AccelerateEngine):
 
 
 class Accelerate(Adapter):
+    through: ClassVar[type[AccelerateDDPEngine]] = AccelerateDDPEngine
     requires: ClassVar = (REQUIREMENT,)
     arithmetic: ClassVar = Arithmetic(casting=Casting.AUTOCAST, divides=True)
     capabilities: ClassVar = Capabilities(
@@ -147,6 +148,7 @@ class Accelerate(Adapter):
             mixed_precision=mixed_precision(case),
             dataloader_config=whole_batches(),
             **self.accumulation(case),
+            **self.arguments(),
             kwargs_handlers=[
                 backend_arguments(context),
                 DistributedDataParallelKwargs(
@@ -159,7 +161,11 @@ class Accelerate(Adapter):
         )
         prepared = prepare_parts(accelerator, case, context)
         prove_ddp(accelerator, context, prepared[0])
-        return AccelerateDDPEngine(case, context, accelerator, prepared)
+        return self.through(case, context, accelerator, prepared)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the further arguments that a variant gives the `Accelerator`."""
+        return {}
 
     def ddp_arguments(self) -> dict[str, Any]:
         """Return the further arguments that a variant gives DDP."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from meshmark.adapters.accelerate.prepare import (
     sharding_accelerator,
 )
 from meshmark.adapters.fsdp1 import FSDP1, FSDP1Engine, canonical
+from meshmark.adapters.fsdp1_options import IGNORED, IgnoresLastNorm, IgnoringFSDP1Engine
 from meshmark.reference.model import Model, block_classes, build_model, drawn_name, initial_value, skeleton
 from meshmark.reference.objective import build_optimizer, build_schedule
 from meshmark.spec.case import Case
@@ -38,6 +40,7 @@ class AccelerateFSDP1(FSDP1):
     """Every block and the rest, as `fsdp1` wraps them. Accelerate wants the model prepared before there is an
     optimizer."""
 
+    through: ClassVar[type[AccelerateFSDP1Engine]] = AccelerateFSDP1Engine
     requires: ClassVar = (REQUIREMENT,)
     preload: ClassVar = ("deepspeed",)
     """Accelerate imports it, where it is installed, to see whether a model is DeepSpeed's."""
@@ -66,7 +69,7 @@ class AccelerateFSDP1(FSDP1):
         optimizer = build_optimizer(spec, named)
         schedule = build_schedule(spec, optimizer)
         prepared = accelerator.prepare(optimizer, schedule) if schedule else (accelerator.prepare(optimizer), None)
-        return AccelerateFSDP1Engine(case, context, accelerator, (module, *prepared))
+        return self.through(case, context, accelerator, (module, *prepared))
 
     def model(self, case: Case, context: RankContext) -> Model:
         """Return the model that Accelerate prepares."""
@@ -126,3 +129,18 @@ class AccelerateFSDP1BySize(AccelerateFSDP1):
         for own, parameter in module.named_parameters(recurse=False):
             name = drawn_name(model, f"{prefix}.{own}")
             parameter.copy_(initial_value(model, name, parameter.shape, seed=workload.seed, device=device))
+
+
+class AccelerateIgnoringEngine(IgnoringFSDP1Engine, AccelerateFSDP1Engine):
+    micro_batch = AccelerateEngine.micro_batch  # FSDP1Engine switches the reduction itself, which is Accelerate's here
+    clip = AccelerateFSDP1Engine.clip
+
+
+class AccelerateFSDP1Ignores(IgnoresLastNorm, AccelerateFSDP1):
+    """`ignored_modules` by the name of a module: the last norm is not sharded, and its gradients are the user's to
+    reduce."""
+
+    through: ClassVar = AccelerateIgnoringEngine
+
+    def wrapping(self, case: Case, context: RankContext) -> dict[str, Any]:
+        return {**super().wrapping(case, context), "ignored_modules": re.escape(IGNORED)}

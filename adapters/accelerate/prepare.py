@@ -31,7 +31,7 @@ def prove(accelerator: Any, expected: str, active: bool, module: nn.Module) -> N
 def prove_ddp(accelerator: Any, context: RankContext, module: nn.Module) -> None:  # noqa: ANN401
     """Raise `AdapterError` unless Accelerate trains by DDP, or a process that is alone by the model itself."""
     several = context.world_size > 1
-    is_wrapped = isinstance(module, DistributedDataParallel)
+    is_wrapped = isinstance(uncompiled(module), DistributedDataParallel)
     prove(accelerator, "MULTI_CPU" if runs_on_cpus(context) else "MULTI_GPU", is_wrapped == several, module)
 
 
@@ -54,8 +54,15 @@ class TakesSeveral(Adapter):
         return super().supports(case, device, backend)
 
 
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return what `torch.compile` was given, or the module itself where it was not compiled."""
+    given: nn.Module = getattr(module, "_orig_mod", module)
+    return given
+
+
 def inner_of(module: nn.Module) -> nn.Module:
     """Return the model inside DDP, or the model itself where Accelerate left it alone."""
+    module = uncompiled(module)
     if not isinstance(module, DistributedDataParallel):
         return module
     inner: nn.Module = module.module

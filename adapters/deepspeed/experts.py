@@ -7,14 +7,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshmark.adapter.contract import Feature
-from meshmark.adapter.engine import Gathered, RankContext, initial_model
+from meshmark.adapter.engine import Engine, Gathered, RankContext, initial_model
 from meshmark.adapters.deepspeed import EARLIER_GAPS, DeepSpeed
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine, whole, whole_gradient
 from meshmark.adapters.deepspeed.traffic_exceptions import state_shards
@@ -25,6 +25,7 @@ from meshmark.adapters.expert_ranks import (
     mixture_of,
     refusal_of_ranks,
 )
+from meshmark.errors import AdapterError
 from meshmark.reference.mixture import Mixture
 from meshmark.reference.model import Model, parameter_shapes
 from meshmark.reference.objective import build_optimizer
@@ -153,11 +154,17 @@ class DeepSpeedExperts(DeepSpeed):
     @classmethod
     def kept_gradients(cls, case: Case, rank: int) -> float:
         shards, own = state_shards(case.layout, rank)
-        shared, experts = _sizes_by_group(case, rank)
+        place, part = cls.stands(case, own)
+        shared, experts = _sizes_by_group(case, place)
         return float(
             sum(reaching_elements(sizes, shards, own) for sizes in shared)
-            + sum(reaching_elements(sizes, shards // EXPERT_RANKS, own // EXPERT_RANKS) for sizes in experts)
+            + sum(reaching_elements(sizes, shards // EXPERT_RANKS, part) for sizes in experts)
         )
+
+    @classmethod
+    def stands(cls, case: Case, replica: int) -> tuple[int, int]:
+        """Return which of the ranks that share experts a replica is, and which of those that have the same ones."""
+        return replica % EXPERT_RANKS, replica // EXPERT_RANKS
 
     @classmethod
     def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
@@ -191,7 +198,7 @@ class DeepSpeedExperts(DeepSpeed):
         for block in model.blocks.values():
             mixture = block.feed_forward
             assert isinstance(mixture, Mixture)
-            block.feed_forward = DeepSpeedMixture(mixture, spec, replica % EXPERT_RANKS)
+            block.feed_forward = DeepSpeedMixture(mixture, spec, self.stands(case, replica)[0])
         return model
 
     def optimizer(self, case: Case, model: nn.Module) -> torch.optim.Optimizer:
@@ -205,11 +212,44 @@ class DeepSpeedExperts(DeepSpeed):
         return optimizer
 
 
-def _sizes_by_group(case: Case, rank: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the sizes of a rank's tensors by the optimizer's groups: of shared ones, and of its own experts'."""
+class DeepSpeedExpertsDataFirst(DeepSpeedExperts):
+    """`use_data_before_expert_parallelism`: neighbours have the same experts, and share the others with ranks that are
+    further away."""
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        if case.layout.dp <= EXPERT_RANKS:
+            return f"{case.adapter} takes several ranks with the same experts, got {case.layout.id}"
+        return super().supports(case, device, backend)
+
+    @classmethod
+    def stands(cls, case: Case, replica: int) -> tuple[int, int]:
+        same = case.layout.dp // EXPERT_RANKS
+        return replica // same, replica % same
+
+    def config(self, case: Case, context: RankContext) -> dict[str, Any]:
+        return {**super().config(case, context), "use_data_before_expert_parallelism": True}
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        """Raise `AdapterError` where DeepSpeed shares experts over other ranks than it was asked to."""
+        from deepspeed.utils import groups
+
+        engine = super().build(case, context)
+        found = [*dist.get_process_group_ranks(groups._get_expert_parallel_group(f"ep_size_{EXPERT_RANKS}"))]
+        same = case.layout.dp // EXPERT_RANKS
+        expected = [context.rank % same + same * place for place in range(EXPERT_RANKS)]
+        if found != expected:
+            raise AdapterError(f"rank {context.rank}: DeepSpeed shares experts over {found}, expected {expected}")
+        return engine
+
+
+def _sizes_by_group(case: Case, place: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the sizes of a rank's tensors by the optimizer's groups: of shared ones, and of its own experts'.
+
+    `place`: which of the ranks that share experts it is.
+    """
     spec = mixture_of(case)
-    _, replica = state_shards(case.layout, rank)
-    count, place = spec.num_experts // EXPERT_RANKS, replica % EXPERT_RANKS
+    count = spec.num_experts // EXPERT_RANKS
     shared, experts = dict[bool, list[int]](), dict[bool, list[int]]()
     for name, shape in parameter_shapes(spec).items():
         _, is_expert, behind = name.partition("experts.")

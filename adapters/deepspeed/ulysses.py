@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,8 +21,11 @@ from meshmark.reference.data import Batch
 from meshmark.reference.model import Model
 from meshmark.reference.transformer import Attention, Transformer
 from meshmark.spec.case import Case
+from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
+from meshmark.theory.memory import ExtraMemory
+from meshmark.theory.model_theory import bucket_elements
 from meshmark.theory.traffic import Flow, Purpose, TrafficException, context_parallel_traffic, stream_bytes
 
 
@@ -120,7 +123,8 @@ class DeepSpeedUlysses(DeepSpeed):
         has (section 3.2)."""
         layout, model = case.layout, case.workload.transformer
         calls = 8 * model.num_layers * layout.num_micro_batches
-        per_layer = 4 * stream_bytes(case) + 4 * stream_bytes(case) // model.hidden * model.kv_hidden
+        stream = stream_bytes(case) // case.precision.wide.itemsize * case.precision.compute.itemsize
+        per_layer = 4 * stream + 4 * stream // model.hidden * model.kv_hidden
         exchanged = Flow(
             kind="all_to_all",
             axes="cp",
@@ -164,3 +168,41 @@ class DeepSpeedUlysses(DeepSpeed):
         assert isinstance(engine, UlyssesEngine)
         engine.exchange()
         return engine
+
+
+class DeepSpeedUlyssesNarrow(DeepSpeedUlysses):
+    """`seq_parallel_communication_data_type: bf16`: gradients are sent and summed in bf16, over replicas and over the
+    ranks that share a sequence."""
+
+    capabilities: ClassVar = dataclasses.replace(
+        DeepSpeedUlysses.capabilities,
+        zero_stages=frozenset({2, 3}),
+        precisions=frozenset({Precision.BF16_REDUCE_BF16}),
+        lacks={
+            **{k: v for k, v in DeepSpeedUlysses.capabilities.lacks.items() if k is not Precision.BF16_REDUCE_BF16},
+            Precision.FP32: "its choice is of what is reduced in bf16",
+        },
+    )
+    known_gaps: ClassVar = (
+        *DeepSpeed.known_gaps,
+        KnownGap(
+            clause="communication",
+            zero_stages=(2,),
+            symptom="all_reduce over ranks",
+            reason="up to stage 2 the format that was asked for is not heeded: where ranks share a sequence, "
+            "`allreduce_bucket` sends float32",
+            reproducer="deepspeed_sequence_parallel_data_type",
+        ),
+    )
+
+    @classmethod
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
+        """Stage 3 keeps a bucket for life, of what it sends."""
+        found = super().extra_memory(case, rank)
+        if case.layout.zero_stage < 3:
+            return found
+        num_bytes = -2.0 * bucket_elements(case.workload.model)
+        return (*found, ExtraMemory(category="steady", num_bytes=num_bytes, reason="a bucket is in bf16"))
+
+    def config(self, case: Case, context: RankContext) -> dict[str, Any]:
+        return {**super().config(case, context), "seq_parallel_communication_data_type": "bf16"}

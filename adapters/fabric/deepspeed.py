@@ -48,6 +48,7 @@ class FabricDeepSpeed(DeepSpeed):
     """Fabric takes DeepSpeed for CUDA's alone: it asks for the accelerator by type, and for every device's index. A
     subclass that asks for neither runs on a CPU."""
 
+    through: ClassVar[type[FabricDeepSpeedEngine]] = FabricDeepSpeedEngine
     requires: ClassVar = (*FABRIC, Requirement(module="deepspeed", distribution="deepspeed"))
     capabilities: ClassVar = dataclasses.replace(
         DeepSpeed.capabilities,
@@ -82,7 +83,7 @@ class FabricDeepSpeed(DeepSpeed):
                 f"rank {context.rank}: Fabric runs a {type(module).__name__} where DeepSpeed's ZeRO stage "
                 f"{case.layout.zero_stage} was asked for"
             )
-        engine = FabricDeepSpeedEngine(case, context, fabric, wrapped, prepared)
+        engine = self.through(case, context, fabric, wrapped, prepared)
         engine.restore_masters()
         return engine
 

@@ -6,12 +6,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from meshmark.adapter.engine import RankContext, initial_model
+from meshmark.adapters.deepspeed.replicated import DeepSpeedZero0, ReplicatedEngine
 from meshmark.adapters.deepspeed.variants import DeepSpeedOffloadParams, DeepSpeedSeparateGradients
 from meshmark.adapters.fabric import FabricDDP, FabricFSDP
-from meshmark.adapters.fabric.deepspeed import FabricDeepSpeed, on_cpu
+from meshmark.adapters.fabric.deepspeed import FabricDeepSpeed, FabricDeepSpeedEngine, on_cpu
 from meshmark.adapters.fsdp1 import FSDP1Hybrid, FSDP1ShardGradOp
 from meshmark.reference.model import Model, block_classes
+from meshmark.reference.objective import Schedule, build_schedule
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Recompute
@@ -150,3 +154,46 @@ class FabricDeepSpeedSeparate(DeepSpeedSeparateGradients, FabricDeepSpeedArgumen
 
     def arguments(self, case: Case, config: dict[str, Any]) -> dict[str, Any]:
         return {**super().arguments(case, config), "contiguous_gradients": False, "reduce_scatter": False}
+
+
+class FabricReplicatedEngine(ReplicatedEngine, FabricDeepSpeedEngine):
+    """Nothing is sharded, so that DeepSpeed wraps no optimizer."""
+
+    def make_schedule(self) -> Schedule | None:
+        return build_schedule(self.case.workload.optimizer, self.optimizer)
+
+    def update(self) -> Tensor | None:
+        self.prepared.step()
+        self.prepared.zero_grad()
+        self.advance_schedule()
+        return None
+
+
+class FabricDeepSpeedZero0(DeepSpeedZero0, FabricDeepSpeedArguments):
+    """`zero_optimization=False`: every rank has all states, and DeepSpeed's engine reduces gradients."""
+
+    through: ClassVar = FabricReplicatedEngine
+    requires: ClassVar = FabricDeepSpeed.requires
+    capabilities: ClassVar = dataclasses.replace(
+        DeepSpeedZero0.capabilities,
+        devices=FabricDeepSpeed.capabilities.devices,
+        lacks={**FabricDeepSpeed.capabilities.lacks, **DeepSpeedZero0.capabilities.lacks},
+    )
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        if case.workload.optimizer.clip_norm is not None:
+            # adapters/gaps/fabric_deepspeed_step.py
+            why = "without ZeRO the engine's own step clips, which Fabric passes by"
+            return f"{case.adapter} does not support clipping ({why})"
+        return super().supports(case, device, backend)
+
+    def strategy(self, case: Case, context: RankContext) -> Any:  # noqa: ANN401
+        config = self.config(case, context)
+        strategy = on_cpu()(
+            zero_optimization=False, logging_batch_size_per_gpu=config["train_micro_batch_size_per_gpu"]
+        )
+        for name in ("zero_optimization", "bf16", "fp16"):
+            del config[name]
+        strategy.config = {**config, **strategy.config}
+        return strategy

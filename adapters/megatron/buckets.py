@@ -40,10 +40,16 @@ def local_sizes(case: Case, rank: int, chunks: range) -> list[int]:
         is_gpt = spec.family is Family.GPT
         if place == 0:
             found += [vocabulary, spec.seq_len * spec.hidden] if is_gpt else [vocabulary]
-        found += _layer_sizes(spec, layout.tp) * (spec.num_layers // num_places)
+        found += _layer_sizes(spec, layout.tp) * len(stage_blocks(case, place))
         if place == num_places - 1:
             found += [spec.hidden] * (2 if is_gpt else 1) + [vocabulary]
     return found
+
+
+def stage_blocks(case: Case, place: int) -> list[int]:
+    """Return the blocks of a stage, counted from 0."""
+    model, num_stages = case.workload.model, case.layout.pp * case.layout.virtual_stages
+    return [layer - 1 for layer in model.stage_layers(num_stages, place) if 1 <= layer <= model.num_layers]
 
 
 def _layer_sizes(spec: ModelSpec, tp: int) -> list[int]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from meshmark.adapter.contract import Adapter, Arithmetic, Capabilities, Casting, Feature, Requirement
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.expert_ranks import EXPERT_RANKS
-from meshmark.adapters.megatron.buckets import bucket_sizes, local_sizes
+from meshmark.adapters.megatron.buckets import bucket_sizes, local_sizes, stage_blocks
 from meshmark.adapters.megatron.connections import one_connection
 from meshmark.adapters.megatron.gpt_bf16 import narrow_activations, restore_masters, untried_in_bf16
 from meshmark.adapters.megatron.gpt_engine import GPTModelEngine
@@ -57,6 +57,8 @@ class MegatronGPT(Adapter):
     """Whether weights sharded by a distributed optimizer are gathered during the next forward pass."""
     averages_in_collective: ClassVar[bool] = False
     """Whether the reduction averages over replicas; otherwise gradients are scaled before."""
+    instances: ClassVar[int] = 1
+    """Groups of replicas that each share out all states of a distributed optimizer."""
     fuses: ClassVar = False
     """Whether megatron-core's fused kernels that need no other package run on CUDA; on a CPU none do."""
     engine: ClassVar[type[GPTModelEngine]] = GPTModelEngine
@@ -95,15 +97,20 @@ class MegatronGPT(Adapter):
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
         """Megatron cuts a pipeline into equal stages, and interleaves multiples of its ranks of micro-batches."""
-        layout, layers = case.layout, case.workload.model.num_layers
-        stages = layout.pp * layout.virtual_stages
-        if layers % stages:
-            return f"GPTModel takes as many layers on every stage, got {layers} on {stages}"
+        layout = case.layout
+        if reason := cls.refusal_of_stages(case):
+            return reason
         if layout.virtual_stages > 1 and (layout.pp == 1 or layout.num_micro_batches % layout.pp):
             return f"interleaving takes a multiple of pp micro-batches, got {layout.num_micro_batches} on {layout.pp}"
         if case.precision.is_mixed and (untried := ", ".join(untried_in_bf16(case))):
             return f"in {case.precision} GPTModel was not tried with {untried}"
         return super().supports(case, device, backend)
+
+    @classmethod
+    def refusal_of_stages(cls, case: Case) -> str | None:
+        """Return why the layers of a case cannot be cut into stages, or None."""
+        layers, stages = case.workload.model.num_layers, case.layout.pp * case.layout.virtual_stages
+        return f"GPTModel takes as many layers on every stage, got {layers} on {stages}" if layers % stages else None
 
     @classmethod
     def refusal(cls, case: Case, device: str, backend: str, needs: frozenset[Feature] = frozenset()) -> str | None:
@@ -180,6 +187,7 @@ class MegatronGPT(Adapter):
             layout.pp,
             layout.virtual_stages if layout.virtual_stages > 1 else None,
             expert_model_parallel_size=EXPERT_RANKS if case.workload.routes else 1,
+            num_distributed_optimizer_instances=self.instances,
             create_gloo_process_groups=False,
         )
         seed(context.device, case.workload.seed + 10 * stands.dp)
@@ -190,6 +198,7 @@ class MegatronGPT(Adapter):
             overlap_param_gather=self.overlaps_gather,
             bucket_size=self.bucket_elements(case),
             average_in_collective=self.averages_in_collective,
+            num_distributed_optimizer_instances=self.instances,
             **self.reduction_options(case),
         )
         with cuda_is(context.device), norms_marked():
@@ -348,7 +357,7 @@ def _chunk(case: Case, context: RankContext, config: Any, chunk: int) -> Any:  #
 
 
 def _first_layer(case: Case, place: int) -> int:
-    return place * case.workload.model.num_layers // (case.layout.pp * case.layout.virtual_stages)
+    return stage_blocks(case, place)[0]
 
 
 def _optimizer(case: Case, chunks: list[Any], *, overlaps_gather: bool, options: dict[str, Any]) -> Any:  # noqa: ANN401

@@ -51,6 +51,13 @@ def cuda_is(device: torch.device) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def without_streams(device: torch.device) -> Iterator[None]:
+    """Give megatron-core no streams within the context where there are none, for what makes one and never uses it."""
+    with contextlib.nullcontext() if device.type == "cuda" else _replaced(torch.cuda, Stream=lambda **_: None):
+        yield
+
+
 def _within(run: Callable[..., object]) -> Callable[..., object]:
     """`run` within the mode: PyTorch leaves it for the length of a backward pass, in which checkpoints make masks."""
 

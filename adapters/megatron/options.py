@@ -262,3 +262,10 @@ class MegatronGPTFP16(MegatronGPT):
         for chunk in engine.chunks:
             chunk.config.grad_scale_func = engine.optimizer.scale_loss
         return engine
+
+
+class MegatronGPTFP16Constant(MegatronGPTFP16):
+    """`loss_scale`: fp16 whose loss is scaled by the same number in every step."""
+
+    def optimizer_options(self, case: Case) -> dict[str, Any]:
+        return {"loss_scale": 2.0**12}

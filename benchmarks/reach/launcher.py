@@ -88,6 +88,7 @@ def run_covered_rank(request: Request, info: RankInfo, folder: str) -> NoReturn:
         sys.setprofile(None)
         with contextlib.suppress(Exception):  # a rank's own outcome comes first
             tracer.stop()
+            probe.finish()
             _write(Path(folder), tracer, probe)
         leave(code)
 

@@ -15,7 +15,7 @@ import inspect
 import sys
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -48,6 +48,8 @@ class Source:
     kind: Kind
     only: tuple[str, ...] = ("*",)
     """Patterns of the options that count, where the class has many others."""
+    set_later: tuple[str, ...] = ()
+    """Fields that scripts set on the object once there is a model, as its framework's own do: noted at the end too."""
 
     @property
     def name(self) -> str:
@@ -74,8 +76,14 @@ REQUIRED = "required"
 """Default of an option that has none."""
 
 
-def _source(framework: str, target: str, kind: Kind = Kind.ARGUMENTS, only: tuple[str, ...] = ("*",)) -> Source:
-    return Source(framework=framework, target=target, kind=kind, only=only)
+def _source(
+    framework: str,
+    target: str,
+    kind: Kind = Kind.ARGUMENTS,
+    only: tuple[str, ...] = ("*",),
+    set_later: tuple[str, ...] = (),
+) -> Source:
+    return Source(framework=framework, target=target, kind=kind, only=only, set_later=set_later)
 
 
 _FABRIC, _DS, _ACC, _MEG = "lightning_fabric.strategies", "deepspeed.runtime", "accelerate.utils", "megatron.core"
@@ -129,7 +137,12 @@ SOURCES = (
     _source("Megatron", f"{_MEG}.distributed:DistributedDataParallelConfig", Kind.FIELDS),
     _source("Megatron", f"{_MEG}.distributed:DistributedDataParallel", Kind.METHODS),
     _source("Megatron", f"{_MEG}.optimizer:OptimizerConfig", Kind.FIELDS),
-    _source("Megatron", f"{_MEG}.model_parallel_config:ModelParallelConfig", Kind.FIELDS),
+    _source(
+        "Megatron",
+        f"{_MEG}.model_parallel_config:ModelParallelConfig",
+        Kind.FIELDS,
+        set_later=("no_sync_func", "grad_sync_func", "param_sync_func"),
+    ),
     _source(
         "Megatron",
         f"{_MEG}.transformer:TransformerConfig",
@@ -228,7 +241,7 @@ def summary(value: object) -> str:
         return repr(value)[:40] if not value else f"{type(value).__name__} of {len(value)}"
     if inspect.isroutine(value) or inspect.isclass(value):
         return getattr(value, "__name__", "function")
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) or hasattr(type(value), "model_fields"):
         return f"{type(value).__name__}({', '.join(_not_default(value))})".replace("()", "")
     return type(value).__name__
 
@@ -302,6 +315,7 @@ class Probe:
         self._watched: dict[CodeType, Callable[[FrameType, str], None]] = {}
         self._missing = set(SOURCES)
         self._calls = 0
+        self._set_later: list[tuple[Source, object]] = []
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
         if event not in ("call", "return"):
@@ -365,9 +379,19 @@ class Probe:
         if event != "return" or not isinstance(made, target):
             return
         names = _leaves(made) if source.kind is Kind.ATTRIBUTES else _fields(target)
+        self._note(source, made, names)
+        if source.set_later:
+            self._set_later.append((source, made))
+
+    def _note(self, source: Source, made: object, names: Iterable[str]) -> None:
         for name in names:
             if hasattr(made, name):
                 self.values[source.name][name].add(summary(getattr(made, name)))
+
+    def finish(self) -> None:
+        """Note what scripts have set on objects since they were made."""
+        for source, made in self._set_later:
+            self._note(source, made, source.set_later)
 
 
 def _code(target: Any) -> CodeType | None:  # noqa: ANN401

@@ -14,7 +14,7 @@ from benchmarks.reach.launcher import CoveringLauncher
 from meshmark.adapter.matrix import matrix
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.conformance.clauses import CLAUSES
-from meshmark.conformance.scenario import plain_cells
+from meshmark.conformance.scenario import plain_cells, plain_workload
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.launch.cluster import Cluster, ClusterSpec
 from meshmark.records.record import Record, Status
@@ -51,6 +51,15 @@ CLAUSES_OF = (
     *("fairscale-fsdp-shard-files", "fairscale-oss-by-hand", "pipeline-split", "fabric-deepspeed-arguments"),
 )
 """Adapters whose clauses are run, of each the deepest ZeRO stage, most valuable first."""
+SOME_CLAUSES_OF = (
+    ("megatron-gpt-per-token", "tp2", ("evaluation",)),
+    ("megatron-gpt-recommended", "dp2.zero1", ("evaluation",)),
+    ("accelerate-loop-triggered", "dp2", ("resume",)),
+    ("deepspeed-experts", "dp2.zero2", ("resume",)),
+    ("deepspeed-loader", "dp2.zero2", ("resume",)),
+    ("deepspeed-curriculum", "dp2.zero2", ("resume",)),
+)
+"""Clauses that alone reach an option of an adapter, whose other clauses say what those of its kin do."""
 SUITES_OF_TWO = (
     *("ddp", "fsdp2", "deepspeed", "megatron", "gpipe", "pipeline", "accelerate", "accelerate-fsdp2"),
     *(
@@ -94,7 +103,8 @@ SUITES_OF_TWO = (
     *("fsdp2-wide-outputs", "fsdp1-materialized", "fsdp1-casts", "pipeline-traced", "pipeline-split"),
     *("fabric-loop-raw", "fabric-ddp-precision", "fabric-fsdp-shard-grad-op", "fabric-deepspeed-arguments"),
     *("fabric-deepspeed-offloads", "fairscale-fsdp-casts", "fairscale-fsdp-first-rank", "fairscale-oss-by-hand"),
-    *("tp-whole-loss", "fabric-deepspeed-separate"),
+    *("tp-whole-loss", "fabric-deepspeed-separate", "fsdp1-ignores", "accelerate-fsdp1-ignores"),
+    *("accelerate-captured", "accelerate-clips-values", "deepspeed-loader", "deepspeed-curriculum"),
 )
 SUITES_OF_FOUR = (
     *(
@@ -120,10 +130,16 @@ HARD = ("ddp", "fsdp2", "fsdp1", "deepspeed", "accelerate", "accelerate-fsdp2", 
 HARD_WORKLOAD = "examples/workloads/hard.py:Hard"
 _MINI = workload("gpt-mini")
 _DEEP = replace(_MINI, name="gpt-deep", model=replace(_MINI.model, name="gpt-deep", num_layers=4))
+_THREE = replace(_MINI, name="gpt-three", model=replace(_MINI.model, name="gpt-three", num_layers=3))
 _WIDE = replace(
     _MINI, name="gpt-wide", model=replace(_MINI.model, name="gpt-wide", num_layers=1, hidden=512, ffn_hidden=2048)
 )
 _TWELVE = replace(_MINI, name="gpt-mini.b12", global_batch=12)
+_MUON = replace(
+    workload("gpt-mini-muon"),
+    name="gpt-mini-muon-unclipped",
+    optimizer=replace(workload("gpt-mini-muon").optimizer, clip_norm=None),
+)
 _BETAS = replace(
     _MINI, name="gpt-mini-betas", optimizer=replace(_MINI.optimizer, betas=(0.8, 0.95), eps=1e-6, clip_norm=None)
 )
@@ -143,12 +159,20 @@ OF_LAYOUTS = (
     ("megatron-gpt", "tp2.mb2.recompute_selective", Precision.FP32, _MINI),
     ("megatron-gpt", "pp2.interleaved.v2.mb4", Precision.FP32, _DEEP),
     ("megatron-gpt", "dp2.mb2", Precision.FP32, _BETAS),
+    ("deepspeed-muon", "dp2.zero3.mb2", Precision.FP32, _MUON),
+    ("fabric-deepspeed-zero0", "dp2.mb2", Precision.FP32, _BETAS),
     ("megatron-gpt-per-token", "tp2.mb2.recompute_full", Precision.FP32, _MINI),
     ("megatron-gpt-per-token", "dp2.mb2", Precision.FP32, workload("gpt-mini-plain-adam")),
     ("megatron-gpt-fp16", "dp2.mb2", Precision.FP16, _MINI),
+    ("megatron-gpt-fp16-constant", "dp2.mb2", Precision.FP16, _MINI),
+    ("megatron-gpt-uneven", "pp2.1f1b.mb4", Precision.FP32, _THREE),
+    ("megatron-gpt-instances", "dp4.zero1.mb2", Precision.FP32, _MINI),
+    ("megatron-gpt-gathers-early", "dp2.pp2.interleaved.v2.zero1.mb4", Precision.FP32, _DEEP),
     ("megatron-gpt-recommended", "dp2.zero1.mb2", Precision.FP32, _MINI),
     ("megatron-gpt-experts", "dp2.mb2", Precision.FP32, workload("gpt-moe-mini")),
     ("deepspeed-experts", "dp2.zero2.mb2", Precision.FP32, workload("gpt-moe-mini")),
+    ("deepspeed-experts-data-first", "dp4.zero2.mb2", Precision.FP32, workload("gpt-moe-mini")),
+    *(("deepspeed-ulysses-narrow", f"cp2.zero{stage}.mb2", Precision.BF16_REDUCE_BF16, _MINI) for stage in (2, 3)),
     ("megatron-gpt-aligned", "dp2.pp2.1f1b.zero1.mb4", Precision.FP32, _MINI),
     ("megatron-gpt-aligned", "dp2.pp2.interleaved.v2.zero1.mb4", Precision.FP32, _DEEP),
 )
@@ -175,10 +199,12 @@ class Unit:
 
     case: Case
     clauses: bool
+    only: tuple[str, ...] = ()
+    """Names of the clauses; empty: all of them."""
 
     @property
     def name(self) -> str:
-        return f"{'clauses' if self.clauses else 'suites'} {self.case.id}"
+        return f"{' '.join(self.only) or 'clauses' if self.clauses else 'suites'} {self.case.id}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +237,11 @@ def units(of: Iterable[str] = ()) -> Iterator[Unit]:
     for name in wanted(CLAUSES_OF):
         cells = plain_cells(name, load_adapter(builtin_adapters()[name]), 2)
         yield from [Unit(case=cell, clauses=True) for cell in cells if isinstance(cell, Case)][-1:]
+    for name, layout, only in SOME_CLAUSES_OF:
+        if name in wanted([name]):
+            trained = plain_workload(load_adapter(builtin_adapters()[name]).capabilities.families)
+            case = Case(adapter=name, workload=trained, layout=parse_layout(layout))
+            yield Unit(case=case, clauses=True, only=only)
     for name in wanted([*SUITES_OF_TWO, *SUITES_OF_FOUR]):
         yield from _suites(name, Precision.BF16)
     for name in wanted(SCHEDULED):
@@ -286,7 +317,10 @@ def run(chosen: Iterable[Unit], seconds: float) -> int:
             results: dict[str, str] = {}
             if unit.clauses:
                 scenarios = ScenarioRunner(runner)
-                results = {name: str(scenarios.judge(clause, unit.case).result) for name, clause in CLAUSES.items()}
+                chosen_clauses = {name: CLAUSES[name] for name in unit.only or CLAUSES}
+                results = {
+                    name: str(scenarios.judge(clause, unit.case).result) for name, clause in chosen_clauses.items()
+                }
             else:
                 runner.observe(unit.case)
             runner.close()

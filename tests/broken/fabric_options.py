@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute
 from meshmark.spec.precision import Precision
 from tests.broken.engine import Broken
-from tests.broken.mutant import Mutant, on
+from tests.broken.mutant import GPT, Mutant, on
 
 F = Fault
 REPLICAS = Layout(dp=2, num_micro_batches=4)
+UNCLIPPED = replace(GPT, name="gpt-mini-unclipped", optimizer=replace(GPT.optimizer, clip_norm=None))
 TWO, FOUR = Layout(dp=2, zero_stage=3, num_micro_batches=4), Layout(dp=4, zero_stage=3, num_micro_batches=2)
 PARTED = Layout(dp=2, zero_stage=2, num_micro_batches=4)
 AGAIN = Layout(dp=2, zero_stage=3, num_micro_batches=2, recompute=Recompute.FULL)
@@ -103,6 +105,15 @@ class DividesTwice(Broken):
         self.module.set_gradient_divide_factors(ranks, ranks, recursive=True)
 
 
+class NoPassTheLast(Broken):
+    """DeepSpeed's engine takes every backward pass for a step's last, and reduces what is reduced already once more, by
+    which a mean does not change."""
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        yield
+
+
 FABRIC_OPTION_MUTANTS: list[Mutant] = [
     *on("fabric-loop-raw", LoadsNothing, F.START, layout=REPLICAS),
     *on("fabric-loop-raw", CountsOneRank, layout=REPLICAS),
@@ -111,6 +122,7 @@ FABRIC_OPTION_MUTANTS: list[Mutant] = [
     *on("fabric-fsdp-hybrid", ShardsAll, suite="communication", layout=FOUR),
     *on("fabric-fsdp-recomputes", ShardsAll, suite="memory", layout=AGAIN),
     *on("fabric-deepspeed-arguments fabric-deepspeed-separate", LargeBuckets, suite="memory", layout=PARTED),
+    *on("fabric-deepspeed-zero0", NoPassTheLast, suite="communication", layout=REPLICAS, workload=UNCLIPPED),
     *on("fairscale-fsdp-casts", DividesTwice, F.SCALED, layout=TWO),
     *on("fairscale-oss-by-hand", ReducesAtOnce, layout=PARTED),
 ]

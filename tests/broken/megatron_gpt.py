@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapters.megatron import gpt_model
 from meshmark.adapters.megatron.gpt_model import MegatronGPT, MegatronGPTDistributedOptimizer
 from meshmark.judge.faults import Fault
 from meshmark.reference.data import Batch
@@ -19,12 +21,16 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.precision import Precision
 from tests.broken.engine import Broken
-from tests.broken.mutant import Mutant, against, on
+from tests.broken.mutant import DEEP, GPT, Mutant, against, on
 
 F = Fault
 PIPELINE = Layout(pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B)
 SHARDED = Layout(dp=2, zero_stage=1, num_micro_batches=4)
 REPLICATED = Layout(dp=2, num_micro_batches=4)
+FOUR = Layout(dp=4, zero_stage=1, num_micro_batches=2)
+FOLDED = Layout(dp=2, pp=2, zero_stage=1, num_micro_batches=4, schedule=Schedule.INTERLEAVED, virtual_stages=2)
+THREE = replace(GPT, name="gpt-three", model=replace(GPT.model, name="gpt-three", num_layers=3))
+"""Workload whose layers two stages do not divide."""
 AGAIN = Layout(tp=2, num_micro_batches=4, recompute=Recompute.FULL)
 
 
@@ -187,6 +193,51 @@ class WeightsNotGathered(OfModel):
         self.chunks[0].disable_forward_pre_hook(param_sync=False)
 
 
+class CutsElsewhere(Adapter):
+    """The last stage has the layer more that was asked for of the first."""
+
+    def model_options(self, case: Case) -> dict[str, Any]:
+        return {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 2}
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        with mock.patch.object(gpt_model, "stage_blocks", lambda _, place: [[0], [1, 2]][place]):
+            return super().build(case, context)  # type: ignore[safe-super]
+
+
+class InstancesApart(OfModel):
+    """Gradients are summed within each instance of the optimizer, and never among instances."""
+
+    def prepare(self) -> None:
+        for chunk in self.chunks:
+            for group in chunk.bucket_groups:
+                group.ddp_config = replace(group.ddp_config, num_distributed_optimizer_instances=1)
+
+
+class OneInstance(Adapter):
+    """All replicas share out the states of one optimizer."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return MegatronGPTDistributedOptimizer().build(case, context)
+
+
+class GathersBeforeTheUpdate(OfModel):
+    """The first chunk's weights are gathered as they are before its update."""
+
+    def prepare(self) -> None:
+        first, optimizer = self.chunks[0], self.optimizer
+        start, step = first.start_param_sync, optimizer.step_with_ready_grads  # type: ignore[attr-defined]
+
+        def early() -> bool:
+            start(force_dispatch=True)
+            for group in first.bucket_groups:
+                group.param_gather_handle.wait()
+            done: bool = step()
+            return done
+
+        first.start_param_sync = lambda **_: None
+        optimizer.step_with_ready_grads = early  # type: ignore[attr-defined]
+
+
 MEGATRON_GPT_MUTANTS: list[Mutant] = [
     *on("megatron-gpt", NotUndone, F.SCALED, layout=PIPELINE),
     *on("megatron-gpt", NormsNotSummed, layout=Layout(tp=2, sequence_parallel=True, num_micro_batches=4)),
@@ -203,6 +254,11 @@ MEGATRON_GPT_MUTANTS: list[Mutant] = [
     *on("megatron-gpt-aligned", WeightsNotGathered, layout=replace(PIPELINE, dp=2, zero_stage=1)),
     *on("megatron-gpt-exchanged-sums", ReducedAsEver, suite="communication", layout=SHARDED),
     *on("megatron-gpt-fp16", NotUndone, F.SCALED, layout=PIPELINE, precision=Precision.FP16),
+    *on("megatron-gpt-fp16-constant", NotUndone, F.SCALED, layout=PIPELINE, precision=Precision.FP16),
+    *on("megatron-gpt-uneven", CutsElsewhere, suite="memory", layout=PIPELINE, workload=THREE),
+    *on("megatron-gpt-instances", InstancesApart, F.NOT_REDUCED, F.DRIFT, layout=FOUR),
+    *on("megatron-gpt-instances", OneInstance, suite="memory", layout=FOUR),
+    *on("megatron-gpt-gathers-early", GathersBeforeTheUpdate, layout=FOLDED, workload=DEEP),
     *against("resume", "megatron-gpt", SwapsShards, layout=Layout(tp=2)),
     *against("resume", "megatron-gpt", ForgetsCount, F.UPDATE, layout=Layout(tp=2)),
 ]

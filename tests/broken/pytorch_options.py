@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshmark.adapter.contract import Adapter
-from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.engine import DataParallelEngine, Engine, RankContext
 from meshmark.adapters.ddp import DDP
 from meshmark.adapters.fsdp1 import FSDP1Engine
 from meshmark.adapters.fsdp2 import FSDP2Engine, sharded_units
@@ -85,6 +85,13 @@ class IgnoredNotReduced(Broken):
         FSDP2Engine.finish_gradients(self)  # type: ignore[arg-type]
 
 
+class OwnGradientsOfIgnored(Broken):
+    """Nobody reduces the gradients of what FSDP1 ignores."""
+
+    def finish_gradients(self) -> None:
+        DataParallelEngine.finish_gradients(self)  # type: ignore[arg-type]
+
+
 class HookDividesNot(Broken):
     """The hook's state is that of a world of one rank, so that it divides by nothing."""
 
@@ -134,6 +141,7 @@ PYTORCH_OPTION_MUTANTS: list[Mutant] = [
     *on("fsdp2-replicas-by-hook", ReplicasSum, F.SCALED, layout=FOUR),
     *on("fsdp2-replicas-by-hook", HookForgotten, F.NOT_REDUCED, F.DRIFT, layout=FOUR),
     *on("fsdp2-ignores", IgnoredNotReduced, F.NOT_REDUCED, F.DRIFT, layout=TWO),
+    *on("fsdp1-ignores accelerate-fsdp1-ignores", OwnGradientsOfIgnored, F.NOT_REDUCED, F.DRIFT, layout=TWO),
     *on(
         "fsdp2-wide-outputs fsdp1-casts",
         ReduceDtypeForgotten,

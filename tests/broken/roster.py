@@ -50,6 +50,7 @@ from tests.broken import reducing as h
 from tests.broken import titan as t
 from tests.broken import wrapped as w
 from tests.broken.checkpoint_options import CHECKPOINT_OPTION_MUTANTS
+from tests.broken.deepspeed_options import DEEPSPEED_OPTION_MUTANTS
 from tests.broken.engine import Broken
 from tests.broken.fabric_options import FABRIC_OPTION_MUTANTS
 from tests.broken.megatron_gpt import MEGATRON_GPT_MUTANTS
@@ -415,6 +416,12 @@ class PlainDDP(Adapter):
         return Accelerate().build(case, context)
 
 
+class ClipsLower(Broken):
+    """The limit of values is one that gradients exceed."""
+
+    limit = 1e-6
+
+
 class SyncsOnce(Adapter):
     """Accelerate reduces once a step, whatever `sync_each_batch` says."""
 
@@ -621,6 +628,8 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("accelerate-loop-dispatched", EveryProcessGetsTheFirstPart, layout=REDUCED),
     *_on("accelerate-loop-epochs", SynchronizesWithEpochs, layout=REDUCED),
     *_on("accelerate-buckets accelerate-static", PlainDDP, suite="communication", layout=REDUCED),
+    *_on("accelerate-captured", g.OverMicroBatches, F.SCALED, layout=REDUCED),
+    *_on("accelerate-clips-values", ClipsLower, F.CLIPPING, F.UPDATE, layout=REDUCED),
     *_on("accelerate-fsdp1-by-size", g.OverMicroBatches, F.SCALED, layout=TWO),
     *_on("accelerate-deepspeed-auto", g.OverMicroBatches, F.SCALED, layout=TWO),
     *_on("accelerate-hsdp", ShardsOverAll, suite="communication", layout=FOUR),
@@ -673,4 +682,5 @@ ROSTER_MUTANTS: list[Mutant] = [
     *CHECKPOINT_OPTION_MUTANTS,
     *PYTORCH_OPTION_MUTANTS,
     *FABRIC_OPTION_MUTANTS,
+    *DEEPSPEED_OPTION_MUTANTS,
 ]
