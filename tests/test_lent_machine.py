@@ -82,6 +82,7 @@ _OTHERS = {
     "_CFuncPtr",
     "_activation_checkpointing_kwargs",
     "_allocate_or_extend_buffers",
+    "_actions",
     "_format_config",
     "_forward_module",
     "_fsdp_kwargs",
@@ -102,7 +103,7 @@ _OTHERS = {
     "_socket",
     "_to_copy",
 }
-"""Private names of os, ctypes and multiprocessing; of DeepSpeed, Fabric and FairScale; of autograd's nodes; of ATen."""
+"""Private names of argparse, os, ctypes and multiprocessing; of DeepSpeed, Fabric and FairScale; of autograd's nodes; of ATen."""
 _MISSING = ("ruptures", "plotly", "itables", "deepspeed", "fairscale", "lightning_fabric", "megatron", "jsonschema")
 """Packages that Meshmark can use, and that such a machine lacked."""
 
