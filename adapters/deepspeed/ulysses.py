@@ -21,7 +21,6 @@ from meshmark.reference.data import Batch
 from meshmark.reference.model import Model
 from meshmark.reference.transformer import Attention, Transformer
 from meshmark.spec.case import Case
-from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.memory import ExtraMemory
@@ -183,17 +182,16 @@ class DeepSpeedUlyssesNarrow(DeepSpeedUlysses):
             Precision.FP32: "its choice is of what is reduced in bf16",
         },
     )
-    known_gaps: ClassVar = (
-        *DeepSpeed.known_gaps,
-        KnownGap(
-            clause="communication",
-            zero_stages=(2,),
-            symptom="all_reduce over ranks",
-            reason="up to stage 2 the format that was asked for is not heeded: where ranks share a sequence, "
-            "`allreduce_bucket` sends float32",
-            reproducer="deepspeed_sequence_parallel_data_type",
-        ),
-    )
+
+    @classmethod
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        """Up to stage 2 the format that was asked for is not heeded
+        (adapters/gaps/deepspeed_sequence_parallel_data_type.py)."""
+        found = super().traffic_exceptions(case, rank)
+        if case.layout.zero_stage == 3:
+            return found
+        wide = case.precision.wide.itemsize // case.precision.reduction.itemsize
+        return tuple(_widened(each, wide) for each in found)
 
     @classmethod
     def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
@@ -206,3 +204,15 @@ class DeepSpeedUlyssesNarrow(DeepSpeedUlysses):
 
     def config(self, case: Case, context: RankContext) -> dict[str, Any]:
         return {**super().config(case, context), "seq_parallel_communication_data_type": "bf16"}
+
+
+def _widened(found: TrafficException, times: int) -> TrafficException:
+    """Return an exception whose gradients take so many times the bytes."""
+    sends = tuple(
+        dataclasses.replace(flow, num_bytes=flow.num_bytes * times) if flow.purpose is Purpose.GRADIENTS else flow
+        for flow in found.sends
+    )
+    if sends == found.sends:
+        return found
+    reason = f"{found.reason}; in float32 whatever was asked for, because ranks share a sequence"
+    return dataclasses.replace(found, sends=sends, reason=reason)
