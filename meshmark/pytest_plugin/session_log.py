@@ -14,7 +14,7 @@ import pytest
 
 from meshmark.errors import ResultsError
 from meshmark.pytest_plugin.optional_suites import module_of
-from meshmark.pytest_plugin.selection import selection
+from meshmark.pytest_plugin.selection import SELECTION, selection
 from meshmark.records.record import SCHEMA
 from meshmark.records.record_file import RecordFile
 from meshmark.records.session import Attempt, Ending, Session
@@ -28,10 +28,14 @@ ATTEMPTS = pytest.StashKey[dict[str, Attempt]]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
-    """Write the planned tests, so that a killed run leaves at least this."""
+    """Write the planned tests, so that a killed run leaves at least this.
+
+    A part of a run (`--shard`) may have no test. That it has ended is written too, for whoever waits for it.
+    """
     config = session.config
     attempts = {item.nodeid: attempt for item in session.items if (attempt := _planned(item))}
-    if not attempts or config.option.collectonly or selection(config).cluster.node_rank:
+    is_part = SELECTION in config.stash and selection(config).shard[1] > 1
+    if not (attempts or is_part) or config.option.collectonly or selection(config).cluster.node_rank:
         return
     config.stash[ATTEMPTS] = attempts
     config.stash[_LOG] = Session(
