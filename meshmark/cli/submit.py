@@ -196,8 +196,8 @@ def _follow(asked: Submission, tasks: Sequence[int], job: str) -> None:
             queued, heard = bool(listed.stdout.strip()), time.monotonic()
         elif time.monotonic() - heard > _SILENT_SECONDS:
             raise MeshmarkError(
-                f"squeue has failed for {_SILENT_SECONDS / 60:.0f} minutes: {listed.stderr.strip()}; job {job} may still "
-                f"run; its records are in {asked.folder}/task-*"
+                f"squeue has failed for {_SILENT_SECONDS / 60:.0f} minutes: {listed.stderr.strip()}; job {job} may "
+                f"still run; its records are in {asked.folder}/task-*"
             )
         for task in tasks:
             for record in asked.reading(task).records[seen[task] :]:
