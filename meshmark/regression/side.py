@@ -125,7 +125,7 @@ def git(*words: str) -> str:
 
 def _installed(requirement: str, target: Path) -> Path:
     """Install `requirement` without dependencies into `target`, to be used on top of this environment."""
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target), "--"]
+    command = [sys.executable, "-P", "-m", "pip", "install", "-q", "--no-deps", "--target", str(target), "--"]
     done = subprocess.run([*command, *shlex.split(requirement)], capture_output=True, text=True)
     if done.returncode:
         raise InputError(
