@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -22,6 +23,7 @@ from meshmark.cli.commands import _parser as command_line
 from meshmark.cli.commands import main
 from meshmark.errors import InputError, ResultsError
 from meshmark.records.record import Outcome, Record, Status
+from meshmark.records.record_file import RecordFile
 from meshmark.regression import bisect as bisection
 from meshmark.regression import side as sides
 from meshmark.regression.alternate import alternate
@@ -155,6 +157,32 @@ def test_a_side_that_crashes_is_worse(tmp_path: Path) -> None:
 
     found = alternate(side(0.1), crashed, tmp_path, most_pairs=1, say=lambda _: None)
     assert [c.metric for c in found.of(ChangeOutcome.WORSE)] == ["timed pass"]
+
+
+SESSION = """#!/bin/sh
+for word; do last=$word; done
+mkdir -p "$last" && cp "{records}" "$last" && {end}
+"""
+
+
+@pytest.mark.parametrize("ended", ["kill -9 $$", "exit 2", "exit 3"])
+def test_a_side_whose_session_is_cut_off_does_not_pass(
+    ended: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For want of memory, say. The cases that it had not come to were missing, which `wrong` does not ask for."""
+    with contextlib.closing(RecordFile(tmp_path)) as file:
+        file.append(make_good())
+    for side, end in {"good": "exit 0", "cut": ended}.items():
+        python = tmp_path / side / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text(SESSION.format(records=tmp_path / "records.jsonl", end=end))
+        python.chmod(0o755)
+    asked = ["ab", "--pairs", "1", "--fail-on", "wrong", "--a", str(tmp_path / "good")]
+    assert main([*asked, "--b", str(tmp_path / "good"), "--", "-k", "x"]) == 0
+    assert main([*asked, "--b", str(tmp_path / "cut"), "--", "-k", "x"]) == 2
+    assert "before its last test" in capsys.readouterr().err
+    timed = 0 if ended == "exit 2" else 2  # the code of a session that its own time limit has ended
+    assert main([*asked, "--b", str(tmp_path / "cut"), "--", "-k", "x", "--max-time", "1m"]) == timed
 
 
 COMMITS = [

@@ -416,6 +416,15 @@ def test_nothing_is_imported_from_the_working_directory(tmp_path: Path, num_rank
     assert not (tmp_path / "ran").exists()
 
 
+def test_recordings_stay_where_the_command_was_given(tmp_path: Path) -> None:
+    """A script may work in another folder. Its verdict was lost then: *its ranks ended without a word*."""
+    (tmp_path / "elsewhere").mkdir()
+    source = (SCRIPTS / "single_process.py").read_text()
+    (tmp_path / "script.py").write_text(f"import os\nos.chdir('elsewhere')\n{source}")
+    code, printed = check("--keep", "kept", tmp_path / "script.py", folder=tmp_path)
+    assert code == 0 and list((tmp_path / "kept").iterdir()), printed
+
+
 def test_a_closed_output_is_no_wrong_script() -> None:
     command = f"exec {sys.executable} -m meshmark.check {SCRIPTS / 'single_process.py'} >&- 2>&-"
     done = subprocess.run(["sh", "-c", command], env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=240)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -151,6 +153,31 @@ def test_a_missing_baseline_ends_with_2_and_one_line(tmp_path: Path, capsys: pyt
     assert main(["report", str(tmp_path), "--baseline", str(tmp_path / "nowhere")]) == 2
     said = capsys.readouterr().err
     assert said.startswith("meshmark: no baseline") and said.count("\n") == 1
+
+
+def test_a_defect_of_a_command_is_no_finding(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python's own code, 1, says that a gate failed, or that a script trains wrong."""
+    monkeypatch.setattr("meshmark.cli.commands._doctor", lambda: {}["missing"])
+    assert main(["doctor"]) == 2
+    assert "KeyError: 'missing'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_what_an_output_cannot_encode_is_escaped(tmp_path: Path, encoding: str) -> None:
+    """A comparison ended with 1, as if something had got worse. A name of a file or in a record may be any bytes."""
+    name = "a\udcffb" if encoding == "utf-8" else "ü"
+    line = line_of(make_good()).decode()
+    for folder in ("before", "after"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "records.jsonl").write_text(line)
+    other = line.replace(f'"adapter": "{make_good().case.adapter}"', f'"adapter": {json.dumps(name)}')
+    (tmp_path / "before" / "records.jsonl").write_text(line + other)
+    command = [sys.executable, "-m", "meshmark", "compare", "before", "after", "--fail-on", "wrong"]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
+    assert done.returncode == 0 and b"only in A" in done.stdout, done.stderr.decode()
 
 
 def test_report_takes_the_file_for_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

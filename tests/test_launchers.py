@@ -287,6 +287,8 @@ def test_variables_of_ranks_are_theirs_unless_the_user_set_them(monkeypatch: pyt
     assert (told["OMP_NUM_THREADS"], told["GLOO_SOCKET_IFNAME"], told["TP_SOCKET_IFNAME"]) == ("1", "lo", "lo")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert process_environment(ClusterSpec(), Task.OBSERVE)["OMP_NUM_THREADS"] == "3"
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # changes what is sent: adapters were blamed for it
+    assert process_environment(ClusterSpec(), Task.OBSERVE)["TORCH_DISTRIBUTED_DEBUG"] == "OFF"
     here = socket.gethostbyname(socket.gethostname())  # gloo takes the device that leads to node 0
     told = process_environment(ClusterSpec(nnodes=2, rdzv=f"{here}:29000"), Task.OBSERVE)
     assert told["GLOO_SOCKET_IFNAME"] in {name for _, name in socket.if_nameindex()}

@@ -103,7 +103,7 @@ _OTHERS = {
     "_socket",
     "_to_copy",
 }
-"""Private names of argparse, os, ctypes and multiprocessing; of DeepSpeed, Fabric and FairScale; of autograd's nodes; of ATen."""
+"""Private names of argparse, os, ctypes and multiprocessing; of DeepSpeed, Fabric and FairScale; autograd, ATen."""
 _MISSING = ("ruptures", "plotly", "itables", "deepspeed", "fairscale", "lightning_fabric", "megatron", "jsonschema")
 """Packages that Meshmark can use, and that such a machine lacked."""
 

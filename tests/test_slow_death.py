@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
+from meshmark.launch import watchdog
 from meshmark.launch.rank import RankInfo
 from meshmark.launch.watchdog import Watchdog
 from meshmark.records.rank_report import RankFailure
+from meshmark.records.record import Status
 from meshmark.serial import encode
 from tests.test_launchers import make_request
+
+
+def make_ranks(folder: Path) -> list[RankInfo]:
+    return [
+        RankInfo(
+            rank=rank,
+            local_rank=rank,
+            local_world_size=2,
+            world_size=2,
+            host="127.0.0.1",
+            port=0,
+            prefix="alone",
+            folder=folder,
+        )
+        for rank in range(2)
+    ]
 
 
 class Dying:
@@ -43,21 +63,41 @@ class Dying:
         return []
 
 
+class Frozen(Dying):
+    """All processes are stopped while the launcher waits, as in a paused container. Then rank 1 ends well, or hangs."""
+
+    grace_seconds = 60.0
+
+    def __init__(self, ends: bool) -> None:
+        super().__init__(0)
+        self._ends, self._waits = ends, 0
+
+    def wait(self, seconds: float) -> None:
+        self._waits += 1
+        time.sleep(1.5 if self._waits == 1 else 0.01)
+
+    def exit_code(self, info: RankInfo) -> int | None:
+        ended = self._ended or info.rank == 0 or (self._ends and self._waits > 5)
+        return 0 if ended else None
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_pause_of_all_processes_is_no_hang(tmp_path: Path, ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`docker pause`, `scontrol suspend`, a machine that moves: the adapter was blamed for *no progress*."""
+    monkeypatch.setattr(watchdog, "_FROZEN_SECONDS", 1.0)
+    monkeypatch.setattr(watchdog, "_STACK_SECONDS", 0.0)
+    ranks = make_ranks(tmp_path)
+    for info in ranks[: 1 + ends]:
+        info.file("report").write_text("{}")
+    request = dataclasses.replace(make_request("ddp"), time_limit_seconds=1.0)
+    found = Watchdog(Frozen(ends), None, request, ranks, "failed").run()
+    assert [(one.rank, one.kind) for one in found] == ([] if ends else [(1, Status.UNFINISHED)])
+    assert ends or "was stopped for 1 s; then: no end within 1 s" in found[0].message
+
+
 @pytest.mark.parametrize("dies, blamed", [(-signal.SIGABRT, [0, 1]), (-signal.SIGKILL, [0])])
 def test_a_crash_that_the_kill_came_too_late_for_is_told(tmp_path: Path, dies: int, blamed: list[int]) -> None:
-    ranks = [
-        RankInfo(
-            rank=rank,
-            local_rank=rank,
-            local_world_size=2,
-            world_size=2,
-            host="127.0.0.1",
-            port=0,
-            prefix="alone",
-            folder=tmp_path,
-        )
-        for rank in range(2)
-    ]
+    ranks = make_ranks(tmp_path)
     failure = RankFailure(rank=0, kind="raised", message="connection closed by peer", time=1.0)
     ranks[0].file("failure").write_text(json.dumps(encode(failure)))
     found = Watchdog(Dying(dies), None, make_request("ddp"), ranks, "failed").run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -18,7 +19,7 @@ from meshmark.cli.options import part
 from meshmark.errors import InputError
 from meshmark.pytest_plugin.selection import in_part
 from meshmark.records.record import SCHEMA, Outcome, Status
-from meshmark.records.record_file import RecordFile, Session, merge, read_records
+from meshmark.records.record_file import Attempt, Ending, RecordFile, Session, line_of, merge, read_records
 from tests.factories import make_case, make_good, make_timed
 
 ROOT = Path(__file__).parent.parent
@@ -123,6 +124,87 @@ def test_what_never_comes_to_its_end_is_told(slurm: Path, capsys: pytest.Capture
     (slurm / "out" / "task-1" / "output").write_text("slurmstepd: error: the end\n")
     assert main(["submit", "--tasks", "1", "--retries", "0", "--results", str(slurm / "out")]) == 2
     assert "task 1 did not come to its end:\nslurmstepd: error: the end" in capsys.readouterr().err
+
+
+def leave_skips(slurm: Path, task: int, status: Status) -> None:
+    """A part that pytest ended with 0, though each of its tests was skipped, as it counts."""
+    leave(slurm, task, 1, 0, status)
+    record = read_records(slurm / f"left-{task}-1").records[0]
+    attempt = Attempt(test=f"test[{task}]", case=record.case.id, conforming=False)
+    about = Session(schema=SCHEMA, session=f"{task}1", command="pytest", device="cpu", attempts=[attempt])
+    ended = dataclasses.replace(attempt, ending=Ending.SKIPPED)
+    with (slurm / f"left-{task}-1").open("wb") as file:
+        for line in (about, record, dataclasses.replace(about, exit_code=0, attempts=[ended])):
+            file.write(line_of(line))
+
+
+def test_a_job_whose_parts_were_all_skipped_shows_nothing(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each part passes, for another may have run something. It ended with 0."""
+    leave_skips(slurm, 1, Status.SKIPPED)
+    leave_skips(slurm, 2, Status.SKIPPED)
+    asked = ["submit", "--tasks", "2", "--retries", "0", "--results"]
+    assert main([*asked, str(slurm / "out")]) == 1
+    assert "every case of every part was skipped: nothing was judged" in capsys.readouterr().err
+    (slurm / "asked").unlink()
+    shutil.rmtree(slurm / "out")
+    assert main([*asked, str(slurm / "out"), "--", "--allow-skipped"]) == 0
+
+
+def test_a_known_gap_is_no_skip(slurm: Path) -> None:
+    """pytest counts an expected failure among what is skipped, and its record says that it was run."""
+    leave_skips(slurm, 1, Status.SKIPPED)
+    leave_skips(slurm, 2, Status.OK)
+    assert main(["submit", "--tasks", "2", "--retries", "0", "--results", str(slurm / "out")]) == 0
+
+
+def test_a_part_without_tests_has_ended(tmp_path: Path) -> None:
+    """It left no session, so that `meshmark submit` took it for cut off, and submitted it again."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "suites",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--adapters",
+        "ddp",
+        "--world",
+        "2",
+    ]
+    chosen = ["-k", "equivalence and not ddp", "--shard", "2/2", "--results", str(tmp_path)]
+    done = subprocess.run([*command, *chosen], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 5, done.stdout
+    assert read_records(tmp_path).sessions[-1].exit_code == 5
+
+
+FLAKY = """#!/bin/sh
+echo >> $HERE/polls
+case $(wc -l < $HERE/polls) in
+    1) echo 7;;
+    2) echo "slurm_load_jobs error: Unable to contact slurm controller (connect failure)" >&2; exit 1;;
+    3) echo 7;;
+    *) echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1;;
+esac
+"""
+
+
+def test_a_controller_that_is_away_for_a_moment_ends_no_job(slurm: Path) -> None:
+    """The job was taken for ended, and submitted again beside the one that still ran."""
+    (slurm / "squeue").write_text(FLAKY)
+    leave(slurm, 1, 1, 0, Status.OK)
+    assert main(["submit", "--tasks", "1", "--retries", "0", "--results", str(slurm / "out")]) == 0
+    assert len((slurm / "polls").read_text().splitlines()) == 4
+
+
+def test_a_job_that_nobody_can_follow_is_told(
+    slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (slurm / "squeue").write_text("#!/bin/sh\necho away >&2; exit 1\n")
+    monkeypatch.setattr("meshmark.cli.submit._SILENT_SECONDS", 0.0)
+    leave(slurm, 1, 1, 0, Status.OK)
+    assert main(["submit", "--tasks", "1", "--results", str(slurm / "out")]) == 2
+    assert "away; job 7 may still run" in capsys.readouterr().err
 
 
 def test_an_earlier_job_does_not_stand_for_one_that_never_began(slurm: Path) -> None:

@@ -15,11 +15,13 @@ import pytest
 from meshmark.cli import plan_run, suite_file
 from meshmark.cli.commands import main
 from meshmark.cli.suite_file import CASES, OPTIONS, hold, read_suite, run_file
+from meshmark.errors import InputError
 from meshmark.plan.rates import rates
 from meshmark.plan.search import Search, search
 from meshmark.pytest_plugin.selection import add_options
 from meshmark.records.record import SCHEMA, Outcome, Record, Status
 from meshmark.records.record_file import Attempt, Ending, RecordFile, Session, read_records
+from meshmark.regression import releases, side
 from meshmark.spec.hardware import gpu
 from meshmark.spec.model_spec import MODELS
 from meshmark.spec.model_text import describe, described_model
@@ -159,6 +161,23 @@ def test_the_worst_run_decides(
     assert suite_file.run_suite(argparse.Namespace(suite=tmp_path / "suite.toml", pytest=["-x"])) == expected
     assert [words[-1] for words in typed] == ["-x"] * len(codes)
     assert typed[-1][-4:] == ["meshmark.suites", "--conformance", "-k=a or b", "-x"]
+
+
+def test_nothing_of_the_working_directory_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a stranger's: his pytest.py ran as whoever called `meshmark run` there, and nothing else did."""
+    (tmp_path / "meshmark").mkdir()
+    for name in ("pytest.py", "pip.py", "torch.py", "meshmark/__init__.py"):
+        (tmp_path / name).write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert suite_file.run_pytest(["--version"]) == 0
+    assert suite_file.run_check(["check", "--output=page.md", "no-such-script.py"]) == 2
+    with pytest.raises(InputError, match="pip cannot install"):
+        side._installed("./no/such/package", tmp_path / "target")
+    with pytest.raises(InputError, match="cannot be listed"):
+        releases._versions("no-such-package-of-nobody", early=False)
+    assert not (tmp_path / "ran").exists(), (tmp_path / "ran").read_text()
 
 
 def test_what_ends_the_command_ends_its_run_in_good_order(tmp_path: Path) -> None:

@@ -37,8 +37,8 @@ def run(parsed: argparse.Namespace) -> int:
         raise InputError(f"--nproc must be 1 or more, got {parsed.nproc}")
     if mistake := mistake_in(parsed):
         raise InputError(mistake)
-    with signals_end_like_ctrl_c():
-        place = Path(parsed.keep) if parsed.keep else Path(tempfile.mkdtemp(prefix="meshmark-check-"))
+    with signals_end_like_ctrl_c():  # `place` is absolute, for the script may work in another folder
+        place = Path(parsed.keep).absolute() if parsed.keep else Path(tempfile.mkdtemp(prefix="meshmark-check-"))
         if parsed.keep:
             make_private(place)
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import io
 import os
 import sys
 import textwrap
@@ -60,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code: 0, 1 if a gate failed, 2 for a user's mistake, or `INTERRUPTED`."""
     if sys.stdout is None:  # closed by whoever started this
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files and records may hold what no encoding can write
+        sys.stdout.reconfigure(errors="backslashreplace")
     parsed = _parser().parse_args(arguments)
     try:
         with _plain_warnings(), contextlib.redirect_stdout(cast(TextIO, _UnreadOutput(sys.stdout))):
@@ -81,6 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2  # Python's own code, 1, would say that a gate failed, or that a script trains wrong
         _silence_stdout()
         print(f"meshmark: what it found cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
+    except Exception:
+        traceback.print_exc()  # a defect of Meshmark's own
         return 2
 
 

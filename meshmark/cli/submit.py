@@ -17,10 +17,14 @@ from pathlib import Path
 
 from meshmark.errors import InputError, MeshmarkError, ResultsError
 from meshmark.records.record import Record, Status
-from meshmark.records.record_file import Reading, merge, read_records
+from meshmark.records.record_file import Ending, Reading, Session, latest_attempts, merge, read_records
 from meshmark.text import pluralize
 
 _POLL_SECONDS = 2.0
+_SILENT_SECONDS = 1800.0
+"""How long squeue may fail before the job is not followed any longer."""
+_UNKNOWN_JOB = "Invalid job id"
+"""Words of squeue about a job that left the queue long ago. All its other errors say nothing about the job."""
 _ENDED_WELL = (0, 1, 5)
 """pytest's exit codes for a run that ended regularly: all passed, some failed, no test was in this part."""
 _OWN = ("--results", "--resume", "--shard", "--nnodes", "--node-rank", "--rdzv")
@@ -82,8 +86,27 @@ class Submission:
 
     def ended(self, task: int) -> int | None:
         """Return pytest's exit code, or None if the task was cut off or never began."""
-        sessions = [session for session in self.reading(task).sessions if session.session not in self.earlier]
+        sessions = self.sessions(task)
         return sessions[-1].exit_code if sessions else None
+
+    def sessions(self, task: int) -> list[Session]:
+        """Return the sessions of a task in this job."""
+        return [session for session in self.reading(task).sessions if session.session not in self.earlier]
+
+    @property
+    def has_run_nothing(self) -> bool:
+        """True if every case of every part was skipped. One part alone may have nothing but skips."""
+        for task in range(1, self.tasks + 1):
+            sessions = self.sessions(task)
+            attempts = [a for conforming in (False, True) for a, _ in latest_attempts(sessions, conforming=conforming)]
+            if any(attempt.ending is not Ending.SKIPPED for attempt in attempts):
+                return False
+            cases = {attempt.case for attempt in attempts}
+            for record in self.reading(task).records:  # a known gap, which has been run, counts as skipped for pytest
+                about = {record.case.id, record.conformance.base.id if record.conformance.base else ""}
+                if (about & cases or not cases) and record.outcome.status is not Status.SKIPPED:
+                    return False
+        return True
 
     def output_tail(self, task: int) -> str:
         """Return the end of the task's output."""
@@ -107,7 +130,7 @@ def add_submit(parser: argparse.ArgumentParser) -> None:
 
 
 def submit(arguments: argparse.Namespace) -> int:
-    """Submit, follow the job to its end, and gather the records. Returns 0 when all tests passed."""
+    """Submit, follow the job to its end, and gather the records. Returns 0 when tests were run, and all passed."""
     asked = _submission(arguments)
     if arguments.dry_run:
         print(asked.script + "\n" + shlex.join(asked.command(range(1, asked.tasks + 1))))
@@ -157,18 +180,36 @@ def _sbatch(command: Sequence[str]) -> str:
 
 
 def _follow(asked: Submission, tasks: Sequence[int], job: str) -> None:
-    """Follow a job until it has left the queue, and print every record as it arrives."""
+    """Follow a job until it has left the queue, and print every record as it arrives.
+
+    Raises `MeshmarkError` where squeue fails for long: the job may still run.
+    """
+    heard = time.monotonic()
     seen = {task: len(asked.reading(task).records) for task in tasks}
     print(f"job {job}: {pluralize(len(tasks), 'task')}", flush=True)
     queued = True
     while queued:
         time.sleep(_POLL_SECONDS)
-        listed = subprocess.run(["squeue", "--noheader", f"--jobs={job}"], capture_output=True, text=True)
-        queued = bool(listed.stdout.strip())  # one that has long left is an error, and says nothing on stdout
+        listed = _squeue(job)
+        if listed.returncode == 0 or _UNKNOWN_JOB in listed.stderr:
+            queued, heard = bool(listed.stdout.strip()), time.monotonic()
+        elif time.monotonic() - heard > _SILENT_SECONDS:
+            raise MeshmarkError(
+                f"squeue has failed for {_SILENT_SECONDS / 60:.0f} minutes: {listed.stderr.strip()}; job {job} may "
+                f"still run; its records are in {asked.folder}/task-*"
+            )
         for task in tasks:
             for record in asked.reading(task).records[seen[task] :]:
                 seen[task] += 1
                 _print_outcome(task, record)
+
+
+def _squeue(job: str) -> subprocess.CompletedProcess[str]:
+    command = ["squeue", "--noheader", f"--jobs={job}"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        return subprocess.CompletedProcess(command, 1, "", f"squeue: {error.strerror}")
 
 
 def _print_outcome(task: int, record: Record) -> None:
@@ -187,4 +228,11 @@ def _gather(asked: Submission, left: Sequence[int]) -> int:
     of = f"{pluralize(len(merged.records), 'record')} of {pluralize(asked.tasks, 'task')}"
     print(f"{asked.folder}: {of}; `meshmark report {asked.folder}`")
     failed = any(asked.ended(task) == 1 for task in range(1, asked.tasks + 1))
+    if not left and asked.has_run_nothing and "--allow-skipped" not in asked.pytest:
+        print(
+            "every case of every part was skipped: nothing was judged, so it fails; the outputs in "
+            f"{asked.folder}/task-* say why, and --allow-skipped behind -- lets it pass",
+            file=sys.stderr,
+        )
+        failed = True
     return 2 if left else int(failed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import shlex
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+import meshmark
 from meshmark.cli.options import RUN_OPTIONS
 from meshmark.errors import InputError, ResultsError, UnknownNameError, refuse_device, signals_end_like_ctrl_c
 from meshmark.records.record import SCHEMA
@@ -107,6 +109,8 @@ _OWN = ("suites", "select")
 _SUITES = ("equivalence", "memory", "communication", "throughput", "conformance", "scale", "inference")
 _CHECK = ("script", "arguments", "nproc", "steps", "objective", "timeout")
 """Keys of a check: the options of `meshmark check`."""
+_PYTHON = (sys.executable, "-P")
+"""Python without the working directory on the path, as the commands that are printed: it may be a stranger's."""
 _END_SECONDS = 40.0
 """How long a run or a check may take to end in good order."""
 _WORST = (3, 4, 2, 1, 5)
@@ -279,7 +283,7 @@ def run_file(path: Path, words: Sequence[str] = ()) -> int:
 
 def run_pytest(words: Sequence[str]) -> int:
     """Run pytest in a separate process, and print the command."""
-    command = [sys.executable, "-m", "pytest", *words]
+    command = [*_PYTHON, "-m", "pytest", *words]
     print(shlex.join(["pytest", *words]), flush=True)
     return _run_process(command)[0]
 
@@ -289,7 +293,12 @@ def _run_process(command: Sequence[str], *, stdout: int | None = None) -> tuple[
 
     What ends this process ends that one too, in good order, so that it removes what it has made.
     """
-    with signals_end_like_ctrl_c(), subprocess.Popen(command, stdout=stdout, text=True) as process:
+    root = str(Path(meshmark.__file__).parent.parent)  # of a checkout that is not installed
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), root]))}
+    with (
+        signals_end_like_ctrl_c(),
+        subprocess.Popen(command, env=environment, stdout=stdout, text=True) as process,
+    ):
         try:
             told, _ = process.communicate()
             return process.returncode, told or ""
@@ -314,7 +323,7 @@ def run_check(words: Sequence[str]) -> int:
     Path(page).parent.mkdir(parents=True, exist_ok=True)
     command = shlex.join(["meshmark", *words])
     print(command, flush=True)
-    code, told = _run_process([sys.executable, "-m", "meshmark", *words], stdout=subprocess.PIPE)
+    code, told = _run_process([*_PYTHON, "-m", "meshmark", *words], stdout=subprocess.PIPE)
     print(told, end="", flush=True)
     if code in (0, 2):
         return code

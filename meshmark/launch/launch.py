@@ -205,6 +205,7 @@ def process_environment(spec: ClusterSpec, task: Task) -> dict[str, str]:
         **VARIABLES,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
         "KINETO_LOG_LEVEL": "9",
+        "TORCH_DISTRIBUTED_DEBUG": "OFF",  # DETAIL sends more than was asked for, and DDP crashes with it
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # is_available() must not touch CUDA in a process that forks
     }
     if not caches_freed(task):

@@ -29,6 +29,8 @@ from meshmark.text import LIMIT, clip, clip_tail
 
 _POLL_SECONDS = 0.1
 _STACK_SECONDS = 3.0
+_FROZEN_SECONDS = 3.0
+"""A wait that takes so much longer than it was to means that this process was stopped, and maybe its ranks too."""
 _LOG_LINES = 30
 _ENDURE_SECONDS = 10.0
 """Least time that the pass `FAIL`, which tests whether the other ranks end by themselves, gives them."""
@@ -89,6 +91,8 @@ class Watchdog:
         """How far each rank had come when its time was up."""
         self.states: dict[int, str] = {}
         """And in which state its process was, in words."""
+        self.frozen = 0.0
+        """Seconds in which this process was stopped. They count for no rank's time limit."""
 
     def run(self) -> list[RankFailure]:
         """Start the ranks, wait for their end, and tell why those failed that did."""
@@ -104,7 +108,15 @@ class Watchdog:
         finally:
             self.killed = {info.rank for info in self._alive()}
             self.unkillable = self.processes.end()
-        return [f for info in self.ranks if (f := self._failure(info, late))]
+        return [self._excused(f) for info in self.ranks if (f := self._failure(info, late))]
+
+    def _excused(self, failure: RankFailure) -> RankFailure:
+        """Return the failure as no fault of the adapter where all stood still for longer than the time limit. Ranks
+        that wait for one another give up then, when they go on."""
+        if self.frozen <= self.request.time_limit_seconds or failure.kind == Status.UNKILLABLE:
+            return failure
+        told = f"the machine, the container or the job was stopped for {self.frozen:.0f} s; then: {failure.message}"
+        return dataclasses.replace(failure, kind=Status.UNFINISHED, message=told)
 
     def _state(self, info: RankInfo) -> str:
         pid = self.processes.pid(info)
@@ -118,7 +130,10 @@ class Watchdog:
         deadline = self.started + self.request.time_limit_seconds
         last_moment = None
         while self._alive():
-            self.processes.wait(_POLL_SECONDS)
+            if (lost := self._lost_seconds()) > _FROZEN_SECONDS:
+                deadline += lost
+                last_moment = last_moment and last_moment + lost
+                self.frozen += lost
             self._note_deaths()
             if last_moment is None and self._anyone_failed():
                 least = _ENDURE_SECONDS if self.request.task is Task.FAIL else 0.0
@@ -130,6 +145,13 @@ class Watchdog:
         self._note_deaths()
         self._anyone_failed()
         return []
+
+    def _lost_seconds(self) -> float:
+        """Wait for what happens next. Return by how much longer that took than it was to: nothing, unless this process
+        was stopped, as where a container or a job is paused."""
+        began = time.monotonic()
+        self.processes.wait(_POLL_SECONDS)
+        return time.monotonic() - began - _POLL_SECONDS
 
     def _note_deaths(self) -> None:
         for info in self.ranks:

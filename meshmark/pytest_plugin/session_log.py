@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from meshmark.errors import ResultsError
-from meshmark.pytest_plugin.selection import module_of, selection
+from meshmark.pytest_plugin.selection import SELECTION, module_of, selection
 from meshmark.records.record import SCHEMA, Record
 from meshmark.records.record_file import Attempt, Ending, RecordFile, Session, by_defect, read_records
 from meshmark.report.failure_text import row
@@ -204,10 +204,14 @@ ATTEMPTS = pytest.StashKey[dict[str, Attempt]]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
-    """Write the planned tests, so that a killed run leaves at least this."""
+    """Write the planned tests, so that a killed run leaves at least this.
+
+    A part of a run (`--shard`) may have no test. That it has ended is written too, for whoever waits for it.
+    """
     config = session.config
     attempts = {item.nodeid: attempt for item in session.items if (attempt := _planned(item))}
-    if not attempts or config.option.collectonly or selection(config).cluster.node_rank:
+    is_part = SELECTION in config.stash and selection(config).shard[1] > 1
+    if not (attempts or is_part) or config.option.collectonly or selection(config).cluster.node_rank:
         return
     config.stash[ATTEMPTS] = attempts
     config.stash[_LOG] = Session(

@@ -48,7 +48,7 @@ def releases_between(good: str, bad: str) -> list[str] | None:
 
 def _versions(name: str, early: bool) -> list[Version]:
     """Return the versions that pip lists, with its configuration and environment."""
-    command = [sys.executable, "-m", "pip", "index", "versions", name, *(["--pre"] if early else [])]
+    command = [sys.executable, "-P", "-m", "pip", "index", "versions", name, *(["--pre"] if early else [])]
     done = subprocess.run(command, capture_output=True, text=True)
     listed = _LISTED.search(done.stdout)
     if done.returncode or listed is None:

@@ -17,7 +17,10 @@ from meshmark.records.record import Record, Status
 from meshmark.records.record_file import read_records
 from meshmark.text import clip
 
-_USAGE_ERROR, _NOTHING_COLLECTED = 4, 5
+_WHOLE = (0, 1)
+"""pytest's exit codes for a session that came to its end: all tests passed, or some failed."""
+_TIME_UP = 2
+"""And where `--max-time`, which the user gave, ended it."""
 _SUITES = ("suites", "meshmark.suites")
 _BARE = re.compile(r"[A-Za-z0-9._-]*")
 
@@ -38,7 +41,8 @@ class Side:
 def run_suites(side: Side, options: Sequence[str], results: Path) -> list[Record]:
     """Run one fresh session and return its records. Failed tests are not errors, because their records say so.
 
-    Raises `ResultsError` when the session left no record, or ran nothing.
+    Raises `ResultsError` when the session left no record, ran nothing, or did not come to its end: cases that were not
+    run would count as good.
     """
     named = any(option.partition("/")[0].partition("::")[0] in _SUITES for option in options)
     words = [*options] if named else ["--pyargs", "meshmark.suites", *options]
@@ -50,13 +54,16 @@ def run_suites(side: Side, options: Sequence[str], results: Path) -> list[Record
     except OSError as error:
         raise InputError(f"{side.name}: {side.python}: {error.strerror}; expected a virtual environment") from error
     told = clip(f"{done.stdout}\n{done.stderr}".strip(), 3000)
-    if done.returncode in (_USAGE_ERROR, _NOTHING_COLLECTED) or not (results / "records.jsonl").exists():
-        raise ResultsError(f"{side.name}: {shlex.join(command)} ended with {done.returncode} and no record:\n{told}")
+    recorded = (results / "records.jsonl").exists()
+    limited = any(option.startswith("--max-time") for option in options)
+    if not recorded or done.returncode not in (*_WHOLE, *([_TIME_UP] if limited else [])):
+        why = "before its last test" if recorded else "and no record"
+        raise ResultsError(f"{side.name}: {shlex.join(command)} ended with {done.returncode} {why}:\n{told}")
     records = read_records(results).records
     ran = [record for record in records if record.outcome.status is not Status.SKIPPED]
     if not ran:
-        why = {record.outcome.message for record in records}
-        raise ResultsError(f"{side.name}: nothing was run: {'; '.join(sorted(why)) or told}")
+        reasons = {record.outcome.message for record in records}
+        raise ResultsError(f"{side.name}: nothing was run: {'; '.join(sorted(reasons)) or told}")
     return ran
 
 
@@ -118,7 +125,7 @@ def git(*words: str) -> str:
 
 def _installed(requirement: str, target: Path) -> Path:
     """Install `requirement` without dependencies into `target`, to be used on top of this environment."""
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target), "--"]
+    command = [sys.executable, "-P", "-m", "pip", "install", "-q", "--no-deps", "--target", str(target), "--"]
     done = subprocess.run([*command, *shlex.split(requirement)], capture_output=True, text=True)
     if done.returncode:
         raise InputError(
