@@ -22,11 +22,11 @@ from meshmark.judge.gradient_faults import _is_by_chance, nobody_reduced
 from meshmark.judge.tolerance_model import ToleranceModel, fit, noise_run
 from meshmark.judge.trace import Trace, host_copies
 from meshmark.judge.truth import ExactOptimizer, assess, exact_gradients
-from meshmark.judge.update_faults import explain_updates, replay
+from meshmark.judge.update_faults import _TakesMoments, explain_updates, replay
 from meshmark.reference.data import make_batch
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
-from meshmark.spec.optimizer import OptimizerSpec
+from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from tests.factories import make_case, make_workload
 
 STEPS = 3
@@ -555,3 +555,17 @@ def test_a_search_for_an_altered_weight_is_left_out_where_it_takes_too_long(monk
 )
 def test_fitted_weights_of_no_meaning_are_no_cause(weights: list[float], by_chance: bool) -> None:
     assert _is_by_chance(np.array(weights)) is by_chance
+
+
+def test_moments_are_exchanged_among_parameters_with_the_same_states() -> None:
+    """Muon steps matrices of blocks; a square table of positions has AdamW's moments."""
+    spec = OptimizerSpec(kind=OptimizerKind.MUON, momentum=0.95, nesterov=True, clip_norm=None)
+    names = ("positions.weight", "blocks.0.weight", "blocks.1.weight")
+    rng = np.random.default_rng(0)
+    parameters = {name: rng.standard_normal((4, 4)) for name in names}
+    exchanged, plain = _TakesMoments(spec, 1, ("momentum_buffer",), 1), ExactOptimizer(spec)
+    for _ in range(2):
+        gradients = {name: rng.standard_normal((4, 4)) for name in names}
+        ours, theirs = exchanged.step(parameters, gradients), plain.step(parameters, gradients)
+    assert np.array_equal(ours["positions.weight"], theirs["positions.weight"])
+    assert not np.allclose(ours["blocks.0.weight"], theirs["blocks.0.weight"])

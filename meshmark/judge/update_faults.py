@@ -484,7 +484,7 @@ class _MovesMoments(_ForgetsNow):
 
 
 class _TakesMoments(_ForgetsNow):
-    """Once gives every parameter the moments of another one: `places` further on of those with its shape."""
+    """Once gives every parameter the moments of another one: `places` further on of those with its shape and states."""
 
     def __init__(self, spec: OptimizerSpec, step: int, names: tuple[str, ...], places: int) -> None:
         super().__init__(spec, step, names)
@@ -492,10 +492,11 @@ class _TakesMoments(_ForgetsNow):
 
     def change_all(self) -> None:
         assert self.optimizer is not None
-        alike: dict[torch.Size, list[Tensor]] = {}
+        alike: dict[tuple[torch.Size, frozenset[str]], list[Tensor]] = {}
         for parameter in self.parameters.values():
-            if parameter in self.optimizer.state:
-                alike.setdefault(parameter.shape, []).append(parameter)
+            if parameter in self.optimizer.state:  # under Muon, other parameters of a matrix's shape have other moments
+                kept_names = frozenset(self.optimizer.state[parameter])
+                alike.setdefault((parameter.shape, kept_names), []).append(parameter)
         for parameters in alike.values():
             kept = [{k: v.clone() for k, v in self.optimizer.state[p].items() if k in self.names} for p in parameters]
             for index, own in enumerate(parameters):
