@@ -1,7 +1,7 @@
-"""The frameworks behind Meshmark's interface: one file or folder each, the only place that imports it.
+"""Adapters: one file or folder per framework, the only place that imports the framework.
 
-The registries map a name to "module:Class", resolved when needed; importing this package imports no framework. Of one
-framework's choices that are no part of a layout, each is an adapter of its own: `fsdp2` is *as theory says*, with every
+The registries map a name to "module:Class", resolved when needed; importing this package imports no framework. A
+choice that is not part of a layout makes another adapter of its framework: `fsdp2` is *as theory says*, with every
 choice explicit; `fsdp2-CHOICE` differs from it in what it is called after; `fsdp2-recommended` is *as its authors
 recommend*, with their documented defaults (`Adapter.track`).
 """

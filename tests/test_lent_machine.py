@@ -97,6 +97,7 @@ _OTHERS = {
     "_init_deepspeed_distributed",
     "_loaded_ops",
     "_orig_size",
+    "_muon_allgather_buffers",
     "_param_name_groups",
     "_param_to_rank",
     "_set_world_ranks",

@@ -80,8 +80,10 @@ class Arithmetic:
     """Linear layers and loss are in parts, one a tensor-parallel rank, as Megatron-LM's: summed over ranks in the
     narrow format behind products by rows and before the head; and biases are added wide, by one rank alone too."""
     gpt_model_order: bool = False
-    """They are those of megatron-core's own GPTModel: queries, keys and values are one product, attention is unfused,
-    with its softmax in float32, sequences come first, and biases of row-parallel products are added by themselves."""
+    """Layers and loss are those of megatron-core's own GPTModel: queries, keys and values are one product, attention is
+    unfused, with its softmax in float32, sequences come first, and biases of row-parallel products are added by
+    themselves.
+    """
 
 
 # --- Capabilities of an adapter, and the packages it needs.
@@ -162,7 +164,7 @@ class Capabilities:
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
 
     def __post_init__(self) -> None:
-        """A value that no case can have would make every case a skip, in silence."""
+        """Raise `AdapterError` for a value that no case can have: it would silently skip every case."""
         known: dict[str, tuple[Collection[object], str]] = {
             "degrees": (AXES, ", ".join(AXES)),
             "precisions": ([p for p in self.precisions if isinstance(p, Precision)], "such as Precision.FP32"),
@@ -307,8 +309,10 @@ class Adapter(ABC):
     preload: ClassVar[tuple[str, ...]] = ()
     """Modules that `build` will import besides, slow enough to be worth importing once for all ranks."""
     arithmetic: ClassVar[Arithmetic | None] = None
-    """How it computes what a mixed precision leaves open, for a twin in one process to do the same; None where none is
-    to, and gradients are held against float64 alone."""
+    """How it computes what a mixed precision leaves open. A twin in one process does the same.
+
+    None means that there is no twin, and gradients are compared with float64 alone.
+    """
     capabilities: ClassVar[Capabilities]
     known_gaps: ClassVar[tuple[KnownGap, ...]] = ()
 

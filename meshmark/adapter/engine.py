@@ -168,7 +168,8 @@ class Engine(ABC):
     @abstractmethod
     def parameters(self) -> Mapping[str, Tensor]:
         """The full value, by canonical name, of every parameter of which this rank holds any part; a collective call.
-        Master weights where there are such. Without data parallelism's help: a replica returns its own."""
+        Master weights if there are any. A replica that has all of a tensor returns its own, and asks no other replica.
+        """
 
     @abstractmethod
     def gradients(self) -> Mapping[str, Tensor]:
@@ -196,14 +197,13 @@ class Engine(ABC):
 
     @abstractmethod
     def holdings(self) -> Holdings:
+        """Return the tensors that this rank holds right now, by category."""
+
+    def traffic_source(self) -> TrafficSource | None:
         """Return the source of collectives that do not go through `torch.distributed`; None if there are none.
 
         Collectives of `torch.distributed` itself are always observed.
         """
-
-    def traffic_source(self) -> TrafficSource | None:
-        """Tells of collectives that do not go through `torch.distributed`, whose own are always seen; None where there
-        are none."""
         return None
 
     def evaluate(self, batch: Batch) -> Tensor:

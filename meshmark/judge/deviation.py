@@ -260,8 +260,11 @@ def unsampled(case: Case) -> str | None:
 
 
 def sample_of(case: Case) -> Sample:
-    """A step that loss scaling leaves out is known by its gradients, and tried again: there the metered one is judged
-    too."""
+    """Return the sample of `case`.
+
+    Under dynamic loss scaling it also includes the metered step: a skipped step is recognised by its gradients, and
+    tried again.
+    """
     return Sample(steps=3) if case.precision.loss_scaling is LossScaling.DYNAMIC else Sample()
 
 

@@ -256,8 +256,8 @@ class Spread:
 # --- The tolerance model of equivalence: how far correct runs are from the truth, and so how far is too far.
 
 FALSE_ALARMS = 1e-4
-"""Target probability that a correct run fails in any of its comparisons at any step. `false_alarms` has measured
-values.
+"""Target probability that a correct run fails in any of its comparisons at any step. `false_alarms.json` has
+measured values.
 """
 SMALLEST_FACTORS = {"number": 8.0, "gradients": 2.4, "parameters": 4.0, "buffers": 4.0, "twin": 4.0, "way": 4.0}
 """Smallest factors by kind. A framework that computes in another order than `single` has another noise distribution.

@@ -60,9 +60,6 @@ from meshmark.text import pluralize
 # --- Lost nodes.
 
 
-# --- The nodes of one run: who they are, and how their launchers talk to each other.
-
-
 class NodeLoss(StrEnum):
     """Policy for a lost node."""
 
@@ -189,7 +186,7 @@ class ClusterSpec:
         return self.nnodes // self.tasks_per_node
 
     def among(self, node_rank: int, nnodes: int) -> ClusterSpec:
-        """This one where so many launchers are left, whole nodes of them, as number `node_rank`."""
+        """Return this specification with the `nnodes` launchers of whole nodes that are left, as number `node_rank`."""
         if nnodes == 1:  # it needs no address, and the way to the others may be gone
             return ClusterSpec(gpus_by_task=self.gpus_by_task, host_number=self.node, switch=self.switch)
         return dataclasses.replace(self, nnodes=nnodes, node_rank=node_rank, host_number=self.node)
@@ -490,7 +487,7 @@ class Scratch:
 
 @contextlib.contextmanager
 def _undone(own: str) -> Iterator[None]:
-    """Whoever has made a folder of which others cannot be told makes it undone."""
+    """Remove the folder `own` (if this node made one) if the block fails: other nodes cannot be told of it."""
     try:
         yield
     except BaseException:

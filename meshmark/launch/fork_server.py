@@ -38,7 +38,7 @@ from meshmark.errors import MeshmarkError
 from meshmark.launch.folders import FOLDERS, folder_prefix, remove_folders
 from meshmark.launch.processes import adopt_orphans, die_with_parent, end_own_children, has_variable, process_state
 
-# --- The server.
+# --- Messages between the launcher and its server.
 
 LAUNCHER = "MESHMARK_LAUNCHER"
 """Variable with the launcher's process id, by which all that descends from a server is told."""
@@ -48,7 +48,8 @@ READY = "ready"
 """Message of a server whose modules are imported."""
 CUDA_STARTED = "CUDA was started"
 """Message of a server one of whose modules started CUDA: CUDA cannot be used in a fork of such a process."""
-# --- The launcher's side.
+
+# --- The server and, from `ForkServer` on, the launcher's side.
 
 _END_SECONDS = 10.0
 """How long a killed server may take to end."""

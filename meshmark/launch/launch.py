@@ -45,8 +45,6 @@ from meshmark.serial import decode, encode
 # --- The network device that leads to a host. Gloo asks for its name; by default it takes the device that this
 # machine's own name resolves to, which on many machines is the loopback device.
 
-# --- A launch, by whichever launcher.
-
 _SIOCGIFADDR = 0x8915
 _NAME_BYTES = 16
 
@@ -246,10 +244,13 @@ _STACK_STATES = list(StackState)
 
 
 def _settle(failures: list[RankFailure]) -> list[RankFailure]:
-    """Root cause first: a rank that left without a word or was killed before the peers that lost it, one that stood
-    still amid its work before the peers that came on without it; of those that stood still, one that answers no signal
-    and one outside any collective before the peers that wait for it; else the earliest. Where all wait and none comes
-    on, all hang."""
+    """Sort failures, with the root cause first.
+
+    A rank that exited without a report or was killed comes before the peers that lost it. A rank that made no progress
+    in its work comes before the peers that did. Of ranks without progress, one that answers no signal and one outside
+    any collective come before the peers that wait for them. Otherwise the earliest comes first. If all ranks wait and
+    none makes progress, all count as hung.
+    """
 
     def blame(failure: RankFailure) -> tuple[int, int, float]:
         kind = Status.RAISED if failure.kind == Status.OOM else failure.kind
@@ -268,8 +269,6 @@ def _read_report(info: RankInfo) -> RankReport | None:
 
 
 # --- The default launcher. It forks ranks from a server that has PyTorch and the case's framework imported.
-
-# --- The launchers: ranks forked from a server (the default), or started by torchrun.
 
 _ALWAYS = (
     "torch.distributed.fsdp",

@@ -53,9 +53,6 @@ from meshmark.text import clip, describe_error, text_of
 # --- Where a rank stands in a launch.
 
 
-# --- Where a rank stands in a launch, and what it leaves when it hangs.
-
-
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
     """Where a rank stands in a launch."""
@@ -107,8 +104,6 @@ def ask(info: RankInfo) -> bool:
 
 
 # --- Performing a request: join the other ranks, build the engine, run the pass.
-
-# --- Process of one rank, from a request to a report.
 
 _TASKS = {
     Task.OBSERVE: observe,

@@ -1,6 +1,6 @@
 """Measure memory, traffic and time of one step of one rank.
 
-A watch around one step reads the allocator, the saved tensors and the collectives that were issued. The framework is
+`Watch` sees each allocation and collective of a step by PyTorch's profiler and flight recorder. The framework is
 only asked which tensors are parameters, gradients and states.
 
 May import: spec, adapter.

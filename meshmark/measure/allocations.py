@@ -22,20 +22,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from meshmark.errors import MeshmarkError
 
-if TYPE_CHECKING:
-    import torch  # a record is read without it
-
-
-_MOST_RESIDENT, _RESIDENT = "VmHWM", "VmRSS"
 # --- Peak memory of an operation, besides what was held when it began.
 
+_MOST_RESIDENT, _RESIDENT = "VmHWM", "VmRSS"
 _FORGET_MOST = "5"
 """Value for `/proc/PID/clear_refs` that resets the peak (proc_pid_clear_refs(5))."""
 

@@ -164,9 +164,6 @@ def _libraries() -> dict[str, str]:
 # --- The optimizer of one replica, in the precision of its engine, for algorithms that ask for it.
 
 
-# --- Noise runs.
-
-
 class EngineRule:
     """Update rule of one replica, computed by an engine in its precision. Implements `UpdateRule`."""
 

@@ -112,8 +112,6 @@ def _peer(launched: LaunchResult, rank: int) -> PeerEnd:
 
 # --- What theory and the adapter declare of a case before it runs: what each rank is to hold and to send.
 
-# --- From what became of a launch to its record, with every verdict that the pass allows.
-
 T = TypeVar("T")
 
 

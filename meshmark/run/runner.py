@@ -121,9 +121,6 @@ def num_cores(local_ranks: int) -> int:
 # --- The launch that measures a noise floor.
 
 
-# --- What requests are judged by.
-
-
 def launch_noise(launcher: Launcher, request: Request, num_gpus: int) -> list[Comparisons]:
     """The noise runs that `request` is judged by: of PyTorch's eager kernels, whatever the case's tuning, lest a kernel
     that is wrong be excused by itself. `num_gpus`: on this node. Raises `MeshmarkError` when their processes fail."""
@@ -216,9 +213,6 @@ class ToleranceModels:
 
 
 # --- The verified path of a case, which the untouched pass is held against.
-
-
-# --- From a case to its record: once a session, whoever asks.
 
 
 def find_path(
@@ -352,7 +346,7 @@ class Runner:
         self._records: dict[_Key, Record] = {}
         self._remarks: list[str] = []
         """For the next record."""
-        self._yardsticks = ToleranceModels(launcher, results, self._remarks, options.num_gpus)
+        self._tolerances = ToleranceModels(launcher, results, self._remarks, options.num_gpus)
         self._peaks = PeakProbe(launcher, options.num_gpus)
 
     def close(self) -> None:
@@ -430,14 +424,17 @@ class Runner:
             self._records.pop(_key(request), None)
 
     def _go_on(self, error: NodeLostError, what: str, limit: float, before: Sequence[_Key]) -> None:
-        """Without the nodes that are lost, which `what` has met; for the others is waited `limit` seconds. Raises
-        `error` where the run is to end, and `ClusterError` where none can go on."""
+        """Continue without the lost nodes. `what` is the call during which they were lost.
+
+        Waits `limit` seconds for the other nodes. Raises `error` if the run should end, and `ClusterError` if none can
+        continue.
+        """
         if self.options.on_node_loss is NodeLoss.END:
             raise error
         room = rank_room(self.options.device, self.options.num_gpus)
         self.launcher.cluster.regroup(f"{what}, {len(before)}", room, seconds=limit)
         self.launcher.close()  # what it has started knows the other nodes
-        self._yardsticks.forget()  # and node 0's are the same for all
+        self._tolerances.forget()  # and node 0's are the same for all
         self._peaks = PeakProbe(self.launcher, self.options.num_gpus)
 
     def _once(self, request: Request, needs: frozenset[Feature], misfit: str | None) -> Record:
@@ -565,7 +562,7 @@ class Runner:
             return self._run_alone(request)
         if request.task in JUDGED and request.assess:
             arithmetic = load_adapter(request.adapter).arithmetic
-            tolerance_model = self._yardsticks.of(request).declared(arithmetic.casting if arithmetic else None)
+            tolerance_model = self._tolerances.of(request).declared(arithmetic.casting if arithmetic else None)
             request = dataclasses.replace(request, tolerance_model=tolerance_model)
         first, power = launch_watched(self.launcher, request)
         launches, outcome = [first], outcome_of_launch(first, request.case.world_size)
@@ -627,7 +624,7 @@ class Runner:
         observed = self._records.get((Task.OBSERVE, timed.case, ""))
         path = find_path(observed, launches, lambda: self.launcher.launch(retracing, timed.case.world_size))
         tolerant = path is not None and path.is_left_to_tolerance(timed.case.workload.algorithm)
-        tolerance_model = self._yardsticks.of(observing) if tolerant else None
+        tolerance_model = self._tolerances.of(observing) if tolerant else None
         return dataclasses.replace(timed, observed=path, tolerance_model=tolerance_model)
 
     def _record(self, request: Request, outcome: Outcome, launches: Sequence[LaunchResult] = ()) -> Record:

@@ -146,8 +146,6 @@ def values_of(record: Record) -> dict[str, object]:
     return found
 
 
-# --- Repeated timed launches. What the processes of one launch meet moves all of its steps alike.
-
 # --- Timed launches, repeated until the rate is known.
 
 MOST_LAUNCHES = 2 * LEAST_LAUNCHES

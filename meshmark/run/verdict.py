@@ -541,8 +541,6 @@ def memory_totals(
 
 # --- Equivalence.
 
-# --- Judge what was recorded: against the truth and its noise, against the plan, and in time.
-
 BLIND = 0.3
 """Detection limit above which a run that looks right has shown nothing: a rank of two whose part is missing, the
 smallest defect of all in a reduction, scales a gradient by a half."""
