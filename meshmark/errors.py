@@ -71,6 +71,13 @@ def refuse_device(path: str | Path) -> None:
         raise InputError(f"{str(path)!r} is a device; name a file")
 
 
+def refuse_records(output: str | Path) -> None:
+    """Raise `InputError` if a page would be written over records, as by `-o results/records.jsonl`."""
+    path = Path(output)
+    if path.name.endswith((".jsonl", ".jsonl.gz")) and path.exists():
+        raise InputError(f"-o {str(path)!r}: it holds records, which a page would replace; name another file")
+
+
 class LayoutError(InputError):
     """A layout that does not fit this model, batch or world size."""
 

@@ -155,6 +155,19 @@ def test_a_missing_baseline_ends_with_2_and_one_line(tmp_path: Path, capsys: pyt
     assert said.startswith("meshmark: no baseline") and said.count("\n") == 1
 
 
+def test_a_page_replaces_no_records_and_no_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One wrong name behind -o, and they were gone, with code 0."""
+    write(tmp_path)
+    records, script = tmp_path / "records.jsonl", tmp_path / "train.py"
+    script.write_text("print('mine')\n")
+    kept = records.read_text()
+    assert main(["report", str(tmp_path), "-o", str(records)]) == 2
+    assert main(["compare", str(tmp_path), str(tmp_path), "-o", str(records)]) == 2
+    assert main(["check", "-o", str(script), str(script)]) == 2
+    assert (records.read_text(), script.read_text()) == (kept, "print('mine')\n")
+    assert "it holds records, which a page would replace" in capsys.readouterr().err
+
+
 def test_a_defect_of_a_command_is_no_finding(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,16 @@ import pytest
 from meshmark.cli.commands import main
 from meshmark.errors import InputError, ResultsError
 from meshmark.measure.readings import Bytes, Collective, TrafficReading
-from meshmark.records.record import SCHEMA, ConformanceEvidence, LaunchSeconds, Outcome, Record, Status
+from meshmark.records.record import (
+    SCHEMA,
+    ConformanceEvidence,
+    LaunchSeconds,
+    MemoryEvidence,
+    Outcome,
+    Record,
+    Status,
+    TrafficEvidence,
+)
 from meshmark.records.record_file import RecordFile
 from meshmark.records.request import Task
 from meshmark.regression.causes import causes
@@ -111,6 +120,17 @@ def test_any_byte_is_named_by_category_and_rank() -> None:
     assert not found["peak memory, activations"].gated
     assert found["memory after a step"].outcome is ChangeOutcome.SAME
     assert rows([grown], [make_good()])["peak memory"].outcome is ChangeOutcome.BETTER
+
+
+def test_bytes_that_only_one_side_has_read_are_no_sameness() -> None:
+    """Their rows were left out, and a gate on `bigger` passed without a word."""
+    unread = make_good(memory=MemoryEvidence(), traffic=TrafficEvidence())
+    found = compare([make_good()], [unread], timed=False)
+    undecided = [c.metric for c in found.of(ChangeOutcome.UNDECIDED) if c.kind is Kind.BIGGER]
+    assert undecided == ["peak memory", "traffic issued"]
+    assert len(parse_gate("bigger:1%,unsure").failing(found.changes)) == 2
+    again = compare([unread], [unread], timed=False)
+    assert not [change for change in again.changes if change.kind is Kind.BIGGER]
 
 
 def test_as_many_bytes_for_other_things_are_no_gain() -> None:

@@ -17,7 +17,7 @@ from meshmark.passes.noise import ATTENTION, FORMAT, noise_key
 from tests.factories import make_case, make_environment
 
 
-def test_the_committed_counts_are_of_this_yardstick() -> None:
+def test_the_committed_counts_are_of_this_tolerance_model() -> None:
     """Whoever changes the noise or its factors counts anew: `make power-long`."""
     assert shown().version == FORMAT
     assert shown().alarms <= FALSE_ALARMS * shown().runs, "as seldom as factors aim at"

@@ -265,7 +265,7 @@ class Fails(ForkserverLauncher):
 
 @pytest.mark.usefixtures("own_noise")
 @pytest.mark.parametrize("kind", [Status.OOM, Status.NO_SPACE])
-def test_a_yardstick_that_fails_is_launched_once(tmp_path: Path, kind: Status) -> None:
+def test_a_tolerance_model_that_fails_is_launched_once(tmp_path: Path, kind: Status) -> None:
     """Every case of its workload and precision tells why; another precision's is tried."""
     with Cluster(ClusterSpec()) as cluster:
         launcher = Fails(cluster)

@@ -110,7 +110,7 @@ def engine_in(asked: Precision, num_micro_batches: int = 1) -> SingleEngine:
     return engine
 
 
-def test_the_yardstick_rounds_what_each_rank_sends_and_the_sum() -> None:
+def test_the_tolerance_model_rounds_what_each_rank_sends_and_the_sum() -> None:
     """Bit for bit what two ranks with a half of the batch each would come to."""
     batch, engine = make_batch(GPT, 0), engine_in(NARROW)
     loss = float(reduced_backward(engine, batch, 2))

@@ -75,7 +75,7 @@ def test_every_launch_is_held_to_the_path_and_named() -> None:
     assert not found.passed and "of the tolerance at step 1" in found.summary
 
 
-def test_an_engine_that_never_repeats_is_held_to_the_yardstick() -> None:
+def test_an_engine_that_never_repeats_is_held_to_the_tolerance_model() -> None:
     """The noise of a loss is 1e-7, its factor 4: each run may stand 4e-7 from the truth."""
     for distance, passed in ((7e-7, True), (9e-7, False)):
         found = judged(observed=path(5.25 + distance, repeats=False))

@@ -260,7 +260,7 @@ def test_a_gradient_that_is_zero_by_mathematics_is_held_to_its_distance_alone(ke
     }
 
 
-def test_what_the_yardstick_does_not_know_is_not_judged() -> None:
+def test_what_the_tolerance_model_does_not_know_is_not_judged() -> None:
     assert list(ToleranceModel(noise={}, factors={}).excesses({Quantity.parse("norm"): [1.0]})) == []
 
 

@@ -89,7 +89,7 @@ def test_what_is_missing_or_no_number_fails(distance: float) -> None:
 
 @pytest.mark.parametrize("quantity", [LOSS, GRADIENT, OTHER])
 @pytest.mark.parametrize("noise", [math.nan, math.inf])
-def test_a_yardstick_that_is_no_number_decides_nothing(noise: float, quantity: Quantity) -> None:
+def test_a_tolerance_model_that_is_no_number_decides_nothing(noise: float, quantity: Quantity) -> None:
     """When `single` itself overflows (fp16 does), its noise is infinite, on disk NaN; what else is wrong stays so."""
     verdict = judge_equivalence(run(1e5, noise=noise, quantity=quantity))
     assert verdict.undecided and not verdict.passed

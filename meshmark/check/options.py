@@ -38,6 +38,8 @@ def mistake_in(parsed: argparse.Namespace) -> str | None:
         return f"there is no folder for {parsed.output}"
     if not Path(parsed.script).is_file():
         return f"there is no script {parsed.script}"
+    if parsed.output and Path(parsed.output).resolve() == Path(parsed.script).resolve():
+        return f"-o {parsed.output}: it is the script, which the page would replace"
     return None
 
 

@@ -8,7 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from meshmark.errors import ResultsError
+from meshmark.errors import ResultsError, refuse_records
 from meshmark.records.record import Record
 from meshmark.records.record_file import read_records
 from meshmark.regression.attempts import attempts_of
@@ -71,6 +71,8 @@ def add_gate(parser: argparse.ArgumentParser) -> None:
 
 def _compare(parsed: argparse.Namespace) -> int:
     gate = parse_gate(parsed.fail_on) if parsed.fail_on is not None else None
+    if parsed.output:
+        refuse_records(parsed.output)
     found = compare_folders(parsed.before, parsed.after, gate, across=parsed.across)
     titles = str(parsed.before), str(parsed.after)
     command = shlex.join(["meshmark", "compare", *titles])

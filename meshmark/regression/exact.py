@@ -39,10 +39,28 @@ def exact_changes(name: str, before: CaseRuns, after: CaseRuns) -> Iterator[Chan
     if ours and len(ours) == len(theirs):
         for instant in INSTANTS:
             yield from _memory(name, instant, ours, theirs)
+    elif ours and not theirs:
+        yield _unread(name, INSTANTS["peak"])
     if one.traffic.readings and len(one.traffic.readings) == len(other.traffic.readings):
         pairs = list(zip(one.traffic.readings, other.traffic.readings, strict=True))
         yield _traffic(name, "traffic asked for", [(a.asked, b.asked) for a, b in pairs])
         yield _traffic(name, "traffic issued", [(a.issued, b.issued) for a, b in pairs])
+    elif one.traffic.readings and not other.traffic.readings:
+        yield _unread(name, "traffic issued")
+
+
+def _unread(name: str, metric: str) -> Change:
+    """Return a row for bytes that A has read and B has not: nobody knows whether they grew."""
+    told = "B has not read it; run it with the steps and options of A"
+    return Change(
+        case=name,
+        metric=metric,
+        kind=Kind.BIGGER,
+        outcome=ChangeOutcome.UNDECIDED,
+        before="read",
+        after="not read",
+        evidence=told,
+    )
 
 
 def _complete(runs: CaseRuns) -> Record | None:

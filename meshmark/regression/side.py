@@ -57,8 +57,8 @@ def run_suites(side: Side, options: Sequence[str], results: Path) -> list[Record
     recorded = (results / "records.jsonl").exists()
     limited = any(option.startswith("--max-time") for option in options)
     if not recorded or done.returncode not in (*_WHOLE, *([_TIME_UP] if limited else [])):
-        why = "before its last test" if recorded else "and no record"
-        raise ResultsError(f"{side.name}: {shlex.join(command)} ended with {done.returncode} {why}:\n{told}")
+        how = "before its last test" if recorded else "and no record"
+        raise ResultsError(f"{side.name}: {shlex.join(command)} ended with {done.returncode} {how}:\n{told}")
     records = read_records(results).records
     ran = [record for record in records if record.outcome.status is not Status.SKIPPED]
     if not ran:

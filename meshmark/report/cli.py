@@ -9,7 +9,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from meshmark.errors import InputError, ResultsError
+from meshmark.errors import InputError, ResultsError, refuse_records
 from meshmark.records.judged_case import OTHER_RECORD, num_judged
 from meshmark.records.record_file import Reading, latest_attempts, read_records
 from meshmark.report.render import write_report
@@ -71,6 +71,7 @@ def _output_file(text: str) -> Path:
 def _report(parsed: argparse.Namespace) -> None:
     folder = parsed.results if parsed.results.is_dir() else parsed.results.parent
     output = parsed.output or folder / "report.md"
+    refuse_records(output)
     judged = _judged(parsed.results)
     try:
         reading = read_records(parsed.results, latest=True)
