@@ -37,11 +37,13 @@ Gather = Callable[[], Sequence[Tensor]]
 
 
 class Gathered(Mapping[str, Tensor]):
-    """Tensors by name, each brought together when it is asked for: all ranks ask for the same ones in the same order.
-    What the last call brought is kept until another is made."""
+    """Full tensors by name. Each is gathered when it is read; all ranks must read the same ones in the same order.
+
+    The result of the last gather is kept until the next.
+    """
 
     def __init__(self, calls: Iterable[tuple[Sequence[str], Gather]]) -> None:
-        """`calls`: some names, and what brings their tensors together in that order."""
+        """`calls` pairs names with the function that gathers their tensors, in that order."""
         self._places = {name: (gather, i) for names, gather in calls for i, name in enumerate(names)}
         self._last: tuple[Gather, Sequence[Tensor]] | None = None
 
@@ -248,8 +250,10 @@ def initial_model(case: Case, device: torch.device) -> Model:
 
 
 def configure(model: AnyModel, case: Case, recompute: Recomputer = PYTORCHS_CHECKPOINT) -> AnyModel:
-    """`model`, with what the case freezes frozen, with recomputation where it asks for it, and its blocks compiled
-    where that is its tuning: whole, with whatever wraps them later."""
+    """Freeze parameters of `model`, recompute and compile its blocks, as the case asks, and return it.
+
+    Blocks are compiled whole, with whatever wraps them later.
+    """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(case.workload.trains(drawn_name(model.spec, name)))
     if case.layout.recompute is Recompute.FULL:

@@ -678,11 +678,10 @@ def _classify(
     return dataclasses.replace(listed, other=listed.other + found.total(time_ns) - listed.total)
 
 
+# --- Record point-to-point calls of this process.
+
 _KINDS_OF_ENDS = {"send": "send", "recv": "recv", "recv_anysource": "recv"}
 """Methods of a process group that `torch.distributed` sends and receives through, with the kinds of their calls."""
-
-
-# --- Record point-to-point calls of this process.
 
 
 @dataclass(frozen=True, kw_only=True)

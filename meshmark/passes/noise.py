@@ -97,8 +97,10 @@ KERNELS = {
 
 @contextlib.contextmanager
 def pinned(tuning: Tuning) -> Iterator[None]:
-    """PyTorch's documented defaults, whatever an environment or an import has made of them, but for what a case tunes.
-    A kernel that is asked for comes first, not alone: the float64 truth needs another."""
+    """Set PyTorch's documented defaults, whatever set them before, except what a case tunes.
+
+    A kernel that is asked for comes first, and others stay allowed: the float64 truth needs another.
+    """
     torch.set_float32_matmul_precision("high" if tuning.matmul is Matmul.TF32 else "highest")
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = tuning.matmul is not Matmul.WIDE_SUMS

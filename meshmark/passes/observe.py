@@ -138,7 +138,7 @@ def expect_tuned(engine: Engine, case: Case, device: torch.device, step: int) ->
     """
     if not case.tuning:
         return {}
-    own = _guards_seen(engine, case, device, step)
+    own = _signs_of_tuning(engine, case, device, step)
     every: list[dict[str, int]] = all_gather_json(own)
     if idle := list(unused(case, every, step)):
         raise AdapterError(
@@ -182,7 +182,8 @@ def unused(case: Case, every: Sequence[Seen], step: int) -> Iterator[str]:
         yield "no rank computed the loss in chunks"
 
 
-def _guards_seen(engine: Engine, case: Case, device: torch.device, step: int) -> dict[str, int]:
+def _signs_of_tuning(engine: Engine, case: Case, device: torch.device, step: int) -> dict[str, int]:
+    """Count, in one profiled step, the kernels and settings by which each tuning option shows."""
     batch = make_batch(case.workload, step)
     with profile(activities=[ProfilerActivity.CPU]) as profiled, _optimizers() as stepped:
         engine.step(batch)

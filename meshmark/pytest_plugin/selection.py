@@ -54,8 +54,8 @@ _PRECISIONS = pytest.StashKey[list[str]]()
 def take_engines(config: pytest.Config) -> None:
     """Take engines out of `--adapters` and `--adapter`, and their own precisions out of `--precision`.
 
-    So the other suites see what is for training alone. Where the inference suite is not asked for, all stay: to the
-    other suites they are unknown names. Raises `pytest.UsageError` for an adapter that cannot be imported.
+    The other suites then see only what trains. If the inference suite is not asked for, all names stay, and the other
+    suites report engines as unknown adapters. Raises `pytest.UsageError` for an adapter that cannot be imported.
     """
     if _CHOSEN in config.stash:
         return

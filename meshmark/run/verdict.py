@@ -551,8 +551,11 @@ size.
 
 
 def judge_equivalence(record: Record) -> Verdict:
-    """Every loss, norm, gradient and parameter within its factor of its noise, the start exact, replicas equal; and
-    not decided where that noise hides too much, or is no number."""
+    """Judge whether a run trained as the truth does.
+
+    Every loss, norm, gradient and parameter must be within its factor of its noise, the start exact, and replicas
+    equal. The verdict is *not decided* if the noise hides too much, or is not a number.
+    """
     found = record.equivalence
     tolerance_model, run = found.tolerance_model.fitted_to(found.deviations), compare(found.deviations)
     excesses = list(tolerance_model.judge(found.deviations))

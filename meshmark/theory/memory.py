@@ -70,9 +70,10 @@ class Overheads:
     """Memory that the framework takes before a model is built."""
 
 
+# --- Memory that queued collectives pin because the host runs ahead of the device.
+
 # Kernel launches of a pass outside its layers (loss, messages), and of a backward pass, relative to a layer's forward.
 _PASS_LAUNCHES, _BACKWARD_LAUNCHES = 1.7, 1.6
-# --- Memory that queued collectives pin because the host runs ahead of the device.
 
 # How far the host gets ahead in a pipeline with at most as many micro-batches as stages, relative to a longer one.
 _SHORT_PIPELINE = 1.0 / 3.0
