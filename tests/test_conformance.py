@@ -408,12 +408,13 @@ def test_make_roster_asks_every_clause_on_as_many_ranks_as_an_adapter_takes() ->
         cases = [case for case in plain_cells(name, adapter, world) if isinstance(case, Case)]
         refusals = [adapter.supports(case, "cpu", "gloo") for case in cases]
         # The second of models as small as a scenario's, the third of any that is not of Transformers.
-        # Scenarios are of fp32: an adapter of 16 bits alone is judged by the suites.
+        # Scenarios are of fp32 and AdamW: adapters of 16 bits alone, or of Muon alone, are judged by the suites.
         elsewhere = (
             "is not built",
             "swaps nothing under",
             "trains models of Transformers alone",
             "does not support precision fp32",
+            "takes Muon",
         )
         assert any(r is None or any(why in r for why in elsewhere) for r in refusals), f"{name}: {refusals}"
 

@@ -237,7 +237,8 @@ class DeepSpeedExpertsDataFirst(DeepSpeedExperts):
         engine = super().build(case, context)
         found = [*dist.get_process_group_ranks(groups._get_expert_parallel_group(f"ep_size_{EXPERT_RANKS}"))]
         same = case.layout.dp // EXPERT_RANKS
-        expected = [context.rank % same + same * place for place in range(EXPERT_RANKS)]
+        first = self.stands(case, context.rank)[1]
+        expected = [first + same * place for place in range(EXPERT_RANKS)]
         if found != expected:
             raise AdapterError(f"rank {context.rank}: DeepSpeed shares experts over {found}, expected {expected}")
         return engine
