@@ -415,6 +415,8 @@ def test_make_roster_asks_every_clause_on_as_many_ranks_as_an_adapter_takes() ->
             "trains models of Transformers alone",
             "does not support precision fp32",
             "takes Muon",
+            "takes several ranks a sequence",  # and 16 bits alone, where it does
+            "takes stages of which the first or the last differs",  # of more layers than a scenario's model has
         )
         assert any(r is None or any(why in r for why in elsewhere) for r in refusals), f"{name}: {refusals}"
 
