@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any, ClassVar
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshmark.adapter.engine import Gathered, RankContext
 from meshmark.adapters.fsdp1 import FSDP1, FSDP1Engine, canonical
+from meshmark.adapters.ignored import average_gradients, held_whole, sent_whole
 from meshmark.reference.model import Model, block_of, parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import TEXT_FAMILIES
@@ -33,10 +33,7 @@ class IgnoringFSDP1Engine(FSDP1Engine):
         return ((name, parameter) for name, parameter in named if name.startswith(IGNORED))
 
     def finish_gradients(self) -> None:
-        for _, parameter in self.ignored():
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= self.case.layout.dp
+        average_gradients((parameter for _, parameter in self.ignored()), self.case.layout.dp)
         super().finish_gradients()
 
     def parameters(self) -> Mapping[str, Tensor]:
@@ -78,13 +75,7 @@ class IgnoresLastNorm(FSDP1):
 
     @classmethod
     def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
-        states, more = cls.recipe(case).states, _ignored_elements(case) * (1 - 1 / case.layout.dp)
-        found = {
-            "parameters": states.weight_bytes,
-            "gradients": states.gradient_bytes,
-            "optimizer_states": states.moment_bytes,
-        }
-        whole = [ExtraMemory(category=name, num_bytes=size * more, reason=_WHOLE) for name, size in found.items()]
+        whole = held_whole(case, cls.recipe(case), _ignored_elements(case), _WHOLE)
         return (*super().extra_memory(case, rank), *whole)
 
     @classmethod
@@ -92,17 +83,11 @@ class IgnoresLastNorm(FSDP1):
         """The root, of which the ignored module would be a part, is gathered once a micro-batch, not twice."""
         flows, elements = step_traffic(case, rank), _ignored_elements(case)
         less = Fraction(-elements, case.workload.model.num_parameters)
-        gradients = [flow for flow in flows or () if flow.purpose is Purpose.GRADIENTS]
-        num_bytes, count = elements * case.precision.reduction.itemsize, len(ignored_shapes(case))
-        whole = tuple(
-            dataclasses.replace(flow, kind="all_reduce", num_bytes=num_bytes, fewest=1, most=count)
-            for flow in gradients[:1]
-        )
         return (
             *super().traffic_exceptions(case, rank),
             *besides(flows, Purpose.GRADIENTS, less, _WHOLE),
             *besides(flows, Purpose.WEIGHTS, less * (1 + cls.sharding.reshards_root) / 2, _WHOLE),
-            *([TrafficException(sends=whole, reason=_WHOLE)] if whole else []),
+            *sent_whole(case, flows, elements, len(ignored_shapes(case)), _WHOLE),
         )
 
 

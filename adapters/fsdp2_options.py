@@ -18,6 +18,7 @@ from meshmark.adapter.contract import PYTORCH_2_13, Feature
 from meshmark.adapter.engine import AUTOCAST, Engine, RankContext
 from meshmark.adapters.checkpoint import load_converted, load_whole, save_in_background, save_whole
 from meshmark.adapters.fsdp2 import FSDP2, FSDP2HSDP, FSDP2Engine, sharded_units
+from meshmark.adapters.ignored import average_gradients, held_whole, sent_whole
 from meshmark.errors import AdapterError
 from meshmark.reference.data import make_batch
 from meshmark.reference.model import Model, block_of, initial_value, parameter_shapes
@@ -172,10 +173,7 @@ class IgnoringEngine(FSDP2Engine):
     """Every rank has the ignored tensors whole, and reduces their gradients once a step."""
 
     def finish_gradients(self) -> None:
-        for parameter in self.ignored():
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= self.case.layout.dp
+        average_gradients(self.ignored(), self.case.layout.dp)
         super().finish_gradients()
 
     def ignored(self) -> Iterator[nn.Parameter]:
@@ -222,33 +220,20 @@ class FSDP2Ignores(FSDP2):
 
     @classmethod
     def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
-        states = cls.recipe(case).states
-        more = _ignored_elements(case) * (1 - 1 / case.layout.dp)
-        found = {
-            "parameters": states.weight_bytes,
-            "gradients": states.gradient_bytes,
-            "optimizer_states": states.moment_bytes,
-        }
-        whole = [ExtraMemory(category=name, num_bytes=size * more, reason=_IGNORED) for name, size in found.items()]
+        whole = held_whole(case, cls.recipe(case), _ignored_elements(case), _IGNORED)
         return (*super().extra_memory(case, rank), *whole)
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         flows, elements = step_traffic(case, rank), _ignored_elements(case)
         less = Fraction(-elements, case.workload.model.num_parameters)
-        gradients = [flow for flow in flows or () if flow.purpose is Purpose.GRADIENTS]
         count = len(ignored_names(case))
-        num_bytes = elements * case.precision.reduction.itemsize
-        whole = tuple(
-            dataclasses.replace(flow, kind="all_reduce", num_bytes=num_bytes, fewest=1, most=count)
-            for flow in gradients[:1]
-        )
         return (
             *super().traffic_exceptions(case, rank),
             *besides(flows, Purpose.GRADIENTS, less, _IGNORED),
             *besides(flows, Purpose.WEIGHTS, less, _IGNORED),
             *besides(flows, Purpose.NORM, Fraction(-count), _IGNORED),
-            *([TrafficException(sends=whole, reason=_IGNORED)] if whole else []),
+            *sent_whole(case, flows, elements, count, _IGNORED),
         )
 
     def choices(self, case: Case, model: Model) -> dict[str, Any]:
