@@ -19,6 +19,7 @@ from meshmark.judge.diagnosis import diagnose
 from meshmark.judge.failed_step import FailedStep
 from meshmark.judge.faults import Diagnosis, Fault, named_factor
 from meshmark.judge.gradient_faults import _is_by_chance, nobody_reduced
+from meshmark.judge.partial_faults import describe_region
 from meshmark.judge.tolerance_model import ToleranceModel, fit, noise_run
 from meshmark.judge.trace import Trace, host_copies
 from meshmark.judge.truth import ExactOptimizer, assess, exact_gradients
@@ -335,6 +336,87 @@ def test_the_batch_of_another_step() -> None:
         gradients(trace, 1, lambda n, g: there[n])
 
     assert "batch of step 2" in found(other, Fault.OTHER_BATCH, 1).detail
+
+
+APART = "inputs and targets do not belong together: "
+
+
+@pytest.mark.parametrize(
+    "step, inputs, targets, fault, detail",
+    [
+        (
+            1,
+            [],
+            [2, 3, 2, 3],
+            Fault.MISPLACED,
+            "of the next micro-batch, on data-parallel rank 0 in micro-batch 0",
+        ),
+        (1, [2, 3, 0, 1], [], Fault.MISPLACED, f"{APART}the targets are those of the next micro-batch"),
+        (
+            1,
+            [4, 5],
+            [],
+            Fault.MISPLACED,
+            "the inputs are those of the other data-parallel rank, on",
+        ),
+        (
+            1,
+            [],
+            [1, 0, 3, 2],
+            Fault.MISPLACED,
+            "targets are those of the next row, on data-parallel rank 0",
+        ),
+        (0, [0, 1], [0, 1], Fault.OTHER_BATCH, "the batch of step 0, on data-parallel rank 0 in micro-batch 0"),
+        (
+            0,
+            [0, 1],
+            [],
+            Fault.OTHER_BATCH,
+            "inputs of step 0 with the targets of this one, on",
+        ),
+        (
+            2,
+            [],
+            [0, 1],
+            Fault.OTHER_BATCH,
+            "targets of step 2 with the inputs of this one, on",
+        ),
+    ],
+)
+def test_inputs_and_targets_of_another_place(
+    step: int, inputs: list[int], targets: list[int], fault: Fault, detail: str
+) -> None:
+    """The first rows of step 1 have the inputs and targets of these rows of `step`."""
+
+    def doctor(trace: Trace) -> None:
+        batch, other = make_batch(CASE.workload, 1), make_batch(CASE.workload, step)
+        for own, there, rows in (
+            (batch.inputs, other.inputs, inputs),
+            (batch.targets, other.targets, targets),
+            (batch.weights, other.weights, targets),
+        ):
+            own[: len(rows)] = there[rows].clone()
+        wrong = exact_gradients(CASE.workload, trace.parameters[1], batch)
+        gradients(trace, 1, lambda n, g: wrong.gradients[n])
+        trace.losses[1] = wrong.loss
+
+    assert detail in found(doctor, fault, 1).detail
+
+
+@pytest.mark.parametrize(
+    "places, region",
+    [
+        ([(3, 5)], "element [3, 5] of 64 x 32"),
+        ([(3, 5), (40, 7)], "elements [3, 5], [40, 7] of 64 x 32"),
+        ([(row, column) for row in range(0, 64, 5) for column in range(0, 32, 7)], "65 of 2,048 elements"),
+        ([(row, column) for row in (3, 9) for column in range(32)], "2 of 64 rows (3, 9)"),
+        ([(row, column) for row in range(64) for column in (3, 9)], "2 of 32 columns (3, 9)"),
+    ],
+)
+def test_the_region_of_a_few_wrong_elements(places: list[tuple[int, int]], region: str) -> None:
+    mask = np.zeros((64, 32), dtype=bool)
+    mask[tuple(zip(*places, strict=True))] = True
+    assert describe_region({WEIGHT: mask}) == f"in {region}"
 
 
 def test_gradients_in_bf16() -> None:

@@ -33,6 +33,7 @@ from meshmark.judge.partial_faults import (
     on_ranks,
     other_mask,
     other_reduction,
+    replaced,
     shifted_targets,
     wrong_region,
 )
@@ -148,7 +149,7 @@ def explain_gradients(failed: FailedStep) -> Explanation | None:
         _previous,
         _old_weights,
         _other_batch,
-        _other_targets,
+        _other_data,
         other_mask,
         shifted_targets,
         other_reduction,
@@ -340,28 +341,65 @@ def _other_batch(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | 
     return None
 
 
-def _other_targets(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
-    """Explain by micro-batches that have each other's targets."""
-    count, batch = failed.case.layout.num_micro_batches, failed.batch
-    if count == 1 or batch.targets.ndim < 2 or not failed.affords(count + 1):
-        return None
-    orders = {f"micro-batches {i} and {i + 1}": _exchanged(count, i) for i in range(count - 1)}
-    if count > 2:
-        orders["every micro-batch and the next one"] = [*range(1, count), 0]
-        orders["every micro-batch and the one before"] = [count - 1, *range(count - 1)]
-    places = torch.arange(len(batch)).view(failed.case.layout.dp, count, -1)
-    for which, order in orders.items():
-        rows = places[:, order].flatten()
-        other = replace(batch, targets=batch.targets[rows], weights=batch.weights[rows])
-        if fit.weights(fit.flat(failed.truth(failed.step, other))) is not None:
-            return Fault.MISPLACED, f"inputs and targets of {which} do not belong together"
+def _other_data(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
+    """Explain by micro-batches that have the inputs, the targets, or both, of another micro-batch, rank or step."""
+    for fault, detail, other in _other_batches(failed):
+        if not failed.affords(1):
+            return None
+        where = replaced(failed, fit, failed.parts_of_micro_batches(failed.step, other))
+        if where is not None:
+            return fault, f"{detail}{',' if where else ''}{where}"
     return None
 
 
-def _exchanged(count: int, index: int) -> list[int]:
-    order = list(range(count))
-    order[index], order[index + 1] = order[index + 1], order[index]
-    return order
+def _other_batches(failed: FailedStep) -> Iterator[tuple[Fault, str, Batch]]:
+    """Yield the batch with data of another place, the likeliest first.
+
+    Inputs and targets that belong together, of the same step, are left out: the weights of sequences tell them.
+    """
+    batch, apart = failed.batch, "inputs and targets do not belong together"
+    others = [(which, batch.take(order.flatten())) for which, order in _other_orders(failed)]
+    for which, other in others:
+        yield Fault.MISPLACED, f"{apart}: the targets are those of {which}", _mixed(batch, other)
+    for which, other in others:
+        yield Fault.MISPLACED, f"{apart}: the inputs are those of {which}", _mixed(other, batch)
+    for step in (failed.step - 1, failed.step + 1):
+        if step < 0:
+            continue
+        other = replace(make_batch(failed.case.workload, step), total_weight=batch.total_weight)
+        yield Fault.OTHER_BATCH, f"the batch of step {step}", other
+        yield Fault.OTHER_BATCH, f"the inputs of step {step} with the targets of this one", _mixed(other, batch)
+        yield Fault.OTHER_BATCH, f"the targets of step {step} with the inputs of this one", _mixed(batch, other)
+
+
+def _other_orders(failed: FailedStep) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield other orders of the rows, [dp, num_micro_batches, rows of a micro-batch], and where the rows come from."""
+    layout, batch = failed.case.layout, failed.batch
+    count = layout.num_micro_batches if failed.splits else 1
+    places = torch.arange(len(batch)).view(layout.dp, count, -1)
+    if count > 1:
+        yield "the next micro-batch", places.roll(-1, 1)
+    if count > 2:
+        yield "the micro-batch before", places.roll(1, 1)
+        for first in (0, 1):
+            order = list(range(count))
+            for i in range(first, count - 1, 2):
+                order[i], order[i + 1] = order[i + 1], order[i]
+            yield "the micro-batch that it exchanged them with", places[:, order]
+        yield "the first micro-batch", places[:, :1].expand_as(places)
+    if layout.dp > 1:
+        yield f"the {'other' if layout.dp == 2 else 'next'} data-parallel rank", places.roll(-1, 0)
+    if layout.dp > 2:
+        yield "the data-parallel rank before", places.roll(1, 0)
+    if places.shape[-1] > 1:
+        yield "the next row", places.roll(-1, 2)
+        if places.shape[-1] > 2:
+            yield "the row before", places.roll(1, 2)
+
+
+def _mixed(inputs: Batch, targets: Batch) -> Batch:
+    """Return the inputs of one batch with the targets of another."""
+    return replace(targets, inputs=inputs.inputs)
 
 
 def _low_precision(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:

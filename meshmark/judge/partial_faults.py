@@ -45,6 +45,8 @@ _MOST_PLACES = 16
 _AS_CLOSE = 2.0
 """Ratio of what two explanations leave, up to which neither is the better one."""
 _MOST_ALIKE = 3
+_MOST_OF_LINES = 0.5
+"""Share of wrong elements from which rows or columns of a tensor are wrong, rather than some elements in them."""
 _TOUCHED = 0.02
 """Rows with an error below this share of the other rows' are right."""
 
@@ -617,17 +619,27 @@ def _place(mask: NDArray[np.bool_]) -> str:
     places, size = np.flatnonzero(mask), mask.size
     first, last = int(places[0]), int(places[-1])
     if len(places) == 1:
-        return f"element {first} of {size}"
+        return f"element {_listed(mask)}"
     if is_run(places):
         if last == size - 1:
             return f"the last {size - first} of {size} elements"
         return f"the first {last + 1} of {size} elements" if first == 0 else f"elements {first} to {last} of {size}"
     if mask.ndim > 1:
-        rows = np.flatnonzero(mask.reshape(len(mask), -1).any(axis=1))
-        if len(rows) <= len(mask) / 2:
-            more = ", ..." if len(rows) > MOST_NAMES else ""
-            return f"{len(rows)} of {len(mask)} rows ({', '.join(map(str, rows[:MOST_NAMES]))}{more})"
+        for name, lines in (("rows", mask.reshape(len(mask), -1)), ("columns", mask.reshape(-1, mask.shape[-1]).T)):
+            wrong = np.flatnonzero(lines.any(axis=1))
+            if len(wrong) <= len(lines) / 2 and lines[wrong].mean() >= _MOST_OF_LINES:
+                more = ", ..." if len(wrong) > MOST_NAMES else ""
+                return f"{len(wrong)} of {len(lines)} {name} ({', '.join(map(str, wrong[:MOST_NAMES]))}{more})"
+    if len(places) <= MOST_NAMES:
+        return f"elements {_listed(mask)}"
     return f"{len(places):,} of {size:,} elements"
+
+
+def _listed(mask: NDArray[np.bool_]) -> str:
+    """Return the indices of the marked elements and the tensor's shape, such as `[3, 5], [4, 0] of 64 x 32`."""
+    indices = [[int(i) for i in index] for index in np.argwhere(mask)]
+    listed = ", ".join(str(index if mask.ndim > 1 else index[0]) for index in indices)
+    return f"{listed} of {' x '.join(map(str, mask.shape))}"
 
 
 # --- Right values in wrong places.

@@ -12,6 +12,7 @@ from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
 from tests.broken import averaging as a
 from tests.broken import convolutions as k
+from tests.broken import data as d
 from tests.broken import experts as e
 from tests.broken import gradients as g
 from tests.broken import later as w
@@ -179,6 +180,12 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp", g.LosesRareToken, F.MISSING),
     *on("ddp gpipe megatron", g.NextBatch, F.OTHER_BATCH),
     *on("ddp fsdp2", g.RankLags, F.OTHER_BATCH),
+    *on("ddp fsdp2", d.TargetsOfNextMicroBatch, F.MISPLACED),
+    *on("ddp", d.TwoExchangeTargets, F.MISPLACED),
+    *on("ddp gpipe megatron", d.InputsOfMicroBatchBefore, F.MISPLACED),
+    *on("ddp fsdp2", d.TargetsOfOtherRank, F.MISPLACED),
+    *on("ddp gpipe", d.StaleMicroBatch, F.OTHER_BATCH),
+    *on("ddp fsdp2", d.StaleInputs, F.OTHER_BATCH),
     *on("ddp gpipe", g.NoMask, F.MASK),
     # Staleness
     *on("ddp fsdp2 gpipe", g.StaleGradients, F.STALE_GRADIENT),
