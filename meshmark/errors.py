@@ -63,12 +63,24 @@ class UnknownNameError(InputError):
 
 def refuse_device(path: str | Path) -> None:
     """Raise `InputError` if `path` is a device such as /dev/zero, which may have no end. Pipes are allowed."""
-    try:
-        mode = Path(path).stat().st_mode
-    except (OSError, ValueError):
-        return  # whoever opens the file says why it cannot be opened
+    mode = _mode(path)
     if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
         raise InputError(f"{str(path)!r} is a device; name a file")
+
+
+def refuse_pipe(path: str | Path) -> None:
+    """Raise `InputError` if `path` is a pipe or a socket: to open one waits for its other end."""
+    mode = _mode(path)
+    if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
+        raise InputError(f"{str(path)!r} is a pipe or a socket; remove it, or name another folder of results")
+
+
+def _mode(path: str | Path) -> int:
+    """Return the mode of a file; 0 if there is none. Whoever opens the file says why it cannot be opened."""
+    try:
+        return Path(path).stat().st_mode
+    except (OSError, ValueError):
+        return 0
 
 
 def refuse_records(output: str | Path) -> None:

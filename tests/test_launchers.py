@@ -25,6 +25,7 @@ import psutil
 import pytest
 import torch
 
+from meshmark import rank_progress
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.errors import InputError, MeshmarkError, NoSpaceError
 from meshmark.launch import fork_server, launch
@@ -528,13 +529,30 @@ def test_torchrun_s_failures_are_told_as_the_forkserver_s(torchrun: TorchrunLaun
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left")
 def test_a_hang_under_torchrun_ends_at_the_limit_with_stacks_and_its_processes(
-    torchrun: TorchrunLauncher, results: Path
+    torchrun: TorchrunLauncher, results: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also what it has put into a session of its own."""
-    record = run(torchrun, "leavesdaemon", results, limit=35)
+    """Also what it has put into a session of its own. Six seconds of silence are a hang here: on a busy machine, ranks
+    may import for most of the limit before they hang.
+    """
+    monkeypatch.setattr(rank_progress, "LAST_PART", 0.1)
+    record = run(torchrun, "leavesdaemon", results, limit=60)
     assert record.outcome.status is Status.HUNG, record.outcome.message
     assert set(record.outcome.stacks) == {0, 1}
     assert all("launch/rank.py" in stack for stack in record.outcome.stacks.values())
+
+
+@pytest.mark.parametrize(
+    "asked, given",
+    [
+        ("", ""),
+        ("error", "default"),
+        ("ignore,error::DeprecationWarning", "ignore,default::DeprecationWarning"),
+        ("ignore:error in it", "ignore:error in it"),
+    ],
+)
+def test_a_framework_s_warning_is_no_error(asked: str, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONWARNINGS", asked)
+    assert process_environment(ClusterSpec(), Task.OBSERVE)["PYTHONWARNINGS"] == given
 
 
 @pytest.mark.usefixtures("nothing_left")

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from meshmark.errors import ResultsError
+from meshmark.errors import InputError, ResultsError
 from meshmark.records.record import SCHEMA, TrainingCurves
 from meshmark.records.record_file import RecordFile, read_records
+from meshmark.regression.run_file import read_run
 from meshmark.serial import encode
 from tests.factories import make_memory_evidence, make_record, make_timed, make_timing, make_traffic_evidence
 
@@ -178,6 +179,13 @@ def test_a_records_file_that_is_a_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "records.jsonl").mkdir()
     with pytest.raises(ResultsError, match="Is a directory; name another with --results"):
         RecordFile(tmp_path)
+
+
+def test_a_records_file_that_is_a_pipe_is_refused_rather_than_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "records.jsonl")
+    for read in (RecordFile, read_records, read_run):
+        with pytest.raises(InputError, match="is a pipe or a socket; remove it"):
+            read(tmp_path)
 
 
 def test_a_second_writer_is_refused_until_the_first_is_done(tmp_path: Path) -> None:

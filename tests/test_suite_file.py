@@ -15,7 +15,7 @@ import pytest
 from meshmark.cli import plan_run, suite_file
 from meshmark.cli.commands import main
 from meshmark.cli.suite_file import CASES, OPTIONS, hold, read_suite, run_file
-from meshmark.errors import InputError
+from meshmark.errors import InputError, ResultsError
 from meshmark.plan.rates import rates
 from meshmark.plan.search import Search, search
 from meshmark.pytest_plugin.selection import add_options
@@ -177,7 +177,40 @@ def test_nothing_of_the_working_directory_runs(tmp_path: Path, monkeypatch: pyte
         side._installed("./no/such/package", tmp_path / "target")
     with pytest.raises(InputError, match="cannot be listed"):
         releases._versions("no-such-package-of-nobody", early=False)
+    with pytest.raises(ResultsError, match="ended with 0 and no record"):
+        side.run_suites(side.Side(name="a", folder=tmp_path), ["--version"], tmp_path / "results")
     assert not (tmp_path / "ran").exists(), (tmp_path / "ran").read_text()
+
+
+RUNS = {
+    "run": "from meshmark.cli import suite_file; suite_file.run_pytest(['-q', 'suites'])",
+    "ab": "from pathlib import Path; from meshmark.regression.side import Side, run_suites; "
+    "run_suites(Side(name='a', folder=Path.cwd()), ['suites'], Path('results'))",
+}
+
+
+@pytest.mark.parametrize("command", RUNS)
+def test_a_command_that_is_killed_takes_its_run_along(command: str, tmp_path: Path) -> None:
+    """SIGKILL of `meshmark ab` left its pytest session running."""
+    (tmp_path / "suites").mkdir()
+    (tmp_path / "suites" / "conftest.py").write_text(
+        "def pytest_addoption(parser):\n    parser.addoption('--results')\n"
+    )
+    (tmp_path / "suites" / "test_waits.py").write_text(
+        "import pathlib, time\n\ndef test_waits():\n    pathlib.Path('waits').touch()\n    time.sleep(120)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MESHMARK_TEST": str(tmp_path)}
+    quiet = subprocess.DEVNULL
+    code = [sys.executable, "-c", RUNS[command]]
+    running = subprocess.Popen(code, cwd=tmp_path, env=environment, stdout=quiet, stderr=quiet)
+    try:
+        wait_until((tmp_path / "waits").exists, seconds=60)
+        running.kill()
+        running.wait(timeout=60)
+        wait_until(lambda: not processes_of(str(tmp_path)), seconds=10)
+    finally:
+        for process in processes_of(str(tmp_path)):
+            process.kill()
 
 
 def test_what_ends_the_command_ends_its_run_in_good_order(tmp_path: Path) -> None:

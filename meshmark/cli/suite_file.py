@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import shlex
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path, PurePath
 import meshmark
 from meshmark.cli.options import RUN_OPTIONS
 from meshmark.errors import InputError, ResultsError, UnknownNameError, refuse_device, signals_end_like_ctrl_c
+from meshmark.launch.processes import die_with_parent
 from meshmark.records.record import SCHEMA
 from meshmark.records.record_file import Attempt, Ending, Reading, RecordFile, Session, latest_attempts, read_records
 from meshmark.regression.attempts import attempts_of
@@ -295,9 +297,10 @@ def _run_process(command: Sequence[str], *, stdout: int | None = None) -> tuple[
     """
     root = str(Path(meshmark.__file__).parent.parent)  # of a checkout that is not installed
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), root]))}
+    ends_with_us = functools.partial(die_with_parent, os.getpid())  # where SIGKILL leaves no time for good order
     with (
         signals_end_like_ctrl_c(),
-        subprocess.Popen(command, env=environment, stdout=stdout, text=True) as process,
+        subprocess.Popen(command, env=environment, stdout=stdout, text=True, preexec_fn=ends_with_us) as process,
     ):
         try:
             told, _ = process.communicate()

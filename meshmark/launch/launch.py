@@ -204,6 +204,8 @@ def process_environment(spec: ClusterSpec, task: Task) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
         "KINETO_LOG_LEVEL": "9",
         "TORCH_DISTRIBUTED_DEBUG": "OFF",  # DETAIL sends more than was asked for, and DDP crashes with it
+        # Frameworks warn of their own deprecations. That is no error of what is judged.
+        "PYTHONWARNINGS": re.sub(r"(^|,)\s*error\b", r"\1default", os.environ.get("PYTHONWARNINGS", "")),
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # is_available() must not touch CUDA in a process that forks
     }
     if not caches_freed(task):

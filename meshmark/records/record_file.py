@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from meshmark.environment import Environment
-from meshmark.errors import EvidenceError, ResultsError, refuse_device
+from meshmark.errors import EvidenceError, ResultsError, refuse_device, refuse_pipe
 from meshmark.judge.deviation import Deviations
 from meshmark.judge.tolerance_model import Comparisons
 from meshmark.records.judged_case import OTHER_RECORD
@@ -427,6 +427,7 @@ class RecordFile:
         self._evidence = EvidenceFolder(self.path.parent)
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            refuse_pipe(self.path)
             # Unbuffered: a line that failed to be written must not appear later, after other lines.
             self._file = open(self.path, "ab+", buffering=0)  # noqa: SIM115
         except OSError as error:
@@ -533,6 +534,8 @@ def read_records(folder: Path, *, latest: bool = False) -> Reading:
     records, sessions, complaints = dict[object, Record](), dict[object, Session](), list[str]()
     shared, offset = _Shared(), 0
     refuse_device(path)
+    if folder.is_dir():
+        refuse_pipe(path)
     try:
         with open_lines(path) as file, _without_collections():
             for number, line in enumerate(file, start=1):

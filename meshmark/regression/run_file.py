@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshmark.errors import ResultsError, refuse_device
+from meshmark.errors import ResultsError, refuse_device, refuse_pipe
 from meshmark.records.record_file import migrate
 from meshmark.records.request import Task
 from meshmark.regression.conditions import READERS
@@ -48,6 +48,8 @@ def read_run(path: Path) -> Run:
     values: dict[str, dict[str, float]] = {}
     about: dict[str, Any] = {}
     refuse_device(file)
+    if path.is_dir():
+        refuse_pipe(file)
     try:
         lines = file.read_text(errors="replace").splitlines()
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shlex
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshmark.errors import InputError, ResultsError
+from meshmark.launch.processes import die_with_parent
 from meshmark.records.record import Record, Status
 from meshmark.records.record_file import read_records
 from meshmark.text import clip
@@ -46,11 +48,15 @@ def run_suites(side: Side, options: Sequence[str], results: Path) -> list[Record
     """
     named = any(option.partition("/")[0].partition("::")[0] in _SUITES for option in options)
     words = [*options] if named else ["--pyargs", "meshmark.suites", *options]
-    command = [side.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words, "--results", str(results)]
+    # -P leaves the working directory, which may be a stranger's, off the module path.
+    command = [side.python, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *words, "--results", str(results)]
     path = os.pathsep.join([*map(str, side.paths), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, **side.variables, **({"PYTHONPATH": path} if path else {})}
     try:
-        done = subprocess.run(command, cwd=side.folder, env=environment, capture_output=True, text=True)
+        ends_with_us = functools.partial(die_with_parent, os.getpid())
+        done = subprocess.run(
+            command, cwd=side.folder, env=environment, capture_output=True, text=True, preexec_fn=ends_with_us
+        )
     except OSError as error:
         raise InputError(f"{side.name}: {side.python}: {error.strerror}; expected a virtual environment") from error
     told = clip(f"{done.stdout}\n{done.stderr}".strip(), 3000)
