@@ -23,7 +23,7 @@ from meshmark.launch.launch import ForkserverLauncher
 from meshmark.records.record import Record
 from meshmark.records.record_file import read_records
 from meshmark.report.kept_page import keep_page
-from meshmark.run.resume import Held
+from meshmark.run.resume import KeptRecords
 from tests.broken.mutants import target
 from tests.broken.roster import ROSTER_MUTANTS
 
@@ -89,7 +89,7 @@ def _records(folder: Path) -> list[Record]:
 
 def try_mutants(names: Sequence[str], folder: Path) -> None:
     """Each is told as it comes, and its record is in `folder` from then on."""
-    held = Held(_records(folder))
+    held = KeptRecords(_records(folder))
     with Cluster(ClusterSpec()) as cluster:
         mutant_runner = MutantRunner(ForkserverLauncher(cluster), {name: target(name) for name in names}, folder, held)
         for mutant in (m for m in ROSTER_MUTANTS if m.name in names):

@@ -12,7 +12,7 @@ from meshmark.conformance.scenario import plain_workload
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.launch.launch import Launcher
 from meshmark.records.record import Record, Status
-from meshmark.run.resume import Held
+from meshmark.run.resume import KeptRecords
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from tests.broken.mutant import Mutant, base_layout, under
@@ -64,7 +64,9 @@ class Trial:
 class MutantRunner:
     """Tries mutants. Those of a clause are run as a conformance pass runs, others as the suites do, only shorter."""
 
-    def __init__(self, launcher: Launcher, adapters: dict[str, str], folder: Path, held: Held | None = None) -> None:
+    def __init__(
+        self, launcher: Launcher, adapters: dict[str, str], folder: Path, held: KeptRecords | None = None
+    ) -> None:
         """Make a runner. Mutants whose results are in `held` are not run again."""
         self.suites = Runner(launcher, adapters, RunOptions(observed_steps=STEPS), folder, held=held)
         warmed = RunOptions(observed_steps=2 * STEPS)

@@ -15,7 +15,7 @@ from meshmark.launch.cluster import Cluster, ClusterSpec
 from meshmark.launch.launch import ForkserverLauncher
 from meshmark.records.record import Record, Status
 from meshmark.records.record_file import read_records
-from meshmark.run.resume import Held
+from meshmark.run.resume import KeptRecords
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.run.throughput import Throughput, throughput
 from meshmark.spec.case import Case
@@ -130,7 +130,7 @@ def frugal(found: Sequence[Measured]) -> Measured | None:
 @contextlib.contextmanager
 def running(results: Path, options: RunOptions) -> Iterator[Runner]:
     """A runner that goes on where one was ended, on the same commit without changes."""
-    held = Held(read_records(results, latest=True).records) if (results / "records.jsonl").exists() else None
+    held = KeptRecords(read_records(results, latest=True).records) if (results / "records.jsonl").exists() else None
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(Cluster(ClusterSpec()))
         launcher = stack.enter_context(contextlib.closing(ForkserverLauncher(cluster)))

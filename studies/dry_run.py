@@ -12,7 +12,7 @@ from meshmark.run.runner import Runner
 from meshmark.run.verdict import (
     COUNT_BYTES,
     STATE_TOLERANCE,
-    Held,
+    MemoryTotal,
     judge_communication,
     memory_categories,
     memory_totals,
@@ -53,7 +53,7 @@ def dry_run(runner: Runner, case: Case) -> DryRun:
     )
 
 
-def _held(record: Record) -> Iterator[Held]:
+def _held(record: Record) -> Iterator[MemoryTotal]:
     """Yield what the memory suite compares, without peaks. The optimizer's step counts, one tensor each, are not
     planned: beside one of a thousand shards they are not small."""
     memory = record.memory
@@ -65,6 +65,6 @@ def _held(record: Record) -> Iterator[Held]:
             counts = (
                 COUNT_BYTES * len(parameter_shapes(record.case.workload.model)) if name == "optimizer_states" else 0
             )
-            yield Held(category=name, rank=rank, measured=measured, planned=planned, late=counts)
+            yield MemoryTotal(category=name, rank=rank, measured=measured, planned=planned, late=counts)
         totals = memory_totals(rank, reading, plan, declared, on_cpu=True)
         yield from (held for held in totals if held.category != "peak")

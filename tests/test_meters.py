@@ -18,7 +18,7 @@ from meshmark.adapter.engine import Holdings, Transfer
 from meshmark.errors import ClockError
 from meshmark.launch.rank import _kind
 from meshmark.measure import allocations
-from meshmark.measure.allocations import Allocation, Change, Held, Timeline, timeline
+from meshmark.measure.allocations import Allocation, Change, HeldStorages, Timeline, timeline
 from meshmark.measure.meters import (
     AskedOperation,
     Named,
@@ -226,9 +226,11 @@ def test_of_two_as_large_the_one_whose_address_is_given_out_again_first_is_gone(
 def test_what_was_named_is_not_what_was_freed_unseen_before() -> None:
     """As a gradient that one of gloo's threads lets go of last, and a copy of gloo's that is as large."""
     told = changes((10, 1, 100), (20, 2, 100), (30, 3, 7), (40, 4, 1, 100), (50, 5, 1), (60, 6, 1, 100))
-    held = timeline(told, held=Held(time_ns=50, num_bytes={1: 100, 3: 8})).lives
+    held = timeline(told, held=HeldStorages(time_ns=50, num_bytes={1: 100, 3: 8})).lives
     assert {life.address: life.stop_ns for life in held if life.num_bytes == 100} == {1: 60, 2: 40}
-    other = timeline(told, held=Held(time_ns=50, num_bytes={1: 99})).lives  # another storage, where this one was
+    other = timeline(
+        told, held=HeldStorages(time_ns=50, num_bytes={1: 99})
+    ).lives  # another storage, where this one was
     assert {life.address: life.stop_ns for life in other if life.num_bytes == 100} == {1: 40, 2: 60}
 
 

@@ -21,7 +21,7 @@ from meshmark.pytest_plugin import session_log
 from meshmark.records.record import ConformanceEvidence, Outcome, Record, Status
 from meshmark.records.record_file import Ending, RecordFile, read_records
 from meshmark.records.request import Task
-from meshmark.run.resume import KEPT, Held
+from meshmark.run.resume import KEPT, KeptRecords
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.workload import workload
@@ -43,7 +43,7 @@ def never(*arguments: object, **named: object) -> None:
 def runner(folder: Path, told: list[Any], *held: Record, **options: Any) -> Runner:  # noqa: ANN401
     launcher: Any = SimpleNamespace(cluster=SimpleNamespace(spec=ClusterSpec(), room=None), launch=never)
     chosen = RunOptions(**{"observed_steps": 3, **options})
-    return Runner(launcher, {"ddp": TARGET}, chosen, folder, lambda *each: told.append(each), Held(held))
+    return Runner(launcher, {"ddp": TARGET}, chosen, folder, lambda *each: told.append(each), KeptRecords(held))
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_a_rate_that_is_to_be_known_better_is_measured_again(tmp_path: Path, rec
         with closing(
             runner(tmp_path / str(budget), [], record, timing_budget_seconds=budget, assess=Assess.OFF)
         ) as running:
-            assert Held([made]).of(running.request(Task.TIME, CASE), record.environment) is kept
+            assert KeptRecords([made]).of(running.request(Task.TIME, CASE), record.environment) is kept
             assert running.observe(CASE) is record, "no rate is its business"
 
 
@@ -145,8 +145,8 @@ def test_code_that_no_commit_tells_is_run(tmp_path: Path, record: Record, target
     """A package of a user's changes as a file does, and has its entry point meanwhile."""
     with closing(runner(tmp_path, [])) as running:
         request = dataclasses.replace(running.request(Task.OBSERVE, CASE), adapter=target)
-        assert Held([record]).of(running.request(Task.OBSERVE, CASE), record.environment) is record
-        assert Held([dataclasses.replace(record, adapter=target)]).of(request, record.environment) is None
+        assert KeptRecords([record]).of(running.request(Task.OBSERVE, CASE), record.environment) is record
+        assert KeptRecords([dataclasses.replace(record, adapter=target)]).of(request, record.environment) is None
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("30m", 1800), ("2h", 7200)])

@@ -16,7 +16,7 @@ from meshmark.records.record import Record, sources_of
 from meshmark.records.record_file import RecordFile, read_records
 from meshmark.records.request import Request, Task
 from meshmark.regression.run_file import read_run
-from meshmark.run.resume import Held
+from meshmark.run.resume import KeptRecords
 from meshmark.spec.workload import workload
 from tests.factories import make_case, make_good
 
@@ -69,18 +69,18 @@ def record() -> Record:
 
 
 def test_what_changed_in_an_adapter_or_beside_it_is_run_again(mine: Path) -> None:
-    held = Held([record()])
+    held = KeptRecords([record()])
     assert held.of(request(), describe("cpu", "gloo", 1)) is not None, "the same code"
     for name in ("mine.py", "beside.py"):
         (mine.parent / name).write_text("x = 2\n")
         look_again()
         assert held.of(request(), describe("cpu", "gloo", 1)) is None, f"{name} changed"
-        assert Held([record()]).of(request(), describe("cpu", "gloo", 1)) is None, "changes that no commit holds"
+        assert KeptRecords([record()]).of(request(), describe("cpu", "gloo", 1)) is None, "changes that no commit holds"
         git("checkout", "-q", name)
     git("rm", "-q", "--cached", "mine.py")
     git("commit", "-q", "-m", "not tracked")
     look_again()
-    assert Held([record()]).of(request(), describe("cpu", "gloo", 1)) is None, "no commit holds it"
+    assert KeptRecords([record()]).of(request(), describe("cpu", "gloo", 1)) is None, "no commit holds it"
 
 
 def test_a_module_that_is_not_tracked_is_not_known(mine: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_module_that_is_not_tracked_is_not_known(mine: Path) -> None:
     (mine.parent / "below" / "helper.py").write_text("x = 1\n")
     look_again()
     (before,) = record().sources
-    assert not before.is_known and Held([record()]).of(request(), describe("cpu", "gloo", 1)) is None
+    assert not before.is_known and KeptRecords([record()]).of(request(), describe("cpu", "gloo", 1)) is None
     (mine.parent / "below" / "helper.py").write_text("x = 2\n")
     look_again()
     assert record().sources != [before]

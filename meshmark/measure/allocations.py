@@ -237,7 +237,7 @@ class _Life:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class HeldStorages:
     """Storages that existed at one instant."""
 
     time_ns: int
@@ -277,7 +277,9 @@ class Timeline:
         return max([self.peak(start_ns, stop_ns)[0], *(self.total(w.time_ns) + w.num_bytes for w in working)])
 
 
-def timeline(changes: Sequence[Change], known: frozenset[int] = frozenset(), held: Held | None = None) -> Timeline:
+def timeline(
+    changes: Sequence[Change], known: frozenset[int] = frozenset(), held: HeldStorages | None = None
+) -> Timeline:
     """Return the timeline of `changes`, which are ordered by time.
 
     Storages from before the first change do not count. `known` is the addresses of storages that are alive at the end.
@@ -364,7 +366,7 @@ def _lives(changes: Sequence[Change]) -> list[_Life]:
     return lives
 
 
-def _hold(lives: Sequence[_Life], held: Held) -> None:
+def _hold(lives: Sequence[_Life], held: HeldStorages) -> None:
     """Mark the latest storage at each address as held. With another size, it is not the storage that was named."""
     there = {life.address: life for life in lives if life.start_ns <= held.time_ns}
     for address, num_bytes in held.num_bytes.items():

@@ -30,7 +30,7 @@ from meshmark.measure.allocations import (
     Allocation,
     Change,
     CudaPeaks,
-    Held,
+    HeldStorages,
     Logged,
     Timeline,
     allocated_bytes,
@@ -597,7 +597,7 @@ def read_memory(watch: Watch, step: int, before_update: Named, after_update: Nam
     for operation in asked:
         for address in operation.addresses:
             on_wire.setdefault(address, []).append(operation.time_ns)
-    held = Held(time_ns=backward.stop_ns, num_bytes=before_update.addresses)
+    held = HeldStorages(time_ns=backward.stop_ns, num_bytes=before_update.addresses)
     found = timeline(watch.changes(), known=frozenset(after_update.addresses), held=held)
     steady_ns = watch.steady_ns[step]
     peak_bytes, peak_ns = max((found.peak(w.start_ns, w.stop_ns) for w in (backward, update)), key=lambda peak: peak[0])

@@ -44,7 +44,7 @@ from meshmark.records.request import Task
 from meshmark.regression.baseline_gate import BaselineGate, expect_cases, expect_gated
 from meshmark.report.failure_text import of_changes, of_outcome, of_verdict, row
 from meshmark.run.assemble import unmatched_gaps
-from meshmark.run.resume import Held, is_committed
+from meshmark.run.resume import KeptRecords, is_committed
 from meshmark.run.runner import Runner, profile
 from meshmark.run.throughput import values_of
 from meshmark.spec.case import CHOOSE, Case, Cell, InvalidLayout, expect_fit
@@ -289,13 +289,13 @@ def needs_all_ranks(item: pytest.Item) -> bool:
     return "alone" not in getattr(item, "fixturenames", ())
 
 
-def _held(chosen: Selection, say: Callable[[str], None]) -> Held | None:
+def _held(chosen: Selection, say: Callable[[str], None]) -> KeptRecords | None:
     """Return the records to resume from, if requested. Node 0's folder has all of them."""
     if not chosen.resume:
         return None
     file = chosen.results / "records.jsonl"
     if chosen.cluster.node_rank or not (file.is_file() and file.stat().st_size):
-        return Held()
+        return KeptRecords()
     if not is_committed(describe(chosen.options.device, "", 1)):
         say("--resume: this checkout has changes that no commit holds, so nothing is known to be of the same code")
     elif unknown := dict.fromkeys(
@@ -309,7 +309,7 @@ def _held(chosen: Selection, say: Callable[[str], None]) -> Held | None:
             f"--resume: {', '.join(unknown)} is in no commit, or modules beside it are in none, so nothing is known to "
             "be of the same code: run again"
         )
-    return Held(read_records(chosen.results, latest=True).records)
+    return KeptRecords(read_records(chosen.results, latest=True).records)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from meshmark.records.record import Record
 from meshmark.report.results import CaseResult
 from meshmark.report.table import EMPTY, Rows, bytes_cell, number
 from meshmark.report.tables import names
-from meshmark.run.verdict import Held, memory_categories, memory_totals
+from meshmark.run.verdict import MemoryTotal, memory_categories, memory_totals
 from meshmark.theory.memory import ExtraMemory, ModelStates
 from meshmark.theory.model_theory import theory_of
 
@@ -23,7 +23,7 @@ def plans(record: Record) -> list[tuple[ModelStates | None, list[ExtraMemory]]]:
     return list(zip(record.memory.planned, record.memory.extra_memory, strict=True))
 
 
-def totals(record: Record) -> list[Held]:
+def totals(record: Record) -> list[MemoryTotal]:
     """Return the allocator's total on every rank with its plan, after a step and (if planned) at the peak."""
     on_cpu = record.environment.device == "cpu"
     return [
@@ -34,7 +34,7 @@ def totals(record: Record) -> list[Held]:
     ]
 
 
-def worst(found: Sequence[Held], category: str) -> Held | None:
+def worst(found: Sequence[MemoryTotal], category: str) -> MemoryTotal | None:
     """Return the rank that deviates most from its plan, or None."""
     return max(
         (held for held in found if held.category == category), key=lambda held: abs(held.deviation), default=None

@@ -16,7 +16,7 @@ _AGAIN = (Status.SKIPPED, Status.SLOW)
 """Skips cost nothing, and a pass that was too slow is what a higher limit is for."""
 
 
-class Held:
+class KeptRecords:
     """Records that stand for a pass."""
 
     def __init__(self, records: Iterable[Record] = ()) -> None:

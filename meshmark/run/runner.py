@@ -51,7 +51,7 @@ from meshmark.records.record import ConformanceEvidence, Outcome, Record, Status
 from meshmark.records.record_file import RecordFile, line_of
 from meshmark.records.request import Request, Task
 from meshmark.run.assemble import JUDGED, assemble, outcome_of_error, outcome_of_launch, with_gaps, with_gaps_of_now
-from meshmark.run.resume import KEPT, Held
+from meshmark.run.resume import KEPT, KeptRecords
 from meshmark.run.throughput import launch_watched, time_again
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
@@ -333,7 +333,7 @@ class Runner:
         options: RunOptions,
         results: Path,
         announce: Announce | None = None,
-        held: Held | None = None,
+        held: KeptRecords | None = None,
     ) -> None:
         """`adapters`: name to "module:Class". What is `held`, where that was asked for, is not run again. Raises
         `ResultsError` when `results` cannot be written."""

@@ -301,7 +301,7 @@ _UNKNOWN = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class MemoryTotal:
     """A measured number of one rank, with its plan."""
 
     category: str
@@ -355,7 +355,7 @@ def judge_memory(record: Record) -> Verdict | None:
     (where it is planned) at the peak. Nothing may grow from step to step. None where nothing is planned."""
     if "memory" in record.unmeasured:
         return Verdict(suite="memory", passed=False, summary=record.unmeasured["memory"])
-    found: list[Held] = []
+    found: list[MemoryTotal] = []
     device = record.environment.device
     on_cpu = device == "cpu"
     scalars, planned = _scalars(record), True
@@ -369,7 +369,7 @@ def judge_memory(record: Record) -> Verdict | None:
             planned = False
             continue
         found += [
-            Held(category=name, rank=rank, measured=measured, planned=planned, late=scalars.get(name, 0))
+            MemoryTotal(category=name, rank=rank, measured=measured, planned=planned, late=scalars.get(name, 0))
             for name, measured, planned in memory_categories(reading, plan, declared, with_activations=on_cpu)
         ]
         totals = list(memory_totals(rank, reading, plan, declared, on_cpu=on_cpu))
@@ -395,7 +395,7 @@ def judge_memory(record: Record) -> Verdict | None:
     )
 
 
-def _growth(rank: int, live: Mapping[int, int], spare: int) -> Held | None:
+def _growth(rank: int, live: Mapping[int, int], spare: int) -> MemoryTotal | None:
     """How much more a rank holds after each step than after the one before, from the metered step on; None where fewer
     than two steps tell.
 
@@ -407,14 +407,14 @@ def _growth(rank: int, live: Mapping[int, int], spare: int) -> Held | None:
         return None
     interval = mean_interval([float(live[b] - live[a]) for a, b in itertools.pairwise(steps)])
     lowest = max(interval.mean - interval.half_width, 0.0)
-    return Held(category="growth", rank=rank, measured=lowest, planned=0.0, interval=interval, spare=spare)
+    return MemoryTotal(category="growth", rank=rank, measured=lowest, planned=0.0, interval=interval, spare=spare)
 
 
 def _growth_text(interval: Interval) -> str:
     return f"{interval.mean:,.0f} ± {interval.half_width:,.0f} bytes a step"
 
 
-def _later(totals: Sequence[Held], live: Mapping[int, int]) -> Iterator[Held]:
+def _later(totals: Sequence[MemoryTotal], live: Mapping[int, int]) -> Iterator[MemoryTotal]:
     """Yield what was held after other steps than the metered one. Less is no fault, because the plan is for a step
     that has all.
     """
@@ -438,7 +438,7 @@ def _scalars(record: Record) -> dict[str, int]:
     return scalars
 
 
-def _mend(worst: Held) -> str:
+def _mend(worst: MemoryTotal) -> str:
     """Return advice on a number that is off, depending on the direction."""
     if worst.category == "growth":
         return _MEND_GROWTH
@@ -451,7 +451,7 @@ def _listed_ranks(numbers: Sequence[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def _evidence(worst: Held, found: Sequence[Held], record: Record) -> dict[str, float | int | str]:
+def _evidence(worst: MemoryTotal, found: Sequence[MemoryTotal], record: Record) -> dict[str, float | int | str]:
     memory = record.memory
     evidence: dict[str, float | int | str] = {
         "category": worst.category,
@@ -493,7 +493,7 @@ def memory_categories(
 
 def memory_totals(
     rank: int, reading: MemoryReading, plan: ModelStates, declared: Sequence[ExtraMemory], *, on_cpu: bool
-) -> Iterator[Held]:
+) -> Iterator[MemoryTotal]:
     """Yield the allocator's totals with their plan.
 
     The batch passed to the engine is not the engine's, and its measured size is left out. Workspaces of kernels are
@@ -504,7 +504,7 @@ def memory_totals(
     passing = declared_bytes(declared, "unnamed")  # which may be there after a step as well, and not after another
     plan = plan.with_host() if on_cpu else plan
     spare = SCALARS_BYTES["cpu" if on_cpu else "cuda"]
-    yield Held(
+    yield MemoryTotal(
         category="steady",
         rank=rank,
         measured=steady.total - steady.inputs - reading.rounding_bytes,
@@ -520,7 +520,7 @@ def memory_totals(
     if not reading.ends_known:
         pass
     elif planned is not None:
-        yield Held(
+        yield MemoryTotal(
             category="peak",
             rank=rank,
             measured=peak.total - peak.inputs,
@@ -533,10 +533,10 @@ def memory_totals(
         lasting = (max(r.num_bytes, 0.0) for r in declared if r.category in ("steady", "unnamed"))
         unnamed = plan.tables + sum(lasting)
         measured = max(peak.other, unnamed)
-        yield Held(category="unnamed", rank=rank, measured=measured, planned=unnamed, spare=spare)
+        yield MemoryTotal(category="unnamed", rank=rank, measured=measured, planned=unnamed, spare=spare)
     if reading.previous_steady_bytes is not None:
         growth = max(steady.total - reading.previous_steady_bytes, 0)
-        yield Held(category="growth", rank=rank, measured=growth, planned=0.0, late=passing, spare=spare)
+        yield MemoryTotal(category="growth", rank=rank, measured=growth, planned=0.0, late=passing, spare=spare)
 
 
 # --- Equivalence.
