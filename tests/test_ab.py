@@ -284,6 +284,7 @@ def releases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bisection, "run_suites", session)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("releases")
 def test_the_first_bad_release_is_found(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["bisect", "--fail-on", "wrong", "--launches", "1", "--good", "planted==1.0", "--bad"]
@@ -352,6 +353,7 @@ def test_sessions_of_an_earlier_comparison_are_not_added_to(
     assert "it holds the sessions of an earlier `meshmark ab`" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_command_that_is_ended_leaves_no_worktree(repository: list[str]) -> None:
     """`timeout` and a cancelled job end it by SIGTERM. Both sides were left behind, and git listed them for ever."""
     Path("test_waits.py").write_text(

@@ -319,6 +319,7 @@ def test_another_algorithm_is_caught_and_named(runner: Runner, name: str) -> Non
         assert "due after this step is not taken, but 1 late, after step 1" in diagnosis.detail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["clipping", "resume"])
 def test_clauses_of_conformance_hold_of_every_replica(runner: Runner, name: str) -> None:
     adapter = load_adapter(ADAPTERS["post-local-sgd"])

@@ -212,6 +212,7 @@ def test_other_conditions_are_refused() -> None:
         expect_conditions(untimed, make_environment(versions={"torch": "2.14.0"}))
 
 
+@pytest.mark.slow
 def test_pytest_refuses_a_baseline_of_other_conditions_or_cases() -> None:
     """Before anything is launched; `--across` lets the conditions pass, and the cases still are others."""
     keeper(make_good())

@@ -128,6 +128,7 @@ def test_another_users_folder_or_link_is_refused(tmp_path: Path) -> None:
             cache_variables({"TORCHINDUCTOR_CACHE_DIR": str(folder)})
 
 
+@pytest.mark.slow
 def test_a_session_is_refused_before_anything_runs(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     command = [sys.executable, "-m", "pytest", "suites", "--results", str(tmp_path / "results"), "--collect-only"]
@@ -137,6 +138,7 @@ def test_a_session_is_refused_before_anything_runs(tmp_path: Path) -> None:
     assert "TORCHINDUCTOR_CACHE_DIR" in done.stderr and "others can put code there" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_name_that_another_user_takes_first_is_no_adapter_s_fault(tmp_path: Path) -> None:
     """The launcher itself imports `torch._dynamo`, which makes that folder: traffic was *NOT as planned*."""
     (tmp_path / f"torchinductor_{getpass.getuser()}").touch()
@@ -154,6 +156,7 @@ def test_no_folder_for_temporary_files_is_a_mistake_that_is_named(monkeypatch: p
         users_caches({})
 
 
+@pytest.mark.slow
 def test_a_temporary_folder_that_pytorch_cannot_open_is_refused(tmp_path: Path) -> None:
     """Every case of the session had failed, each by a `UnicodeEncodeError`."""
     folder = os.fsencode(tmp_path) + b"/caf\xe9"

@@ -226,6 +226,7 @@ def test_a_model_that_is_tried_out_before_it_is_wrapped_is_judged_as_wrapped() -
     assert code == 0 and "(FSDP2)" in printed, printed
 
 
+@pytest.mark.slow
 def test_a_wrapper_that_the_script_calls_past_is_named() -> None:
     code, printed = check("--nproc", 2, SCRIPTS / "tried_first.py", "bypass")
     assert code == 1 and "missing reduction" in printed and "2 ranks (DDP)" in printed, printed
@@ -276,6 +277,7 @@ def test_flat_parameters_of_fsdp1_are_judged(tmp_path: Path) -> None:
     assert code == 0 and "RIGHT: flat.py" in printed, printed
 
 
+@pytest.mark.slow
 def test_the_objective_that_was_asked_for_decides(tmp_path: Path) -> None:
     script = ROOT / "examples" / "scripts" / "uneven.py"
     code, printed = check("--nproc", 2, "--objective", "tokens", "-o", tmp_path / "page.md", script)
@@ -283,6 +285,7 @@ def test_the_objective_that_was_asked_for_decides(tmp_path: Path) -> None:
     assert "# uneven.py: wrong" in (tmp_path / "page.md").read_text()
 
 
+@pytest.mark.slow
 def test_recordings_are_deleted_unless_they_are_to_be_kept(tmp_path: Path) -> None:
     (tmp_path / "temporary").mkdir()
     os.environ["TMPDIR"] = str(tmp_path / "temporary")
@@ -416,6 +419,7 @@ def test_nothing_is_imported_from_the_working_directory(tmp_path: Path, num_rank
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_recordings_stay_where_the_command_was_given(tmp_path: Path) -> None:
     """A script may work in another folder. Its verdict was lost then: *its ranks ended without a word*."""
     (tmp_path / "elsewhere").mkdir()
@@ -425,6 +429,7 @@ def test_recordings_stay_where_the_command_was_given(tmp_path: Path) -> None:
     assert code == 0 and list((tmp_path / "kept").iterdir()), printed
 
 
+@pytest.mark.slow
 def test_a_closed_output_is_no_wrong_script() -> None:
     command = f"exec {sys.executable} -m meshmark.check {SCRIPTS / 'single_process.py'} >&- 2>&-"
     done = subprocess.run(["sh", "-c", command], env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=240)
@@ -564,6 +569,7 @@ def test_labels_that_are_counted_before_they_are_shifted_are_named(tmp_path: Pat
     assert code == 1 and "wrong: divided by another number" in printed, printed
 
 
+@pytest.mark.slow
 def test_a_time_out_is_told_once_and_an_objective_has_a_reason(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time; time.sleep(60)")
     code, printed = check("--timeout", 3, tmp_path / "slow.py")
@@ -597,14 +603,19 @@ def test_a_loss_that_is_no_number_is_named(tmp_path: Path) -> None:
         pytest.param("centred", 3, "the script changes gradients in a hook or after", marks=pytest.mark.slow),
         pytest.param("adaptive", 0, "each tensor by its own (clipping one by one", marks=pytest.mark.slow),
         pytest.param("slowed", 0, "0.bias and 1 more are the right gradient", marks=pytest.mark.slow),
-        ("divided", 0, "a mean over targets, of rows and of ranks alike"),
+        pytest.param("divided", 0, "a mean over targets, of rows and of ranks alike", marks=pytest.mark.slow),
         pytest.param("compressed", 0, "hook fp16_compress_hook, which may change them", marks=pytest.mark.slow),
         pytest.param("averaged", 0, "AdamW: off by", marks=pytest.mark.slow),
         pytest.param("halved", 1, "0.5 = 1 / the number of ranks times the right", marks=pytest.mark.slow),
-        ("gathered", 1, "the gradient that passes it is 0.5 = 1 / the number of ranks times the right one"),
+        pytest.param(
+            "gathered",
+            1,
+            "the gradient that passes it is 0.5 = 1 / the number of ranks times the right one",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("gathered_own", 0, "takes other ranks' values for constants", marks=pytest.mark.slow),
         ("clipped_early", 1, "wrong: clipped before reduction"),
-        ("evaluates", 1, "ranks 0 and 1 call modules in other modes"),
+        pytest.param("evaluates", 1, "ranks 0 and 1 call modules in other modes", marks=pytest.mark.slow),
         pytest.param("stale", 1, "rank 1 reads the batch of the step before at every step", marks=pytest.mark.slow),
     ],
 )

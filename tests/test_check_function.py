@@ -56,6 +56,7 @@ def test_a_function_of_workers_is_judged(tmp_path: Path) -> None:
     assert "RIGHT: train trains as one process would in float64" in said and "outcome: right" in said
 
 
+@pytest.mark.slow
 def test_a_function_that_clips_by_rank_is_wrong(tmp_path: Path) -> None:
     said = _launched(tmp_path, own_limit=True)
     assert "WRONG: train" in said and "outcome: wrong" in said

@@ -94,6 +94,7 @@ def start_nodes(
     ]
 
 
+@pytest.mark.slow
 def test_both_nodes_pass_and_node_0_writes(tmp_path: Path) -> None:
     for code, output in two_nodes(tmp_path, "--adapters", "ddp", "--workload", "gpt-mini"):
         assert code == 0, output

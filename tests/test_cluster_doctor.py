@@ -97,6 +97,7 @@ def test_what_differs_is_told_first_and_the_fewest_last(tmp_path: Path) -> None:
     assert of_links(draw(17, {}))[0].startswith("links: 272, ")
 
 
+@pytest.mark.slow
 def test_two_nodes_of_which_one_holds_another_version(tmp_path: Path) -> None:
     """They are compared and measured all the same; node 0 tells, and both say by their exit code that they differ."""
     fake = tmp_path / "accelerate-99.0.dist-info"

@@ -378,6 +378,7 @@ def test_adapters_of_qlora_begin_by_adding_nothing_and_are_all_that_trains() -> 
     assert not torch.allclose(adapted(tokens), before)
 
 
+@pytest.mark.slow
 def test_a_taught_student_is_nearer_to_its_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compression_costs, "STEPS", 60)
     small = make_workload(64)

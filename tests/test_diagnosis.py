@@ -217,6 +217,7 @@ def test_gradients_that_are_the_maximum_over_ranks() -> None:
     assert "times the maximum of the ranks' parts" in found(doctor, Fault.OTHER_REDUCTION, 1).detail
 
 
+@pytest.mark.slow
 def test_one_rank_with_old_weights_and_one_with_one_old_block() -> None:
     def doctor(trace: Trace, block: str) -> None:
         rows, now, old = make_batch(CASE.workload, 1).rows(4, 8), trace.parameters[1], trace.parameters[0]
@@ -290,6 +291,7 @@ def test_a_small_error_of_one_ranks_data_is_not_rounding() -> None:
     )
 
 
+@pytest.mark.slow
 def test_partial_sums_of_tensor_parallel_ranks_are_named() -> None:
     norm = "blocks.1.feed_forward_norm.weight"
     trace, tolerance_model = copy.deepcopy(honest()[0]), honest()[1]
@@ -434,6 +436,7 @@ def test_a_gradient_of_zeros_and_one_that_nothing_explains() -> None:
     found(lambda t: gradients(t, 1, lambda n, g: g * rng.normal(size=g.shape)), Fault.BACKWARD, 1)
 
 
+@pytest.mark.slow
 def test_parameters_that_stay_and_parameters_that_follow_another_rule() -> None:
     def still(trace: Trace) -> None:
         trace.parameters[2] = trace.parameters[1]

@@ -269,6 +269,7 @@ def _count_new_listeners(rank: int) -> int:
     return after - before
 
 
+@pytest.mark.slow
 def test_ranks_of_one_node_listen_on_no_port_of_rpcs() -> None:
     """Any bytes that a stranger sent there ended the process by std::bad_alloc, and the adapter was accused."""
     assert on_two_ranks(_count_new_listeners) == 0

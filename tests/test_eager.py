@@ -98,6 +98,7 @@ def test_the_plan_is_what_autograd_saves(spec: ModelSpec, precision: Precision, 
     assert saved_bytes(case, casts_weights=casts_weights) == pytest.approx(planned, abs=SCALARS)
 
 
+@pytest.mark.slow
 @given(
     heads=st.integers(1, 4),
     head_dim=st.sampled_from([4, 6, 8]),

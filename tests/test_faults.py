@@ -167,6 +167,7 @@ def test_a_link_in_the_place_of_a_baseline_is_not_followed(baseline: Path, tmp_p
     assert (elsewhere / "records.jsonl").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full device here")
 @pytest.mark.parametrize("command", [["schema"], ["compare", "results", "results"], ["show", "ddp"]])
 def test_output_that_cannot_be_written_is_no_failed_gate(baseline: Path, command: list[str]) -> None:

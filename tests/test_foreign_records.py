@@ -43,6 +43,7 @@ def leave(folder: Path) -> Path:
     return marker
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [CONSOLE_SCRIPT, MODULE], ids=["console script", "python -m"])
 def test_a_report_runs_nothing_that_records_name_and_nothing_beside_them(tmp_path: Path, command: list[str]) -> None:
     marker = leave(tmp_path)

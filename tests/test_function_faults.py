@@ -94,6 +94,7 @@ def sees(shift: int) -> Patch:
     return patch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "patch, rows, name",
     [

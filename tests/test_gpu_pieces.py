@@ -114,6 +114,7 @@ def test_states_of_a_rank_fit_the_smallest_gpu() -> None:
                 assert plan and plan.parameters + plan.gradients + plan.optimizer_states < 60e9, cell.id
 
 
+@pytest.mark.slow
 def test_what_to_bring_back_is_a_few_compressed_files(tmp_path: Path) -> None:
     file = RecordFile(tmp_path)
     file.append(make_good())
@@ -140,6 +141,7 @@ def test_nothing_to_bring_back_is_larger_than_what_may_leave(tmp_path: Path) -> 
     assert b"".join(part.read_bytes() for part in parts) == (tmp_path / "here.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_machine_without_a_gpu_is_red_at_its_first_piece(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--out", str(tmp_path)]) == 1
     printed = capfd.readouterr().out

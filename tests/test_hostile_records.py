@@ -182,6 +182,7 @@ def test_each_odd_record_is_shown_or_named(tmp_path: Path, capsys: pytest.Captur
     assert len(page) < 3_000_000, "what has no end is clipped"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ODD)
 def test_an_odd_record_alone_with_a_good_one(tmp_path: Path, what: str) -> None:
     """No other's oddness is what keeps the report alive, and it is not the last whose machine the page is of."""

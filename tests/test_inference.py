@@ -265,6 +265,7 @@ def test_a_known_gap_covers_its_own_symptom_alone() -> None:
     assert stale.gap and stale.passed and not stale.fails
 
 
+@pytest.mark.slow
 def test_an_engine_that_ended_says_so_when_it_is_asked_again(model: Path, tmp_path: Path) -> None:
     fatal = [Request(name="fatal", prompt=(5,), max_new_tokens=2, temperature=1.0, seed=2**70)]
     with EngineProcess(GENERATE, model, EngineOptions(), tmp_path / "log") as engine:
@@ -345,6 +346,7 @@ def test_the_chance_of_parting_is_how_often_the_same_random_numbers_draw_two_tok
     assert chance_of_parting(one, one) < 1e-12
 
 
+@pytest.mark.slow
 def test_a_refusal_by_an_error_at_the_end_is_one(model: Path) -> None:
     case, judge = InferenceCase(engine="paged", target=inference_adapters()["paged"]), Judge(model, "fp32")
     with LocalEngine(EndsRefusedEngine(model, EngineOptions())) as engine:
@@ -390,6 +392,7 @@ def test_keys_and_values_towards_zero_are_the_next_smaller_number() -> None:
     assert torch.equal(between, found != nearest)
 
 
+@pytest.mark.slow
 def test_an_engine_that_answers_too_late_is_ended(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its late answer is not taken for that of the next requests."""
     with EngineProcess(GENERATE, model, EngineOptions(), tmp_path / "log") as engine:
@@ -423,6 +426,7 @@ def test_an_engine_from_outside_is_judged_and_reported_in_any_folder(tmp_path: P
     assert "**1 of 1 case is right**" in page and "| generate | plain     | fp32        | off by" in page
 
 
+@pytest.mark.slow
 def test_a_report_tells_records_of_engines_from_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Engines have a page of their own beside that of training; of smaller models the command is named."""
     records = ROOT / "reports" / "records"
@@ -475,6 +479,7 @@ def _collected(suite: str, *options: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "suite, options, said",
     [
@@ -492,6 +497,7 @@ def test_engines_and_their_precisions_are_never_replaced_by_others(suite: str, o
     assert status and said in output
 
 
+@pytest.mark.slow
 def test_each_engine_has_its_variants_in_the_first_chosen_precision_that_it_has() -> None:
     status, output = _collected("inference", "--adapters", "paged, vllm", "--precision", "int8-weights, bf16")
     assert not status and "[paged-chunked-llama-tiny-int8-weights]" in output
@@ -499,6 +505,7 @@ def test_each_engine_has_its_variants_in_the_first_chosen_precision_that_it_has(
     assert "[vllm-chunked-llama-tiny-bf16]" in output and "[paged-chunked-llama-tiny-bf16]" not in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options, complaint",
     [

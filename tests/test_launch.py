@@ -187,6 +187,7 @@ def test_running_out_of_memory_has_its_own_outcome(runner: Runner) -> None:
     assert "allocate" in outcome.message
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_a_number_is_an_outcome(runner: Runner) -> None:
     record = runner.observe(
         Case(adapter="notanumber", workload=workload("gpt-mini"), layout=Layout(dp=2, num_micro_batches=2))

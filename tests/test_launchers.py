@@ -391,6 +391,7 @@ def test_a_full_disk_is_told_before_a_launch_and_after(
         subprocess.run(["umount", "-l", tmp_path], check=True)
 
 
+@pytest.mark.slow
 def test_a_report_larger_than_files_may_be_is_no_fault_of_the_framework() -> None:
     """`ulimit -f` ended the rank, which had *exited before it could report*."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -493,6 +494,7 @@ def listening() -> Iterator[dict[str, set[str]]]:
         watcher.join()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left")
 def test_torchrun_s_record_is_the_forkserver_s_and_nobody_listens_but_gloo(
     launcher: ForkserverLauncher, torchrun: TorchrunLauncher, results: Path
@@ -518,6 +520,7 @@ def run(torchrun: TorchrunLauncher, adapter: str, results: Path, limit: float = 
     return record
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left")
 def test_torchrun_s_failures_are_told_as_the_forkserver_s(torchrun: TorchrunLauncher, results: Path) -> None:
     outcome = run(torchrun, "raises", results).outcome
@@ -572,6 +575,7 @@ def test_torchrun_runs_on_one_node_alone() -> None:
         TorchrunLauncher(Cluster(ClusterSpec(nnodes=2, rdzv="10.0.0.1:29000")))
 
 
+@pytest.mark.slow
 def test_a_launcher_that_does_not_exist_is_a_usage_error(tmp_path: Path) -> None:
     assert set(LAUNCHERS) == {"forkserver", "torchrun"}
     command = [sys.executable, "-m", "pytest", "suites", "--launcher", "magic", "--results", str(tmp_path)]

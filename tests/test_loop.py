@@ -147,6 +147,7 @@ def test_a_loop_outside_of_an_engine_says_so(tmp_path: Path) -> None:
         Tiny(tmp_path).run(None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["hf-trainer", "lightning-trainer"])
 def test_a_trainer_is_judged_as_an_engine_is(trainer: str, launcher: ForkserverLauncher, tmp_path: Path) -> None:
     asked = Case(adapter=trainer, workload=GPT, layout=LAYOUT)

@@ -72,6 +72,7 @@ def test_noise_is_that_of_as_many_micro_batches_as_the_case_has_in_all() -> None
     assert num_chunks(alone) == num_chunks(rounded) == 4, "of each replica, of each rank that rounds what it sends"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_noise")
 def test_a_damaged_file_is_measured_anew_and_the_record_says_so(launcher: ForkserverLauncher, tmp_path: Path) -> None:
     case, adapters, options = make_case(), {"ddp": "meshmark.adapters.ddp:DDP"}, RunOptions(observed_steps=3)

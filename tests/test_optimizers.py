@@ -253,6 +253,7 @@ def runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactor
     running.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("adapter", "kind"),
     [("ddp", "nesterov"), ("ddp", "adafactor"), ("ddp", "muon"), ("fsdp2", "momentum")],

@@ -278,6 +278,7 @@ def test_a_mean_for_a_sum_is_named_also_where_rows_are_coupled(tmp_path: Path, c
         describe(target)
 
 
+@pytest.mark.slow
 def test_one_command_judges_it_under_several_frameworks(tmp_path: Path) -> None:
     """With no edit of the package: equivalence, and memory and traffic to the byte."""
     suites = [f"suites/test_{name}.py" for name in ("equivalence", "memory", "communication")]

@@ -207,6 +207,7 @@ def test_impossible_calibrations_are_refused(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_this_machine_is_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """All of its ranks together, for a moment: numbers that a machine can have, and a plan from them."""
     file = tmp_path / "m.json"

@@ -117,6 +117,7 @@ def test_a_report_shows_the_longest_rank_and_draws_the_fullest(tmp_path: Path) -
     assert not memory_curves([make_record()], tmp_path / "none.svg")
 
 
+@pytest.mark.slow
 def test_a_profiled_run_tells_of_every_rank_and_leaves_its_trace(tmp_path: Path) -> None:
     case = Case(adapter="ddp", workload=workload("gpt-mini"), layout=Layout(dp=2, num_micro_batches=2))
     adapters = {"ddp": "meshmark.adapters.ddp:DDP"}

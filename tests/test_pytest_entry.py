@@ -40,6 +40,7 @@ def test_the_suites_are_asked_for_by_name_or_by_path(
     assert asks_for_suites(arguments, pyargs, ROOT / folder) is asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["in the checkout", "elsewhere"])
 def test_with_a_checkout_the_plugin_is_registered_once(tmp_path: Path, where: str) -> None:
     """By the entry point, and by the checkout's conftest where the run meets it."""

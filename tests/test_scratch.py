@@ -31,6 +31,7 @@ def users_own(results: Path) -> Path:
     return own
 
 
+@pytest.mark.slow
 def test_a_run_leaves_the_user_s_own_checkpoints_alone(tmp_path: Path) -> None:
     own = users_own(tmp_path)
     done = suites("--adapters", "single", "--workload", "gpt-mini", "-k", "throughput", "--results", tmp_path)

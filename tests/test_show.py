@@ -31,6 +31,7 @@ def complaints(value: Any) -> list[str]:  # noqa: ANN401
     return [error.message for error in one.iter_errors(value)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.parent.name)
 def test_the_schema_describes_every_committed_record(path: Path) -> None:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -39,6 +40,7 @@ def test_the_schema_describes_every_committed_record(path: Path) -> None:
         assert not complaints(migrate(line)), "as a reader has it, whatever schema it was written in"
 
 
+@pytest.mark.slow
 def test_the_schema_describes_records_of_every_kind_and_refuses_others() -> None:
     jsonschema.Draft202012Validator.check_schema(schema())
     for record in (make_good(), make_timed(), make_good(outcome=Outcome(status=Status.HUNG, rank=0, stacks={0: "x"}))):

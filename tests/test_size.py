@@ -272,6 +272,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
         running.close()
 
 
+@pytest.mark.slow
 def test_a_sample_of_a_run_whose_ranks_hold_different_tensors_is_judged(runner: Runner) -> None:
     layout = Layout(pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B)
     record = runner.observe(Case(adapter="pipeline", workload=MINI, layout=layout))

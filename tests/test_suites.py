@@ -198,6 +198,7 @@ def processes_that_mention(text: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_framework_that_is_not_installed_is_a_skip_with_the_command(tmp_path: Path) -> None:
     (tmp_path / "absent.py").write_text(
         "from meshmark.adapters.ddp import DDP\nfrom meshmark.adapter.contract import Requirement\n"

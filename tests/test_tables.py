@@ -44,6 +44,7 @@ def test_a_table_that_compares_without_a_bound_is_broken_and_one_of_facts_is_not
     assert of("facts", make_table(title="facts")).holds
 
 
+@pytest.mark.slow
 def test_the_command_ends_as_its_tables_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the committed evidence, as it is and with every computed number a twentieth larger."""
     real = tables.all_tables()

@@ -237,6 +237,7 @@ def test_importing_the_entry_point_takes_no_time_and_no_torch(installed: Install
     assert min(float(seconds) for seconds, *_ in runs) < 0.05
 
 
+@pytest.mark.slow
 def test_an_option_of_theirs_that_clashes_is_named_with_its_file(installed: Installed, repository: Path) -> None:
     (repository / "conftest.py").write_text(CONFTEST.replace("--theirs", "--device"))
     said = installed.run(repository, "pytest", "--pyargs", "meshmark.suites")
@@ -253,6 +254,7 @@ def test_a_clash_among_their_own_is_left_to_pytest(installed: Installed, reposit
     assert (said.returncode, "Meshmark's" in said.stderr, "maxfail" in said.stderr) == (1, False, True)
 
 
+@pytest.mark.slow
 def test_the_command_line_works_in_an_empty_folder(installed: Installed, tmp_path: Path) -> None:
     """Nothing is read from a checkout, and adapters of installed distributions are listed."""
     asked = ["doctor", "cases --adapters ddp,mine", "plan --model llama-8b --gpus 64 --gpu h100"]
