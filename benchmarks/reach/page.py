@@ -48,6 +48,10 @@ def share_of(found: Iterable[FileReach]) -> Share:
     )
 
 
+_TRAINING = (OptionStatus.JUDGED, OptionStatus.REFUSED, OptionStatus.NOT_ASKED)
+"""Of options that change training."""
+
+
 def page(found: Measured, attempts: Sequence[Attempt] = (), readings: Mapping[str, Reading] | None = None) -> str:
     """Return the page in Markdown. `readings`: of mutants that survived, by name."""
     entries = [entry for entries in MODULES.values() for entry in entries]
@@ -55,14 +59,15 @@ def page(found: Measured, attempts: Sequence[Attempt] = (), readings: Mapping[st
     standings = _standings(found)
     whole = share_of(found.files.values())
     asked = Counter(each for _, _, each, _ in standings)
-    judgeable = asked[OptionStatus.JUDGED] + asked[OptionStatus.NOT_ASKED]
+    judged, refused, not_asked = (asked[each] for each in _TRAINING)
+    options = judged + refused + not_asked
     reached = sum(one.share >= LINES_GOAL for one in shares.values())
     parts = [
         "# Reach: what judged passes execute of the frameworks",
         f"**Judged passes execute {whole.share:.0%} of the statements that can run on a CPU, and {reached} of "
-        f"{len(shares)} modules reach the goal of {LINES_GOAL:.0%}. They vary {asked[OptionStatus.JUDGED]} of "
-        f"{judgeable} options that change training, {_share(asked[OptionStatus.JUDGED], judgeable)}, for a goal of "
-        f"{OPTIONS_GOAL:.0%}.** Each framework is measured in its installed version: "
+        f"{len(shares)} modules reach the goal of {LINES_GOAL:.0%}. Of {options} options that change "
+        f"training, {judged} are judged ({_share(judged, options)}, for a goal of {OPTIONS_GOAL:.0%}), {refused} are "
+        f"refused with a reason, and {not_asked} are not asked.** Each framework is measured in its installed version: "
         f"{', '.join(f'{name} {version}' for name, version in found.versions.items())}.",
         f"Made by `make reach` on {inline(found.made_on)} at {found.commit}: {found.num_suites} cases of the suites "
         f"and {found.num_scenarios} passes of conformance, under coverage.py, in {found.seconds / 60:.0f} minutes of "
@@ -80,7 +85,7 @@ def page(found: Measured, attempts: Sequence[Attempt] = (), readings: Mapping[st
         table([*_option_rows(standings)]),
         "*Judged*: a judged pass gave the option a value other than its default, or called the method. That says that "
         "its code is held to the verdict, not that every value is. *Refused* and *not training* have their reasons in "
-        "[options.toml](../benchmarks/reach/options.toml). *Share*: of judged and not asked.",
+        "[options.toml](../benchmarks/reach/options.toml). *Share*: of options that change training, those judged.",
         "### Not asked",
         _not_tried(standings),
         "## Mutants of the frameworks",
@@ -129,15 +134,15 @@ def _option_rows(standings: Sequence[tuple[str, str, OptionStatus, str]]) -> Ite
         by_framework[framework[source]][each] += 1
     everything = sum(by_framework.values(), Counter())
     for name, count in [*by_framework.items(), ("all", everything)]:
-        judged, open_ = count[OptionStatus.JUDGED], count[OptionStatus.NOT_ASKED]
+        judged, refused, not_asked = (count[each] for each in _TRAINING)
         yield {
             "framework": name,
             "options": sum(count.values()),
             "judged": judged,
-            "refused": count[OptionStatus.REFUSED],
+            "refused": refused,
             "not training": count[OptionStatus.NOT_TRAINING],
-            "not asked": open_,
-            "share": _share(judged, judged + open_),
+            "not asked": not_asked,
+            "share": _share(judged, judged + refused + not_asked),
         }
 
 
