@@ -194,7 +194,7 @@ def _fsdp2() -> Case:
 
 @pytest.mark.slow
 def test_ranks_tell_lines_and_options_and_a_mutant_of_pytorch_fails(tmp_path: Path) -> None:
-    options, case = RunOptions(observed_steps=3), _fsdp2()
+    options, case = RunOptions(observed_steps=3, time_limit_seconds=600), _fsdp2()  # coverage slows ranks down
     with Cluster(ClusterSpec()) as cluster:
         covering = CoveringLauncher(cluster)
         runner = Runner(covering, builtin_adapters(), options, tmp_path)
