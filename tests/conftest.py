@@ -121,8 +121,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 CPU_MINUTES = {"not slow": 40, "slow": 160}
 """Budget of `make test` and of `make test-slow`: processor time of all tests with all processes that they start.
 
-Two hardware threads of one core slow each other down, and machines differ by as much as two. The budgets are half as much
-again as what the slowest machine took.
+Two hardware threads of one core slow each other down, and machines differ by as much as two. The budgets are half as
+much again as what the slowest machine took.
 """
 
 

@@ -14,6 +14,7 @@ from meshmark.judge.tolerance_model import (
     Comparisons,
     Spread,
     ToleranceModel,
+    _reaches_the_input,
     compare,
     fit,
     noise_run,
@@ -274,3 +275,25 @@ def test_a_zero_gradient_of_one_replica_has_no_multiple() -> None:
     assert zeros(found) == {own}
     scale = Quantity(kind=QuantityKind.SCALE, name="a", replica=1)
     assert compare(found) == {own: [0.0], other: [1e-7], scale: [0.5]}
+
+
+DENSE = {
+    "embedding.tokens.weight",
+    *(f"blocks.{block}.{name}" for block in range(3) for name in ("attention_norm.weight", "attention.q.weight")),
+}
+
+
+@pytest.mark.parametrize(
+    "unchanged, excused",
+    [
+        ("", True),
+        ("embedding blocks.0 blocks.1", False),  # rounded in one block: what it passes on is right
+        ("embedding blocks.1 blocks.2", False),
+        ("embedding blocks.0", False),
+        ("blocks.1 blocks.2", True),  # fused in the first block
+        ("embedding", True),  # weights' own products alone, of all blocks
+    ],
+)
+def test_other_products_change_all_gradients_before_them(unchanged: str, excused: bool) -> None:
+    changed = {name for name in DENSE if not name.startswith(tuple(unchanged.split()) or "-")}
+    assert _reaches_the_input(changed, DENSE) is excused

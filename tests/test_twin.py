@@ -231,3 +231,23 @@ def test_the_twin_of_an_own_model_reads_its_tables_and_sums_where_it_is_declared
     assert apart(sums) < SHARP
     if casting is Casting.WEIGHTS:  # under autocast the residual stream is wide
         assert apart(other) > 100 * SHARP
+
+
+def test_a_backward_pass_that_finds_other_weights_finds_them_in_every_rank_s_part() -> None:
+    """Of products that are split over two ranks, whose parts are cast apart. A diagnosis ended in an error there."""
+    case = dataclasses.replace(case_in(Precision.BF16), layout=Layout(tp=2, num_micro_batches=2))
+    split = twin_of(case, Arithmetic(casting=Casting.AUTOCAST, splits_products=True), CPU)
+    whole = twin_of(
+        dataclasses.replace(case, layout=Layout(num_micro_batches=2)), Arithmetic(casting=Casting.AUTOCAST), CPU
+    )
+    assert split and whole
+    parameters, batch = honest(Precision.BF16, Casting.AUTOCAST).parameters[0], make_batch(case.workload, 0)
+    names = ["blocks.1.feed_forward.up.weight", "blocks.1.feed_forward.down.weight"]  # by columns, and by rows
+    changed = {name: 2 * parameters[name] for name in names}
+    found, expected, right = (
+        twin.step(parameters, batch, changed=values).gradients["blocks.0.attention.q.weight"]
+        for twin, values in ((split, changed), (whole, changed), (whole, {}))
+    )
+    far = np.linalg.norm(expected - right)
+    assert far > 0.1 * np.linalg.norm(right)
+    assert np.linalg.norm(found - expected) < 0.1 * far

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +20,7 @@ from meshmark.check.gradients import (
     UNSEEN,
     Comparison,
     Expected,
+    Explanation,
     clipped_singly,
     compare,
     explain,
@@ -46,6 +48,78 @@ ALONG = 0.99
 SAME_METRIC = 1e-6
 """Relative difference up to which ranks' metrics count as equal."""
 _NOT_FINITE = "not finite"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Products:
+    """Gradients of a step's calls, which one process computes in float64."""
+
+    parts: list[list[dict[str, Tensor]]]
+    """The exact gradients by rank and micro-batch."""
+    drawn: list[list[dict[str, Tensor]]]
+    """The same as means of what rounding makes of them; empty in float32 and wider."""
+    noisy: list[dict[str, Tensor]]
+    """Their sums, each time with other rounding."""
+    low: set[torch.dtype]
+    """Dtypes narrower than float32 that the script computes in."""
+    names: list[str]
+    """Parameters that the optimizer steps on."""
+
+    @functools.cached_property
+    def total(self) -> dict[str, Tensor]:
+        """The sums of the exact gradients, by parameter."""
+        return {n: sum((p[n] for of in self.parts for p in of if n in p), torch.zeros(())) for n in self.names}
+
+    @functools.cached_property
+    def noise(self) -> dict[str, float]:
+        """How far rounding moves each sum, relative to its norm."""
+        noise = {}
+        for name, x in self.total.items():
+            squares = [float((d[name] - x).norm()) ** 2 for d in self.noisy]
+            noise[name] = float(np.sqrt(np.mean(squares))) / (float(x.norm()) or 1.0)
+        return noise
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WrongGradients:
+    """Gradients of one replica that are not the right ones."""
+
+    moment: Moment
+    own: Mapping[str, Tensor]
+    exact: Mapping[str, Tensor]
+    comparison: Comparison
+    noise: Mapping[str, float]
+    eps: float
+    parts: list[list[dict[str, Tensor]]]
+    """Gradients by rank and micro-batch that they should be made of."""
+    previous: Mapping[str, Tensor] | None
+    """Gradients before this step, if nothing has cleared them."""
+    expected: Expected
+    again: Callable[[], Mapping[str, Tensor] | None]
+    """Returns the gradients of activations that are computed again; None where none are."""
+
+    @property
+    def names(self) -> list[str]:
+        """Wrong parameters, the worst first."""
+        return self.comparison.wrong
+
+    @property
+    def off_by(self) -> str:
+        return f"off by {min(self.comparison.worst, 1e9):.2g}"
+
+    @functools.cached_property
+    def explanation(self) -> Explanation:
+        """The weights with which the parts add up to the gradients, in words."""
+        return explain(self.own, self.parts, self.previous, self.names, self.expected)
+
+    @property
+    def detail(self) -> str:
+        return f"{self.explanation.detail}; {self.off_by}"
+
+    @property
+    def edited(self) -> set[str]:
+        """Parameters whose gradients the script changes itself, on all ranks."""
+        return set.intersection(*(set(step.edited) for step in self.moment.ranks))
 
 
 @dataclass(kw_only=True)
@@ -287,10 +361,73 @@ class Judge:
         return True
 
     def _gradients(self, recomputer: Recomputer, moment: Moment) -> None:
-        run, number = self.run, moment.number
-        eps = max(torch.finfo(d).eps for d in run.facts[0].dtypes.values())
+        """Judge the gradients that the optimizer steps on."""
+        run = self.run
         self._perturbed(recomputer, moment)
+        products = self._products(recomputer, moment)
+        if products is None:
+            return
+        eps, noise, total = (
+            max(torch.finfo(d).eps for d in run.facts[0].dtypes.values()),
+            products.noise,
+            products.total,
+        )
         beside = {name for step in moment.ranks for name in step.beside}
+        owned = {owner: [r for r, o in enumerate(run.owners) if o == owner] for owner in dict.fromkeys(run.owners)}
+        scaled = self._scale(moment)
+        gradients = {
+            owner: {n: g.double() / scaled for n, g in moment.gradients[owner].items() if n in total} for owner in owned
+        }
+        if beside:
+            for owner, own in gradients.items():
+                gradients[owner] = self._without_penalty(own, moment.before[owner], products.parts, noise, beside)
+        if not moment.number:
+            self.factor = _factor(gradients, total, moment.readers)
+        factor = self._own_factor(moment, gradients, total) or self.factor
+        right = {name: factor * x for name, x in total.items()}
+        for name in beside & right.keys():  # rounded at the size of the sum, of which the penalty may be most
+            sizes = [float(of[name].double().norm()) / scaled for of in moment.gradients.values() if name in of]
+            noise[name] = max(noise[name], eps * max(sizes, default=0.0) / (float(right[name].norm()) or 1.0))
+        micro = max(_micro_batches(step.calls) for step in moment.readers)
+        self.num_micro = self.num_micro or micro
+        again = functools.cache(lambda: self._recomputed(recomputer, moment) if recomputer.recomputes else None)
+        compared: list[Comparison] = []
+        for owner, ranks in owned.items():
+            held = {name for rank in ranks for g in moment.ranks[rank].groups for name in g.names}
+            exact = {name: x for name, x in right.items() if name in held}  # ranks may step a part each
+            comparison, parts = self._compared(gradients[owner], exact, products, eps, moment.number)
+            if comparison.wrong:
+                wrong = _WrongGradients(
+                    moment=moment,
+                    own=gradients[owner],
+                    exact=exact,
+                    comparison=comparison,
+                    noise=noise,
+                    eps=eps,
+                    parts=parts,
+                    previous=self.uncleared.get(owner),
+                    expected=Expected(ranks=ranks, factor=factor, known=self._known(micro)),
+                    again=again,
+                )
+                comparison = self._explained(wrong)
+            if not comparison.wrong:
+                self._count_in(comparison)
+            compared.append(comparison)
+        self._note_uncleared(moment, products.parts)
+        if any(comparison.wrong for comparison in compared):
+            self.unseen = self.unseen or "gradients are not those of the recorded rows"
+            return
+        try:
+            self.objectives.append(objective_of(moment.readers, factor))
+        except UnseenError as reason:
+            self.unseen = str(reason)
+
+    def _products(self, recomputer: Recomputer, moment: Moment) -> _Products | None:
+        """Return what one process computes of the step's calls; None, with a finding, if no gradient is to be judged.
+
+        Raises `CannotTellError` if the calls cannot be reproduced.
+        """
+        run = self.run
         parts: list[list[dict[str, Tensor]]] = []
         drawn: list[list[dict[str, Tensor]]] = []
         noisy: list[dict[str, Tensor]] = [{} for _ in range(DRAWS)]
@@ -306,7 +443,7 @@ class Judge:
                 right = recomputer.product(call, values)
                 draws = []
                 for draw in range(DRAWS):
-                    seed = hash((number, rank, index, draw)) % 2**31
+                    seed = hash((moment.number, rank, index, draw)) % 2**31
                     draws.append(recomputer.product(call, values, nudges=torch.Generator().manual_seed(seed)))
                 self._forward(call.outputs, right, draws, f"rank {rank}, micro-batch {index}")
                 parts[-1].append({name: g / call.scale for name, g in right.gradients.items()})
@@ -320,188 +457,207 @@ class Judge:
         names = [name for name in stepped if any(name in part for of_rank in parts for part in of_rank)]
         if not stepped and run.facts[0].strangers:
             self.unseen = "the optimizer steps on no gradient of the model"
-            return
+            return None
         if not any(parts) or not names:
             self.unseen = "no gradient was seen"
-            if beside:
+            if beside := {name for step in moment.ranks for name in step.beside}:
                 raise CannotTellError(beside_outputs(min(beside)))
             self.add(
                 Level.UNKNOWN, "no gradient seen",
                 "the model was called, but nothing that it returned was differentiated before the optimizer's step",
-                number,
+                moment.number,
             )  # fmt: skip
-            return
-        total = {name: sum((p[name] for of in parts for p in of if name in p), torch.zeros(())) for name in names}
-        noise = {}
-        for name, x in total.items():
-            squares = [float((d[name] - x).norm()) ** 2 for d in noisy]
-            noise[name] = float(np.sqrt(np.mean(squares))) / (float(x.norm()) or 1.0)
-        owned = {owner: [r for r, o in enumerate(run.owners) if o == owner] for owner in dict.fromkeys(run.owners)}
-        still = moment.ranks[0].still_scaled
+            return None
+        return _Products(parts=parts, drawn=drawn, noisy=noisy, low=low, names=names)
+
+    def _scale(self, moment: Moment) -> float:
+        """Return by how much a GradScaler has multiplied the gradients when they are clipped or stepped on, and report
+        what is done to them at the wrong moment.
+        """
+        first, number = moment.ranks[0], moment.number
+        still = first.still_scaled
         if still != 1.0:
             self.add(
                 Level.WRONG, Fault.SCALED,
                 f"the optimizer steps on gradients that a GradScaler has multiplied by {still:g}: call "
                 "scaler.step(optimizer) in the place of optimizer.step()", number,
             )  # fmt: skip
-        scaled = moment.ranks[0].clips[-1].scaled if moment.ranks[0].clips else still
-        if moment.ranks[0].clips and scaled != 1.0:
+        scaled = first.clips[-1].scaled if first.clips else still
+        if first.clips and scaled != 1.0:
             self.add(
                 Level.WRONG, Fault.CLIPPING,
                 f"gradients are clipped while they are {scaled:g} times too large: call scaler.unscale_ before "
                 "clip_grad_norm_", number,
             )  # fmt: skip
-        if (missing := moment.ranks[0].not_scaled) != 1.0 and scaled == 1.0:
+        if first.not_scaled == 1.0 or scaled != 1.0:
+            return scaled
+        self.add(
+            Level.WRONG, Fault.SCALED,
+            f"a GradScaler divides gradients by {first.not_scaled:g}, and the loss was not multiplied by it "
+            "(scaler.scale(loss).backward()?)", number,
+        )  # fmt: skip
+        return 1.0 / first.not_scaled
+
+    def _compared(
+        self, own: Mapping[str, Tensor], exact: Mapping[str, Tensor], products: _Products, eps: float, number: int
+    ) -> tuple[Comparison, list[list[dict[str, Tensor]]]]:
+        """Return the comparison of a replica's gradients with the right ones, and the parts to explain them by.
+
+        Where rounding moves them far, they are compared with those of one process in the script's own precision. Raises
+        `CannotTellError` if nothing but a large error would be seen.
+        """
+        comparison = compare(own, exact, products.noise, eps)
+        if comparison.unseen <= UNSEEN:
+            return comparison, products.parts
+        rounding, low = comparison.unseen / FACTOR, products.low
+        near = self._near(own, products.noisy, [*exact], low) if low else None
+        if near is not None:
+            self.rounded = " and ".join(sorted(str(d).removeprefix("torch.") for d in low))
             self.add(
-                Level.WRONG, Fault.SCALED,
-                f"a GradScaler divides gradients by {missing:g}, and the loss was not multiplied by it "
-                "(scaler.scale(loss).backward()?)", number,
+                Level.NOTE, "coarse rounding",
+                f"in {self.rounded}, rounding alone, as of a ReLU's input around 0, moves the gradients by "
+                f"{100 * rounding:.2g} % from float64's; they are judged by those of one process in the same "
+                "precision", number,
             )  # fmt: skip
-            scaled = 1.0 / missing
-        gradients = {
-            owner: {n: g.double() / scaled for n, g in moment.gradients[owner].items() if n in total} for owner in owned
-        }
-        if beside:
-            for owner, own in gradients.items():
-                gradients[owner] = self._without_penalty(own, moment.before[owner], parts, noise, beside)
-        if not number:
-            self.factor = _factor(gradients, total, moment.readers)
-        factor = self._own_factor(moment, gradients, total) or self.factor
-        products = {name: factor * x for name, x in total.items()}
-        for name in beside & products.keys():  # rounded at the size of the sum, of which the penalty may be most
-            sizes = [float(of[name].double().norm()) / scaled for of in moment.gradients.values() if name in of]
-            noise[name] = max(noise[name], eps * max(sizes, default=0.0) / (float(products[name].norm()) or 1.0))
-        micro = max(_micro_batches(step.calls) for step in moment.readers)
-        self.num_micro = self.num_micro or micro
-        known = self._known(micro)
-        found: dict[int, Comparison] = {}
-        again: dict[str, Tensor] | None = None
-        for owner, ranks in owned.items():
-            held = {name for rank in ranks for g in moment.ranks[rank].groups for name in g.names}
-            exact = {name: x for name, x in products.items() if name in held}  # ranks may step a part each
-            comparison = compare(gradients[owner], exact, noise, eps)
-            given = parts
-            if comparison.unseen > UNSEEN:
-                rounding, given = comparison.unseen / FACTOR, drawn if low else parts
-                near = self._near(gradients[owner], noisy, [*exact], low) if low else None
-                if near is not None:
-                    self.rounded = " and ".join(sorted(str(d).removeprefix("torch.") for d in low))
-                    self.add(
-                        Level.NOTE, "coarse rounding",
-                        f"in {self.rounded}, rounding alone, as of a ReLU's input around 0, moves the gradients by "
-                        f"{100 * rounding:.2g} % from float64's; they are judged by those of one process in the same "
-                        "precision", number,
-                    )  # fmt: skip
-                    comparison = near
-                elif not comparison.wrong:
-                    raise CannotTellError(
-                        f"rounding alone moves the gradients by {100 * rounding:.2g} % from float64's, so that only an "
-                        f"error of {100 * comparison.unseen:.2g} % would be seen; a verdict needs one of "
-                        f"{100 * UNSEEN:.0f} % to be seen (run the script in float32)"
-                    )
-            found[owner] = comparison
-            if not comparison.wrong:
-                self._count_in(comparison)
-                continue
-            before = self.uncleared.get(owner)
-            if recomputer.recomputes and again is None:
-                again = self._recomputed(recomputer, moment)
-            scaled_only = _is_multiple(gradients[owner], exact, comparison.wrong)
-            if again is not None and not scaled_only and _is_multiple(gradients[owner], again, comparison.wrong):
-                self.add(
-                    Level.WRONG, Fault.BACKWARD,
-                    "activations that torch.utils.checkpoint computes again are not those of the forward pass: random "
-                    "numbers are drawn anew (preserve_rng_state=False?), or something has changed in between; "
-                    f"{_named(comparison.wrong)} off by {min(comparison.worst, 1e9):.2g}", number,
-                )  # fmt: skip
-                continue
-            if (
-                all(n in moment.added for n in comparison.wrong)
-                and not compare(
-                    {n: moment.added[n] for n in comparison.wrong}, {n: exact[n] for n in comparison.wrong}, noise, eps
-                ).wrong
-            ):
-                self.add(
-                    Level.WRONG, Fault.NOT_REDUCED,
-                    f"{_named(comparison.wrong)} a sum over the tensor-parallel group, and each rank keeps its own "
-                    "summand (SequenceParallel missing?)", number,
-                )  # fmt: skip
-                continue
-            if factors := self._scaled_by_rank(moment, exact, comparison.wrong):
-                shown = ", ".join(f"{x:.4g}" for x in factors)
-                shards = any(run.facts[0].pieces[n].ranks for n in comparison.wrong)
-                each = (
-                    f"each rank scales {'its own part of ' if shards else ''}the gradients by its own factor ({shown})"
-                )
-                if shards:
-                    each += ", as by the norm of that part; the norm of all gradients is the same on all ranks"
-                else:
-                    each += ", after they are reduced (a number of its own rows or tokens, in the place of all ranks'?)"
-                self.add(Level.WRONG, Fault.CLIPPING if shards else Fault.SCALED, each, number)
-                self.unseen = "each rank scales gradients by a factor of its own"
-                continue
-            expected = Expected(ranks=ranks, factor=factor, known=known)
-            told = explain(gradients[owner], given, before, comparison.wrong, expected)
-            detail = told.detail + f"; off by {min(comparison.worst, 1e9):.2g}"
-            if bound := _clamped(gradients[owner], exact):
-                told_bound = (
-                    f"no element of a gradient is beyond {bound:.4g} (clipping of its own, which is not judged)"
-                )
-                self.add(Level.NOTE, "scaled by the script", told_bound, number)
-                self.unseen = self.unseen or "the script clips gradients itself"
-                continue
-            edited = set.intersection(*(step.edited for step in moment.ranks))
-            single = clipped_singly(gradients[owner], exact, comparison.wrong) if edited else None
-            if single and edited.issuperset(comparison.wrong):
-                before_that = compare(gradients[owner] | single.gradients, exact, noise, eps)
-                if not before_that.wrong:
-                    self.add(
-                        Level.NOTE, "gradients clipped one by one",
-                        f"{_named(comparison.wrong)} the right gradient, which the script has multiplied {single.text} "
-                        "(clipping one by one, which is not judged)", number,
-                    )  # fmt: skip
-                    self._count_in(before_that)
-                    found[owner] = before_that
-                    continue
-            if told.fault == Fault.SCALED and self._clipped_by_hand(gradients[owner], exact):
-                told_norm = _norm(gradients[owner])
-                self.add(
-                    Level.NOTE, "scaled by the script",
-                    f"all gradients are scaled to a norm of {told_norm:.4g} (clipping of its own, which is not judged)",
-                    number,
-                )  # fmt: skip
-                self.unseen = self.unseen or "the script scales gradients itself"
-                continue
-            own_factor = told.fault == Fault.SCALED and not any(name in detail for name in known)
-            if (own_factor or told.fault in (Fault.BACKWARD, Fault.UNEXPLAINED)) and edited.issuperset(
-                comparison.wrong
-            ):
-                self.add(
-                    Level.UNKNOWN, "gradients changed by the script",
-                    "the script changes gradients in a hook or after the backward pass; "
-                    f"{_named(comparison.wrong)} not judged", number,
-                )  # fmt: skip
-                self.unseen = self.unseen or "the script changes gradients itself"
-                continue
-            hooks = " and ".join(run.facts[0].hooks)
-            if hooks and told.fault in (Fault.PRECISION, Fault.BACKWARD, Fault.UNEXPLAINED):
-                level = Level.NOTE if told.fault == Fault.PRECISION else Level.UNKNOWN
-                self.add(
-                    level, "a communication hook",
-                    f"gradients pass DDP's communication hook {hooks}, which may change them: off by "
-                    f"{min(comparison.worst, 1e9):.2g} (not judged)", number,
-                )  # fmt: skip
-                self.unseen = self.unseen or "a communication hook changes gradients"
-                continue
-            self.add(Level.WRONG, told.fault, detail, number)
-        self._note_uncleared(moment, parts)
-        if not any(c.wrong for c in found.values()):
-            try:
-                self.objectives.append(objective_of(moment.readers, factor))
-            except UnseenError as reason:
-                self.unseen = str(reason)
+        elif not comparison.wrong:
+            raise CannotTellError(
+                f"rounding alone moves the gradients by {100 * rounding:.2g} % from float64's, so that only an "
+                f"error of {100 * comparison.unseen:.2g} % would be seen; a verdict needs one of "
+                f"{100 * UNSEEN:.0f} % to be seen (run the script in float32)"
+            )
+        return near or comparison, products.drawn if low else products.parts
+
+    # Why gradients are wrong
+
+    def _explained(self, wrong: _WrongGradients) -> Comparison:
+        """Report why a replica's gradients are wrong, by the first explanation that fits.
+
+        Returns the comparison by which they count: another one if the script has changed right gradients.
+        """
+        explanations: Sequence[Callable[[_WrongGradients], Comparison | None]] = (
+            self._activations_again,
+            self._own_summands,
+            self._factor_by_rank,
+            self._bounded_elements,
+            self._clipped_one_by_one,
+            self._clipped_to_norm,
+            self._edited,
+            self._hooked,
+        )
+        for explanation in explanations:
+            if (comparison := explanation(wrong)) is not None:
+                return comparison
+        self.add(Level.WRONG, wrong.explanation.fault, wrong.detail, wrong.moment.number)
+        return wrong.comparison
+
+    def _activations_again(self, wrong: _WrongGradients) -> Comparison | None:
+        """Explain by activations that the backward pass computes otherwise than the forward pass did."""
+        if (again := wrong.again()) is None or _is_multiple(wrong.own, wrong.exact, wrong.names):
+            return None
+        if not _is_multiple(wrong.own, again, wrong.names):
+            return None
+        self.add(
+            Level.WRONG, Fault.BACKWARD,
+            "activations that torch.utils.checkpoint computes again are not those of the forward pass: random "
+            "numbers are drawn anew (preserve_rng_state=False?), or something has changed in between; "
+            f"{_named(wrong.names)} {wrong.off_by}", wrong.moment.number,
+        )  # fmt: skip
+        return wrong.comparison
+
+    def _own_summands(self, wrong: _WrongGradients) -> Comparison | None:
+        """Explain by tensor-parallel ranks that do not add their gradients up."""
+        names, added = wrong.names, wrong.moment.added
+        if not all(n in added for n in names):
+            return None
+        if compare({n: added[n] for n in names}, {n: wrong.exact[n] for n in names}, wrong.noise, wrong.eps).wrong:
+            return None
+        self.add(
+            Level.WRONG, Fault.NOT_REDUCED,
+            f"{_named(names)} a sum over the tensor-parallel group, and each rank keeps its own "
+            "summand (SequenceParallel missing?)", wrong.moment.number,
+        )  # fmt: skip
+        return wrong.comparison
+
+    def _factor_by_rank(self, wrong: _WrongGradients) -> Comparison | None:
+        """Explain by a factor of each rank's own."""
+        factors = self._scaled_by_rank(wrong.moment, wrong.exact, wrong.names)
+        if not factors:
+            return None
+        shown = ", ".join(f"{x:.4g}" for x in factors)
+        shards = any(self.run.facts[0].pieces[n].ranks for n in wrong.names)
+        each = f"each rank scales {'its own part of ' if shards else ''}the gradients by its own factor ({shown})"
+        if shards:
+            each += ", as by the norm of that part; the norm of all gradients is the same on all ranks"
         else:
-            self.unseen = self.unseen or "gradients are not those of the recorded rows"
+            each += ", after they are reduced (a number of its own rows or tokens, in the place of all ranks'?)"
+        self.add(Level.WRONG, Fault.CLIPPING if shards else Fault.SCALED, each, wrong.moment.number)
+        self.unseen = "each rank scales gradients by a factor of its own"
+        return wrong.comparison
+
+    def _bounded_elements(self, wrong: _WrongGradients) -> Comparison | None:
+        """Explain by elements that the script bounds."""
+        if not (bound := _clamped(wrong.own, wrong.exact)):
+            return None
+        text = f"no element of a gradient is beyond {bound:.4g} (clipping of its own, which is not judged)"
+        self.add(Level.NOTE, "scaled by the script", text, wrong.moment.number)
+        self.unseen = self.unseen or "the script clips gradients itself"
+        return wrong.comparison
+
+    def _clipped_one_by_one(self, wrong: _WrongGradients) -> Comparison | None:
+        """Explain by tensors, or rows of tensors, that the script clips one by one."""
+        single = clipped_singly(wrong.own, wrong.exact, wrong.names) if wrong.edited else None
+        if single is None or not wrong.edited.issuperset(wrong.names):
+            return None
+        before = compare({**wrong.own, **single.gradients}, wrong.exact, wrong.noise, wrong.eps)
+        if before.wrong:
+            return None
+        self.add(
+            Level.NOTE, "gradients clipped one by one",
+            f"{_named(wrong.names)} the right gradient, which the script has multiplied {single.text} "
+            "(clipping one by one, which is not judged)", wrong.moment.number,
+        )  # fmt: skip
+        return before
+
+    def _clipped_to_norm(self, wrong: _WrongGradients) -> Comparison | None:
+        """Explain by gradients that the script scales down to a norm."""
+        if wrong.explanation.fault != Fault.SCALED or not _is_clipped_by_hand(wrong.own, wrong.exact):
+            return None
+        self.add(
+            Level.NOTE, "scaled by the script",
+            f"all gradients are scaled to a norm of {_norm(wrong.own):.4g} (clipping of its own, which is not judged)",
+            wrong.moment.number,
+        )  # fmt: skip
+        self.unseen = self.unseen or "the script scales gradients itself"
+        return wrong.comparison
+
+    def _edited(self, wrong: _WrongGradients) -> Comparison | None:
+        """Explain by gradients that the script changes itself."""
+        fault = wrong.explanation.fault
+        own_factor = fault == Fault.SCALED and not any(name in wrong.detail for name in wrong.expected.known)
+        unknown = own_factor or fault in (Fault.BACKWARD, Fault.UNEXPLAINED)
+        if not (unknown and wrong.edited.issuperset(wrong.names)):
+            return None
+        self.add(
+            Level.UNKNOWN, "gradients changed by the script",
+            "the script changes gradients in a hook or after the backward pass; "
+            f"{_named(wrong.names)} not judged", wrong.moment.number,
+        )  # fmt: skip
+        self.unseen = self.unseen or "the script changes gradients itself"
+        return wrong.comparison
+
+    def _hooked(self, wrong: _WrongGradients) -> Comparison | None:
+        """Explain by a communication hook of DDP's."""
+        hooks, fault = " and ".join(self.run.facts[0].hooks), wrong.explanation.fault
+        if not hooks or fault not in (Fault.PRECISION, Fault.BACKWARD, Fault.UNEXPLAINED):
+            return None
+        level = Level.NOTE if fault == Fault.PRECISION else Level.UNKNOWN
+        self.add(
+            level, "a communication hook",
+            f"gradients pass DDP's communication hook {hooks}, which may change them: {wrong.off_by} (not judged)",
+            wrong.moment.number,
+        )  # fmt: skip
+        self.unseen = self.unseen or "a communication hook changes gradients"
+        return wrong.comparison
 
     def _count_in(self, right: Comparison) -> None:
         """Let the verdict's largest error, and the largest that would not be seen, cover gradients that are right."""
@@ -759,11 +915,6 @@ class Judge:
             both = float(world * micro)
             known |= {"ranks x micro-batches": both, "1 / (ranks x micro-batches)": 1 / both}
         return known
-
-    def _clipped_by_hand(self, own: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> bool:
-        """Return whether gradients are the right ones scaled down to a norm that is a round number."""
-        norm = _norm(own)
-        return norm < 0.999 * _norm(exact) and any(abs(norm * k - round(norm * k)) < 1e-4 for k in (1, 2, 10))
 
     def _forward(self, outputs: list[Tensor], right: Product, draws: list[Product], where: str) -> None:
         """Raise `CannotTellError` if the copy's outputs differ from those of the script's model."""
@@ -1178,6 +1329,12 @@ def _multiple(own: Tensor, other: Tensor) -> tuple[float, float]:
     """Return the multiple of `other` that is nearest to `own`, and the norm of the rest; 0 if `other` is all zero."""
     factor = float(own @ other / (other @ other)) if other.any() else 0.0
     return factor, float((own - factor * other).norm())
+
+
+def _is_clipped_by_hand(own: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> bool:
+    """Return whether gradients are the right ones scaled down to a norm that is a round number."""
+    norm = _norm(own)
+    return norm < 0.999 * _norm(exact) and any(abs(norm * k - round(norm * k)) < 1e-4 for k in (1, 2, 10))
 
 
 def _clamped(own: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float | None:

@@ -30,6 +30,8 @@ class Fault(StrEnum):
     """The gradient still includes that of the previous step."""
     STALE_WEIGHTS = "stale weights"
     """The gradient is at the parameters of the previous step."""
+    STALE_ACTIVATIONS = "stale activations"
+    """A block computes with what passed to it in the previous step."""
     OTHER_BATCH = "another step's batch"
     FORWARD = "another function computed"
     """Loss and gradients are wrong, and no weighting of the right parts explains them."""

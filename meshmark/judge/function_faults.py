@@ -143,7 +143,7 @@ def _variants(failed: FailedStep) -> Iterator[_Variant]:
     """Yield the variants of every module, those of several modules before those of one."""
     workload = failed.case.workload
     calls, others = dict[str, list[str]](), dict[str, Mapping[str, _Function]]()
-    options = list[tuple[str, str, float]]()
+    options, names_of_modules = list[tuple[str, str, float]](), list[str]()
 
     def note(name: str, kind: str, func: _Function, args: Sequence[Any], given: Mapping[str, Any]) -> Tensor:
         calls.setdefault(kind, []).append(name)
@@ -152,6 +152,7 @@ def _variants(failed: FailedStep) -> Iterator[_Variant]:
 
     def recorded(model: Model) -> contextlib.AbstractContextManager[None]:
         options.extend(_options(model))
+        names_of_modules.extend(name for name, _ in model.named_modules() if name)
         return _taken(model, note)
 
     few = failed.batch if workload.couples_rows else failed.batch.rows(0, 1)
@@ -161,6 +162,9 @@ def _variants(failed: FailedStep) -> Iterator[_Variant]:
             for detail, function in others[how].items():
                 within = _replacing(modules, how, function)
                 yield _Variant(detail=f"{_named(modules)} with {detail}", change=Change(within=within))
+    for module in names_of_modules:
+        for detail, output in _OUTPUTS.items():
+            yield _Variant(detail=f"{module} with {detail}", change=Change(within=_returning(module, output)))
     for option, values in _OPTIONS.items():
         held = {name: value for name, o, value in options if o == option}
         for modules in _groups(list(held)):
@@ -168,6 +172,13 @@ def _variants(failed: FailedStep) -> Iterator[_Variant]:
                 if any(held[name] != value for name in modules):
                     detail = f"{_named(modules)} with {option} {value:g} in place of {held[modules[0]]:g}"
                     yield _Variant(detail=detail, change=Change(within=_setting(modules, option, value or _TINY)))
+    for rank in range(failed.case.layout.tp if failed.case.layout.tp > 1 else 0):
+        for how, names in calls.items():
+            for modules in _groups(list(dict.fromkeys(names))) if how != "layer norm" else ():
+                for detail, function in others[how].items():
+                    part = _on_rank(function, rank, failed.case.layout.tp)
+                    told = f"{_named(modules)} with {detail}, on tensor-parallel rank {rank}"
+                    yield _Variant(detail=told, change=Change(within=_replacing(modules, how, part)))
 
 
 _OPTIONS: dict[str, Sequence[float]] = {
@@ -218,7 +229,116 @@ def _setting(modules: Sequence[str], option: str, value: float) -> Callable[[Mod
     return within
 
 
+_OUTPUTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "an output of zero": lambda _x, y: torch.zeros_like(y),
+    "its input as its output": lambda x, _y: x,
+}
+"""Outputs in place of a module's own, from its input and output of one shape: a branch, or a block, that is skipped."""
+
+
+def _returning(module: str, output: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Model], Any]:
+    """Return a context in which `module` returns another output, if it has one input and output of one shape."""
+
+    def leave(_module: nn.Module, inputs: tuple[Any, ...], own: Any) -> Tensor | None:  # noqa: ANN401
+        alike = len(inputs) == 1 and all(isinstance(x, Tensor) for x in (*inputs, own)) and inputs[0].shape == own.shape
+        return output(inputs[0], own) if alike else None
+
+    @contextlib.contextmanager
+    def within(model: Model) -> Iterator[None]:
+        hook = model.get_submodule(module).register_forward_hook(leave)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    return within
+
+
+# --- Modules that pass no gradient on.
+
+
+def no_input_gradient(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
+    """Explain by a module whose input gets no gradient from it: of all its outputs, or of a tensor-parallel rank's.
+
+    The loss is right, so that all modules are tried. What a module itself holds is right too.
+    """
+    if (failed.twin and failed.case.tuning.compile) or not is_clear(failed, fit):
+        return None
+    if abs(failed.loss_error) > max(failed.loss_tolerance, 1e-12):
+        return None
+    micro_batches = list(failed.batch.micro_batches(len(failed.micro_batch_parts)))
+    subsets, names = _subsets(len(micro_batches), failed.case.layout.dp), list[str]()
+
+    def named(model: Model) -> contextlib.AbstractContextManager[None]:
+        names.extend(name for name, module in model.named_modules() if name and not isinstance(module, nn.ModuleDict))
+        return contextlib.nullcontext()
+
+    few = failed.batch if failed.case.workload.couples_rows else failed.batch.rows(0, 1)
+    exact_loss(
+        failed.case.workload, failed.trace.parameters[failed.step], few, failed.case.layout, Change(within=named)
+    )
+    tp = failed.case.layout.tp
+    for rank in (None, *range(tp if tp > 1 else 0)):
+        for module in names:
+            if any(name.startswith(f"{module}.") for name in failed.tolerances) or not failed.affords(1):
+                continue
+            change = Change(within=_detaching(module, rank, tp))
+            other = [failed.truth(failed.step, part, change=change) for part in micro_batches]
+            for parts in subsets:
+                chosen = [other[i] if i in parts else right for i, right in enumerate(failed.micro_batch_parts)]
+                candidate = {n: np.sum([part[n] for part in chosen], axis=0) for n in exact}
+                if _left(failed, candidate, exact, _LEFT) <= 1:
+                    where = "" if rank is None else f", on tensor-parallel rank {rank}"
+                    where += failed.in_micro_batches(parts)
+                    return Fault.BACKWARD, f"{module} passes no gradient to its input{where}"
+    return None
+
+
+def _detaching(module: str, rank: int | None, tp: int) -> Callable[[Model], Any]:
+    """Return a context in which a module's input gets no gradient from it; with a `rank`, from its `1/tp` of them."""
+
+    @contextlib.contextmanager
+    def within(model: Model) -> Iterator[None]:
+        own = model.get_submodule(module)
+        forward = own.forward
+
+        def other(*inputs: Any, **options: Any) -> Any:  # noqa: ANN401
+            detached = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
+            y = forward(*detached, **options)
+            return (
+                y
+                if rank is None or not isinstance(y, Tensor)
+                else _of_rank(y, forward(*inputs, **options), rank, tp, -1)
+            )
+
+        own.forward = other
+        try:
+            yield
+        finally:
+            del own.forward
+
+    return within
+
+
+def _of_rank(other: Tensor, right: Tensor, rank: int, tp: int, dim: int) -> Tensor:
+    """Return `right` with the part of a tensor-parallel rank, `1/tp` of `dim`, of `other`."""
+    if right.shape[dim] % tp:
+        return right
+    chosen = torch.arange(right.shape[dim], device=right.device) // (right.shape[dim] // tp) == rank
+    return torch.where(chosen.view([-1 if d == dim % right.dim() else 1 for d in range(right.dim())]), other, right)
+
+
 # --- Functions that modules call.
+
+
+def _on_rank(function: _Function, rank: int, tp: int) -> _Function:
+    """Return what computes `function` on one tensor-parallel rank: in its heads, or its part of the last dimension."""
+
+    def compute(own: _Function, *args: Any, **options: Any) -> Tensor:  # noqa: ANN401
+        dim = 1 if own.__name__ == "scaled_dot_product_attention" else -1
+        return _of_rank(function(own, *args, **options), own(*args, **options), rank, tp, dim)
+
+    return compute
 
 
 def _causal(shift: int) -> _Function:
@@ -232,12 +352,12 @@ def _causal(shift: int) -> _Function:
     return attend
 
 
-def _window(share: int) -> _Function:
-    """Causal attention whose tokens see one in `share` of the sequence, up to themselves."""
+def _window(size: int) -> _Function:
+    """Causal attention whose tokens see `size` tokens, up to themselves."""
 
     def attend(function: _Function, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:  # noqa: ANN401
         mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-        mask = mask.triu(1 - max(1, q.shape[-2] // share))
+        mask = mask.triu(1 - size)
         return function(q, k, v, **{**options, "is_causal": False, "attn_mask": mask})
 
     return attend
@@ -323,7 +443,12 @@ _NORMS: dict[str, _Function] = {
 }
 
 
-def _of_attention(options: Mapping[str, Any]) -> tuple[str, dict[str, _Function]]:
+_WINDOWS = sorted(size << power for size in (2, 3) for power in range(20))
+"""Numbers of tokens that a window may show."""
+
+
+def _of_attention(length: int, options: Mapping[str, Any]) -> tuple[str, dict[str, _Function]]:
+    """Return the kind of an attention over `length` tokens, and its variants."""
     found: dict[str, _Function] = {
         "scores not scaled": _scaled_by(0.0),
         "scores divided by the heads' width, not its root": _scaled_by(1.0),
@@ -335,8 +460,7 @@ def _of_attention(options: Mapping[str, Any]) -> tuple[str, dict[str, _Function]
         "attention that is not causal": _whole,
         "a causal mask that shows one token too many": _causal(1),
         "a causal mask that hides a token from itself": _causal(-1),
-        "a window of half the sequence": _window(2),
-        "a window of a quarter of the sequence": _window(4),
+        **{f"a window of {size} token{'s' * (size > 1)}": _window(size) for size in _WINDOWS if size < length},
     }
 
 
@@ -350,7 +474,7 @@ def _kind(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> tuple[s
         own = {"silu": "SiLU", "relu": "ReLU"}.get(name, name)
         return own, _activations(own)
     if name == "scaled_dot_product_attention" and options.get("attn_mask") is None and len(args) == 3:
-        return _of_attention(options)
+        return _of_attention(args[0].shape[-2], options)
     return ("layer norm", _NORMS) if name == "layer_norm" else None
 
 

@@ -11,17 +11,25 @@ gradients that are one rank's part only, by which rank's they are.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from meshmark.judge.deviation import Tensors
-from meshmark.judge.failed_step import LEFT_OVER, SAME, Explanation, FailedStep, Fit
+from meshmark.judge.failed_step import LEFT_OVER, SAME, Explanation, FailedStep, Fit, block_of
 from meshmark.judge.faults import MOST_NAMES, Fault, named_factor
-from meshmark.judge.function_faults import is_clear, narrow_loss, other_function, other_objective
+from meshmark.judge.function_faults import (
+    is_clear,
+    narrow_loss,
+    no_input_gradient,
+    other_function,
+    other_objective,
+)
 from meshmark.judge.partial_faults import (
     FEW,
     altered_weight,
@@ -38,8 +46,9 @@ from meshmark.judge.partial_faults import (
     wrong_region,
 )
 from meshmark.judge.trace import Trace, low_precisions
-from meshmark.judge.twin import exact_buffers, known_parameters, replica_truth, together
+from meshmark.judge.twin import Change, exact_buffers, known_parameters, replica_truth, together
 from meshmark.reference.data import Batch, make_batch
+from meshmark.reference.model import Model
 from meshmark.spec.case import Case
 from meshmark.text import pluralize
 
@@ -159,7 +168,9 @@ def explain_gradients(failed: FailedStep) -> Explanation | None:
         _fitted_in_region,
         other_objective,
         narrow_loss,
+        _other_activations,
         other_function,
+        no_input_gradient,
         _low_precision,
         altered_weight,
         _rounded,
@@ -395,6 +406,83 @@ def _other_orders(failed: FailedStep) -> Iterator[tuple[str, torch.Tensor]]:
         yield "the next row", places.roll(-1, 2)
         if places.shape[-1] > 2:
             yield "the row before", places.roll(1, 2)
+
+
+def _other_activations(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
+    """Explain by what passes from one block to the next: that of another micro-batch, or of the step before.
+
+    The later blocks compute with it. The earlier ones get its gradient, and apply it to what they have computed.
+    """
+    names = [name for name in dict.fromkeys(map(block_of, exact)) if name.rpartition(".")[2].isdigit()]
+    if failed.case.workload.couples_rows or not failed.affords(3):
+        return None
+    count = len(failed.micro_batch_parts)
+    now = _activations(failed, failed.step, failed.batch, names)
+    each = count // failed.case.layout.dp
+    places = np.arange(count).reshape(-1, each)
+    sources = {
+        "micro-batch before": [now[i] for i in np.roll(places, 1, 1).flat],
+        "next micro-batch": [now[i] for i in np.roll(places, -1, 1).flat],
+    }
+    if failed.step:
+        before = make_batch(failed.case.workload, failed.step - 1)
+        sources = {f"step {failed.step - 1}": _activations(failed, failed.step - 1, before, names)} | sources
+    batches = list(failed.batch.micro_batches(count))
+    for which, activations in sources.items():
+        for name in names[:-1]:
+            if not failed.affords(1):
+                return None
+            changes = [Change(within=_passing(name, own.get(name))) for own in activations]
+            other = [
+                failed.truth(failed.step, part, change=change) for part, change in zip(batches, changes, strict=True)
+            ]
+            if (where := replaced(failed, fit, other)) is not None:
+                stale = which.startswith("step")
+                detail = f"what passes from {name} to the next block is that of {'' if stale else 'the '}{which}"
+                return Fault.STALE_ACTIVATIONS if stale else Fault.MISPLACED, f"{detail}{',' * bool(where)}{where}"
+    return None
+
+
+def _activations(failed: FailedStep, step: int, batch: Batch, names: Sequence[str]) -> list[dict[str, torch.Tensor]]:
+    """Return the outputs of these modules for every micro-batch of a step, by name."""
+    found = []
+    for part in batch.micro_batches(len(failed.micro_batch_parts)):
+        outputs: dict[str, torch.Tensor] = {}
+
+        @contextlib.contextmanager
+        def within(model: Model, outputs: dict[str, torch.Tensor] = outputs) -> Iterator[None]:
+            with contextlib.ExitStack() as hooks:
+                for name in names:
+
+                    def note(_module: object, _inputs: object, output: object, name: str = name) -> None:
+                        if isinstance(output, torch.Tensor):
+                            outputs[name] = output.detach()
+
+                    hooks.callback(model.get_submodule(name).register_forward_hook(note).remove)
+                yield
+
+        failed.truth(step, part, change=Change(within=within))
+        found.append(outputs)
+    return found
+
+
+def _passing(name: str, other: torch.Tensor | None) -> Callable[[Model], Any]:
+    """Return a context in which the module `name` passes on `other`, whose gradient goes to its own output."""
+
+    def leave(_module: object, _inputs: object, own: Any) -> torch.Tensor | None:  # noqa: ANN401
+        if other is None or not isinstance(own, torch.Tensor) or own.shape != other.shape:
+            return None
+        return own + (other - own).detach()
+
+    @contextlib.contextmanager
+    def within(model: Model) -> Iterator[None]:
+        hook = model.get_submodule(name).register_forward_hook(leave)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    return within
 
 
 def _mixed(inputs: Batch, targets: Batch) -> Batch:

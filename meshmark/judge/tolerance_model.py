@@ -27,7 +27,8 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -560,6 +561,10 @@ class ToleranceModel:
             return False
         least = {q: self.ways[way.value].dense.get(str(replace(q, kind=way)), math.inf) for q in own}
         changed = [(q, i) for q, i in off if least[q] < math.inf]
+        if not is_forward and not _reaches_the_input(
+            {q.name for q, _ in changed}, {q.name for q in own if least[q] < math.inf}
+        ):
+            return False
         shown = sum(is_forward or own[q][i] >= LEAST * least[q] for q, i in changed)
         always = sum(len(steps) for q, steps in own.items() if least[q] < math.inf)
         return shown >= max(SHOWN * always, SHOWN_AT_SIZE * len(changed))
@@ -662,6 +667,27 @@ def fit(runs: Sequence[Comparisons], variance_ratio: float = 1.0) -> ToleranceMo
             factors[str(quantity)] = factor
     noise = {quantity: spread.level for quantity, spread in found.items()}
     return _with_ways(ToleranceModel(noise=noise, factors=factors), runs)
+
+
+def _reaches_the_input(changed: Set[str], dense: Set[str]) -> bool:
+    """Return whether other arithmetic in the backward pass may have changed these gradients, of those that it changes.
+
+    A product that is computed otherwise passes another gradient on. All blocks before it then have other gradients and,
+    unless only the weights' own products are computed otherwise, and all of these, the embedding too.
+    """
+    of_blocks = {name: int(match[1]) for name in dense if (match := _IN_BLOCK.match(name))}
+    blocks = set(of_blocks.values())
+    shown = {of_blocks[name] for name in changed if name in of_blocks}
+    if not shown or len(blocks) < 2:
+        return True
+    if any(block not in shown for block in blocks if block <= max(shown)):
+        return False
+    before = {name for name in dense if name.startswith("embedding.")}
+    return shown == blocks or not before or bool(before & changed)
+
+
+_IN_BLOCK = re.compile(r"blocks\.(\d+)\.")
+"""Names of parameters of the numbered blocks of a model."""
 
 
 def _with_ways(plain: ToleranceModel, runs: Sequence[Comparisons]) -> ToleranceModel:

@@ -386,38 +386,62 @@ class Twin:
         return {name: g.to(torch.float64).mul_(num_ranks) for name, g in _total(sent, low).items()}
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Copy:
+    """A copy of a weight, or of a part of it, which the backward pass may read in its place."""
+
+    copy: Tensor
+    source: Tensor
+    """The weight, or another copy."""
+    part: tuple[Sequence[int], Sequence[int], int]
+    """Size, stride and offset of the part in the source's memory."""
+
+
 class _Casts(TorchDispatchMode):
-    """Finds the casts of some weights that the forward pass makes, which the backward pass reads in their place."""
+    """Finds the casts of some weights that the forward pass makes, which the backward pass reads in their place.
+
+    Where products are split, each rank's part is cast, and some parts are made contiguous before.
+    """
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.weights = weights
-        self.casts: dict[str, list[Tensor]] = {name: [] for name in weights}
-        self.names = {weight.data_ptr(): name for name, weight in weights.items()}
+        self.sources = {_memory(weight): weight for weight in weights.values()}
+        self.copies: list[_Copy] = []
 
     def __enter__(self) -> Self:
-        if self.names:
+        if self.weights:
             super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.names:
+        if self.weights:
             super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:  # noqa: ANN401
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and (name := self.names.get(args[0].data_ptr())):
-            self.casts[name].append(out)
+        if func in _COPIES and (source := self.sources.get(_memory(args[0]))) is not None:
+            part = args[0].size(), args[0].stride(), args[0].storage_offset()
+            self.copies.append(_Copy(copy=out, source=source, part=part))
+            self.sources[_memory(out)] = out
         return out
 
     @torch.no_grad()
     def overwrite(self, values: Mapping[str, Tensor]) -> None:
         """Give the weights and their casts these values. Autograd is not told."""
         for name, value in values.items():
-            for tensor in (self.weights[name], *self.casts[name]):
-                tensor.data.copy_(value)
+            self.weights[name].data.copy_(value)
+        for each in self.copies:
+            each.copy.data.copy_(each.source.data.as_strided(*each.part))
+
+
+_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _give_nodes(_module: nn.Module, args: object, kwargs: object) -> Any:  # noqa: ANN401

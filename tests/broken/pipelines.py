@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import torch
@@ -73,3 +74,23 @@ class LastStageClipsAlone(BrokenPipeline):
         is_last = self.context.rank == self.context.world_size - 1
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, own if is_last else total.sqrt())
         return total.sqrt()
+
+
+class StaleBoundary(BrokenPipeline):
+    """The last stage reads, in the last micro-batch, what it received for that one in the step before."""
+
+    def prepare(self) -> None:
+        if self.stands.pp == 0:
+            return
+        part, count = self.stages[0].submod, self.case.layout.num_micro_batches
+        forward, calls, kept = part.forward, itertools.count(), list[Tensor]()
+
+        def stale(x: Tensor) -> Tensor:
+            if torch.is_grad_enabled() and next(calls) % count == count - 1:
+                kept.append(x.detach().clone())
+                if len(kept) > 1:
+                    x = kept.pop(0) + (x - x.detach())
+            out: Tensor = forward(x)
+            return out
+
+        part.forward = stale

@@ -178,6 +178,71 @@ class SeesAWindow(_Attends):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
+class SeesTwelveTokens(_Attends):
+    """Tokens see twelve tokens at most, themselves included."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril().triu(-11)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+class ScaledByModelWidthOnLastRank(Broken):
+    """On the last tensor-parallel rank, scores are divided by the root of the model's width, not of a head's."""
+
+    def prepare(self) -> None:
+        if self.context.rank == self.context.world_size - 1:
+            scale = self.case.workload.text_model.hidden**-0.5
+            self.root().blocks["1"].attention.attend = lambda q, k, v: F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale
+            )
+
+
+class _Stopped(torch.autograd.Function):
+    """Passes no gradient, where autograd expects one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ANN401
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ANN401
+        return torch.zeros_like(gradient)
+
+
+class ValuesPassNoGradientOnLastRank(Broken):
+    """On the last tensor-parallel rank, the input of one product gets no gradient from it."""
+
+    def prepare(self) -> None:
+        if self.context.rank == self.context.world_size - 1:
+            values: Any = self.root().blocks["1"].attention.v
+            values.register_forward_pre_hook(lambda _module, inputs: (_Stopped.apply(inputs[0]),))
+
+
+class AttentionLeftOut(ScoresUnscaled):
+    """The first rank leaves one block's attention out of the residual stream in its last micro-batch."""
+
+    def prepare(self) -> None:
+        attention, last = self.inner().blocks["1"].attention, self.case.layout.num_micro_batches - 1  # type: ignore[attr-defined]
+
+        def leave(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor | None:
+            return 0 * output if self.micro == last and self.context.rank == 0 else None
+
+        attention.register_forward_hook(leave)
+
+
+class OneBlockRounded(ScoresUnscaled):
+    """The accumulated gradients of one block are rounded to bf16 after the third micro-batch."""
+
+    def prepare(self) -> None:
+        pass
+
+    def differentiate(self, loss: Tensor) -> None:
+        super().differentiate(loss)
+        for name, gradient in self.grads() if self.micro == 2 else ():
+            if "blocks.1." in name:
+                gradient.copy_(gradient.bfloat16())
+
+
 class PositionsEarlyInLastMicroBatch(ScoresUnscaled):
     """In the last micro-batch each position is that of the token before; the first two are alike."""
 
