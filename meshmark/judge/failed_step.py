@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +19,7 @@ from meshmark.judge.deviation import Tensors, global_norm
 from meshmark.judge.faults import Fault
 from meshmark.judge.tolerance_model import ZERO
 from meshmark.judge.trace import Trace
-from meshmark.judge.truth import Exact, exact_gradients
+from meshmark.judge.truth import Exact, exact_gradients, exact_loss
 from meshmark.judge.twin import UNCHANGED, Change, Twin, TwinStep, together
 from meshmark.reference.data import Batch, make_batch
 from meshmark.spec.case import Case
@@ -29,6 +29,8 @@ from meshmark.spec.precision import Precision
 LEFT_OVER = 0.05
 """Share of a deviation that may remain unexplained."""
 _SEARCH_SECONDS = 60.0
+_LOSS_LEFT, _LOSS_LEFT_BY_TWIN = 0.01, 0.1
+"""Share of what a hypothesis changes in the loss that may remain unexplained."""
 _CPU = torch.device("cpu")
 SAME = 0.02
 """Weights of sequences that differ by less, relative to the largest, count as equal."""
@@ -166,6 +168,42 @@ class FailedStep:
     def micro_batch_parts(self) -> list[Tensors]:
         """The part of each rank's micro-batches in the right gradients, rank by rank."""
         return self.parts_of_micro_batches(self.step, self.batch) if self.splits else self.rank_parts
+
+    @functools.cached_property
+    def micro_batch_losses(self) -> NDArray[np.float64]:
+        """The share of each of `micro_batch_parts` in the right loss, in float64."""
+        return self.losses_of(self.batch)
+
+    def losses_of(self, batch: Batch, changes: Sequence[Change] = (), step: int | None = None) -> NDArray[np.float64]:
+        """Return the share of each micro-batch of `batch` in the loss, in float64: in a third of a gradient's time.
+
+        `changes` has a change for every micro-batch, or none. `step` is the one whose parameters are used.
+        """
+        at = self.trace.parameters[self.step if step is None else step]
+        parts = list(batch.micro_batches(len(self.micro_batch_parts)))
+        pairs = zip(parts, changes or [UNCHANGED] * len(parts), strict=True)
+        workload, layout = self.case.workload, self.case.layout
+        return np.array([exact_loss(workload, at, part, layout, change) for part, change in pairs])
+
+    def subsets_by_loss(self, losses: NDArray[np.float64]) -> Iterator[tuple[float, tuple[int, ...]]]:
+        """Yield the micro-batches whose `losses`, in place of the right ones, make the run's loss, and what is left."""
+        off = losses - self.micro_batch_losses
+        for subset in self.subsets:
+            by = float(off[list(subset)].sum())
+            # A twin rounds: what a hypothesis changes beneath its rounding is seen in gradients alone.
+            allowed = self.loss_tolerance + (_LOSS_LEFT_BY_TWIN if self.twin else _LOSS_LEFT) * abs(by)
+            if math.isfinite(by) and by and abs(by - self.loss_error) <= max(allowed, 1e-12):
+                yield abs(by - self.loss_error), subset
+
+    @property
+    def subsets(self) -> list[tuple[int, ...]]:
+        """Which micro-batches may be wrong together: all, those of a rank, one of each rank, or one alone."""
+        count, ranks = len(self.micro_batch_parts), self.case.layout.dp
+        each = count // ranks
+        whole = [tuple(range(count))]
+        of_ranks = [tuple(range(r * each, (r + 1) * each)) for r in range(ranks)]
+        of_micro = [tuple(range(m, count, each)) for m in range(each)]
+        return list(dict.fromkeys([*whole, *of_ranks, *of_micro, *((i,) for i in range(count))]))
 
     def in_micro_batches(self, indices: Sequence[int]) -> str:
         """Return where parts of `micro_batch_parts` are, in words; empty for all of them."""

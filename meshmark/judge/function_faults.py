@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -82,36 +81,14 @@ def is_clear(failed: FailedStep, fit: Fit) -> bool:
 
 def _likely(failed: FailedStep, variants: Sequence[_Variant]) -> list[tuple[_Variant, _Parts]]:
     """Return the variants, and the micro-batches that may have them, by which the loss is off as the run's is."""
-    workload, at, layout = failed.case.workload, failed.trace.parameters[failed.step], failed.case.layout
-    micro_batches = list(failed.batch.micro_batches(len(failed.micro_batch_parts)))
-
-    def losses(change: Change | None = None) -> NDArray[np.float64]:
-        more = {} if change is None else {"change": change}
-        return np.array([exact_loss(workload, at, part, layout, **more) for part in micro_batches])
-
-    right, subsets = losses(), _subsets(len(micro_batches), layout.dp)
-    found = list[tuple[float, _Variant, _Parts]]()
+    found, count = list[tuple[float, _Variant, _Parts]](), len(failed.micro_batch_parts)
     for variant in variants:
         if not failed.affords(1):
             break
-        off = losses(variant.change) - right
-        for parts in subsets:
-            by = float(off[list(parts)].sum())
-            # A twin rounds: what the variant changes beneath its rounding is seen in gradients alone.
-            allowed = failed.loss_tolerance + (0.1 if failed.twin else _LEFT) * abs(by)
-            if math.isfinite(by) and by and abs(by - failed.loss_error) <= max(allowed, 1e-12):
-                found.append((abs(by - failed.loss_error), variant, parts))
+        losses = failed.losses_of(failed.batch, [variant.change] * count)
+        found += [(left, variant, parts) for left, parts in failed.subsets_by_loss(losses)]
     found.sort(key=lambda each: each[0])
     return [(variant, parts) for _, variant, parts in found[:_MOST_TRIED]]
-
-
-def _subsets(count: int, ranks: int) -> list[_Parts]:
-    """Return which micro-batches may be wrong together: all, those of a rank, one of each rank, or one alone."""
-    each = count // ranks
-    whole = [tuple(range(count))]
-    of_ranks = [tuple(range(r * each, (r + 1) * each)) for r in range(ranks)]
-    of_micro = [tuple(range(m, count, each)) for m in range(each)]
-    return list(dict.fromkeys([*whole, *of_ranks, *of_micro, *((i,) for i in range(count))]))
 
 
 def _with_parts(failed: FailedStep, change: Change, parts: _Parts) -> Tensors:
@@ -152,7 +129,7 @@ def _variants(failed: FailedStep) -> Iterator[_Variant]:
 
     def recorded(model: Model) -> contextlib.AbstractContextManager[None]:
         options.extend(_options(model))
-        names_of_modules.extend(name for name, _ in model.named_modules() if name)
+        names_of_modules.extend(name for name, module in model.named_modules() if name and any(module.children()))
         return _taken(model, note)
 
     few = failed.batch if workload.couples_rows else failed.batch.rows(0, 1)
@@ -233,7 +210,10 @@ _OUTPUTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "an output of zero": lambda _x, y: torch.zeros_like(y),
     "its input as its output": lambda x, _y: x,
 }
-"""Outputs in place of a module's own, from its input and output of one shape: a branch, or a block, that is skipped."""
+"""Outputs in place of a module's own, from its input and output of one shape: a branch, or a block, that is skipped.
+
+Modules without parts are not tried: skipping a projection is much like skipping what it ends.
+"""
 
 
 def _returning(module: str, output: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Model], Any]:
@@ -267,7 +247,7 @@ def no_input_gradient(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanati
     if abs(failed.loss_error) > max(failed.loss_tolerance, 1e-12):
         return None
     micro_batches = list(failed.batch.micro_batches(len(failed.micro_batch_parts)))
-    subsets, names = _subsets(len(micro_batches), failed.case.layout.dp), list[str]()
+    names = list[str]()
 
     def named(model: Model) -> contextlib.AbstractContextManager[None]:
         names.extend(name for name, module in model.named_modules() if name and not isinstance(module, nn.ModuleDict))
@@ -284,7 +264,7 @@ def no_input_gradient(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanati
                 continue
             change = Change(within=_detaching(module, rank, tp))
             other = [failed.truth(failed.step, part, change=change) for part in micro_batches]
-            for parts in subsets:
+            for parts in failed.subsets:
                 chosen = [other[i] if i in parts else right for i, right in enumerate(failed.micro_batch_parts)]
                 candidate = {n: np.sum([part[n] for part in chosen], axis=0) for n in exact}
                 if _left(failed, candidate, exact, _LEFT) <= 1:

@@ -12,6 +12,7 @@ gradients that are one rank's part only, by which rank's they are.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -353,10 +354,15 @@ def _other_batch(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | 
 
 
 def _other_data(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
-    """Explain by micro-batches that have the inputs, the targets, or both, of another micro-batch, rank or step."""
-    for fault, detail, other in _other_batches(failed):
+    """Explain by micro-batches that have the inputs, the targets, or both, of another micro-batch, rank or step.
+
+    The loss tells which of these are likely.
+    """
+    for fault, detail, other in _other_batches(failed) if failed.loss_is_wrong else ():
         if not failed.affords(1):
             return None
+        if not any(failed.subsets_by_loss(failed.losses_of(other))):
+            continue
         where = replaced(failed, fit, failed.parts_of_micro_batches(failed.step, other))
         if where is not None:
             return fault, f"{detail}{',' if where else ''}{where}"
@@ -411,59 +417,70 @@ def _other_orders(failed: FailedStep) -> Iterator[tuple[str, torch.Tensor]]:
 def _other_activations(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
     """Explain by what passes from one block to the next: that of another micro-batch, or of the step before.
 
-    The later blocks compute with it. The earlier ones get its gradient, and apply it to what they have computed.
+    The later blocks compute with it. The earlier ones get its gradient, and apply it to what they have computed. The
+    loss tells which of these are likely.
     """
-    names = [name for name in dict.fromkeys(map(block_of, exact)) if name.rpartition(".")[2].isdigit()]
-    if failed.case.workload.couples_rows or not failed.affords(3):
+    names = [name for name in dict.fromkeys(map(block_of, exact)) if name.rpartition(".")[2].isdigit()][:-1]
+    if not names or failed.case.workload.couples_rows or not failed.loss_is_wrong:
         return None
-    count = len(failed.micro_batch_parts)
-    now = _activations(failed, failed.step, failed.batch, names)
-    each = count // failed.case.layout.dp
-    places = np.arange(count).reshape(-1, each)
+    count, dp, batch = len(failed.micro_batch_parts), failed.case.layout.dp, failed.batch
+    places = np.arange(count).reshape(dp, -1)
     sources = {
-        "micro-batch before": [now[i] for i in np.roll(places, 1, 1).flat],
-        "next micro-batch": [now[i] for i in np.roll(places, -1, 1).flat],
+        "the micro-batch before": (failed.step, batch, np.roll(places, 1, 1)),
+        "the next micro-batch": (failed.step, batch, np.roll(places, -1, 1)),
     }
     if failed.step:
         before = make_batch(failed.case.workload, failed.step - 1)
-        sources = {f"step {failed.step - 1}": _activations(failed, failed.step - 1, before, names)} | sources
-    batches = list(failed.batch.micro_batches(count))
-    for which, activations in sources.items():
-        for name in names[:-1]:
-            if not failed.affords(1):
-                return None
-            changes = [Change(within=_passing(name, own.get(name))) for own in activations]
-            other = [
-                failed.truth(failed.step, part, change=change) for part, change in zip(batches, changes, strict=True)
-            ]
-            if (where := replaced(failed, fit, other)) is not None:
-                stale = which.startswith("step")
-                detail = f"what passes from {name} to the next block is that of {'' if stale else 'the '}{which}"
-                return Fault.STALE_ACTIVATIONS if stale else Fault.MISPLACED, f"{detail}{',' * bool(where)}{where}"
+        sources = {f"step {failed.step - 1}": (failed.step - 1, before, places)} | sources
+    for which, (step, other, order) in sources.items():
+        if not failed.affords(2):
+            return None
+        activations = _activations(names, count, functools.partial(failed.losses_of, other, step=step))
+        for name in names:
+            changes = [Change(within=_passing(name, activations[i].get(name))) for i in order.flat]
+            if not failed.affords(1) or not any(failed.subsets_by_loss(failed.losses_of(batch, changes))):
+                continue
+            if failed.twin:  # in its own arithmetic
+                narrow = _activations(names, count, functools.partial(_changed, failed, step, other))
+                changes = [Change(within=_passing(name, narrow[i].get(name))) for i in order.flat]
+            gradients = _changed(failed, failed.step, batch, changes)
+            if (where := replaced(failed, fit, gradients)) is not None:
+                fault = Fault.STALE_ACTIVATIONS if step < failed.step else Fault.MISPLACED
+                return fault, f"what passes from {name} to the next block is that of {which}{',' * bool(where)}{where}"
     return None
 
 
-def _activations(failed: FailedStep, step: int, batch: Batch, names: Sequence[str]) -> list[dict[str, torch.Tensor]]:
-    """Return the outputs of these modules for every micro-batch of a step, by name."""
-    found = []
-    for part in batch.micro_batches(len(failed.micro_batch_parts)):
-        outputs: dict[str, torch.Tensor] = {}
+def _changed(failed: FailedStep, step: int, batch: Batch, changes: Sequence[Change]) -> list[Tensors]:
+    """Return the part of each micro-batch in the gradients of `batch`, with its change."""
+    parts = zip(batch.micro_batches(len(changes)), changes, strict=True)
+    return [failed.truth(step, part, change=change) for part, change in parts]
 
-        @contextlib.contextmanager
-        def within(model: Model, outputs: dict[str, torch.Tensor] = outputs) -> Iterator[None]:
-            with contextlib.ExitStack() as hooks:
-                for name in names:
 
-                    def note(_module: object, _inputs: object, output: object, name: str = name) -> None:
-                        if isinstance(output, torch.Tensor):
-                            outputs[name] = output.detach()
-
-                    hooks.callback(model.get_submodule(name).register_forward_hook(note).remove)
-                yield
-
-        failed.truth(step, part, change=Change(within=within))
-        found.append(outputs)
+def _activations(
+    names: Sequence[str], count: int, run: Callable[[list[Change]], object]
+) -> list[dict[str, torch.Tensor]]:
+    """Return the outputs of these modules for each of `count` micro-batches, which `run` computes, by name."""
+    found: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
+    run([Change(within=_noting(names, outputs)) for outputs in found])
     return found
+
+
+def _noting(names: Sequence[str], outputs: dict[str, torch.Tensor]) -> Callable[[Model], Any]:
+    """Return a context in which the outputs of these modules are noted."""
+
+    @contextlib.contextmanager
+    def within(model: Model) -> Iterator[None]:
+        with contextlib.ExitStack() as hooks:
+            for name in names:
+
+                def note(_module: object, _inputs: object, output: object, name: str = name) -> None:
+                    if isinstance(output, torch.Tensor):
+                        outputs[name] = output.detach()
+
+                hooks.callback(model.get_submodule(name).register_forward_hook(note).remove)
+            yield
+
+    return within
 
 
 def _passing(name: str, other: torch.Tensor | None) -> Callable[[Model], Any]:
