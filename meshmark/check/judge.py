@@ -367,11 +367,8 @@ class Judge:
         products = self._products(recomputer, moment)
         if products is None:
             return
-        eps, noise, total = (
-            max(torch.finfo(d).eps for d in run.facts[0].dtypes.values()),
-            products.noise,
-            products.total,
-        )
+        noise, total = products.noise, products.total
+        eps = max(torch.finfo(d).eps for d in run.facts[0].dtypes.values())
         beside = {name for step in moment.ranks for name in step.beside}
         owned = {owner: [r for r, o in enumerate(run.owners) if o == owner] for owner in dict.fromkeys(run.owners)}
         scaled = self._scale(moment)

@@ -157,12 +157,18 @@ class FailedStep:
         return layout.num_micro_batches > 1 and len(self.batch) % rows == 0 and not (self.twin and narrow)
 
     def parts_of_micro_batches(
-        self, step: int, batch: Batch, parameters: Tensors | None = None, backward: Tensors | None = None
+        self,
+        step: int,
+        batch: Batch,
+        parameters: Tensors | None = None,
+        backward: Tensors | None = None,
+        changes: Sequence[Change] = (),
     ) -> list[Tensors]:
         """Return the part of each rank's micro-batches, rank by rank, in what `truth` returns; ranks' where they do not
-        add up."""
+        add up. `changes` has a change for each of these, or none."""
         count = self.case.layout.dp * (self.case.layout.num_micro_batches if self.splits else 1)
-        return [self.truth(step, part, parameters, backward) for part in batch.micro_batches(count)]
+        pairs = zip(batch.micro_batches(count), changes or [UNCHANGED] * count, strict=True)
+        return [self.truth(step, part, parameters, backward, change) for part, change in pairs]
 
     @functools.cached_property
     def micro_batch_parts(self) -> list[Tensors]:

@@ -141,7 +141,9 @@ def _variants(failed: FailedStep) -> Iterator[_Variant]:
                 yield _Variant(detail=f"{_named(modules)} with {detail}", change=Change(within=within))
     for module in names_of_modules:
         for detail, output in _OUTPUTS.items():
-            yield _Variant(detail=f"{module} with {detail}", change=Change(within=_returning(module, output)))
+            yield _Variant(
+                detail=f"{module} with {detail}", change=Change(within=returning(module, _of_one_shape(output)))
+            )
     for option, values in _OPTIONS.items():
         held = {name: value for name, o, value in options if o == option}
         for modules in _groups(list(held)):
@@ -216,16 +218,26 @@ Modules without parts are not tried: skipping a projection is much like skipping
 """
 
 
-def _returning(module: str, output: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Model], Any]:
-    """Return a context in which `module` returns another output, if it has one input and output of one shape."""
+_Output = Callable[[Sequence[Any], Any], Tensor | None]
+"""From a module's inputs and output to the output in its place; None to leave it."""
 
-    def leave(_module: nn.Module, inputs: tuple[Any, ...], own: Any) -> Tensor | None:  # noqa: ANN401
+
+def _of_one_shape(output: Callable[[Tensor, Tensor], Tensor]) -> _Output:
+    """Return `output` for modules with one input and output of one shape."""
+
+    def other(inputs: Sequence[Any], own: Any) -> Tensor | None:  # noqa: ANN401
         alike = len(inputs) == 1 and all(isinstance(x, Tensor) for x in (*inputs, own)) and inputs[0].shape == own.shape
         return output(inputs[0], own) if alike else None
 
+    return other
+
+
+def returning(module: str, output: _Output) -> Callable[[Model], Any]:
+    """Return a context in which `module` returns another output."""
+
     @contextlib.contextmanager
     def within(model: Model) -> Iterator[None]:
-        hook = model.get_submodule(module).register_forward_hook(leave)
+        hook = model.get_submodule(module).register_forward_hook(lambda _module, inputs, own: output(inputs, own))
         try:
             yield
         finally:
@@ -246,8 +258,7 @@ def no_input_gradient(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanati
         return None
     if abs(failed.loss_error) > max(failed.loss_tolerance, 1e-12):
         return None
-    micro_batches = list(failed.batch.micro_batches(len(failed.micro_batch_parts)))
-    names = list[str]()
+    count, names = len(failed.micro_batch_parts), list[str]()
 
     def named(model: Model) -> contextlib.AbstractContextManager[None]:
         names.extend(name for name, module in model.named_modules() if name and not isinstance(module, nn.ModuleDict))
@@ -263,7 +274,7 @@ def no_input_gradient(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanati
             if any(name.startswith(f"{module}.") for name in failed.tolerances) or not failed.affords(1):
                 continue
             change = Change(within=_detaching(module, rank, tp))
-            other = [failed.truth(failed.step, part, change=change) for part in micro_batches]
+            other = failed.parts_of_micro_batches(failed.step, failed.batch, changes=[change] * count)
             for parts in failed.subsets:
                 chosen = [other[i] if i in parts else right for i, right in enumerate(failed.micro_batch_parts)]
                 candidate = {n: np.sum([part[n] for part in chosen], axis=0) for n in exact}

@@ -30,6 +30,7 @@ from meshmark.judge.function_faults import (
     no_input_gradient,
     other_function,
     other_objective,
+    returning,
 )
 from meshmark.judge.partial_faults import (
     FEW,
@@ -441,27 +442,19 @@ def _other_activations(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanat
             if not failed.affords(1) or not any(failed.subsets_by_loss(failed.losses_of(batch, changes))):
                 continue
             if failed.twin:  # in its own arithmetic
-                narrow = _activations(names, count, functools.partial(_changed, failed, step, other))
+                narrow = _activations(names, count, functools.partial(failed.parts_of_micro_batches, step, other))
                 changes = [Change(within=_passing(name, narrow[i].get(name))) for i in order.flat]
-            gradients = _changed(failed, failed.step, batch, changes)
+            gradients = failed.parts_of_micro_batches(failed.step, batch, changes=changes)
             if (where := replaced(failed, fit, gradients)) is not None:
                 fault = Fault.STALE_ACTIVATIONS if step < failed.step else Fault.MISPLACED
                 return fault, f"what passes from {name} to the next block is that of {which}{',' * bool(where)}{where}"
     return None
 
 
-def _changed(failed: FailedStep, step: int, batch: Batch, changes: Sequence[Change]) -> list[Tensors]:
-    """Return the part of each micro-batch in the gradients of `batch`, with its change."""
-    parts = zip(batch.micro_batches(len(changes)), changes, strict=True)
-    return [failed.truth(step, part, change=change) for part, change in parts]
-
-
-def _activations(
-    names: Sequence[str], count: int, run: Callable[[list[Change]], object]
-) -> list[dict[str, torch.Tensor]]:
+def _activations(names: Sequence[str], count: int, run: Callable[..., object]) -> list[dict[str, torch.Tensor]]:
     """Return the outputs of these modules for each of `count` micro-batches, which `run` computes, by name."""
     found: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
-    run([Change(within=_noting(names, outputs)) for outputs in found])
+    run(changes=[Change(within=_noting(names, outputs)) for outputs in found])
     return found
 
 
@@ -486,20 +479,12 @@ def _noting(names: Sequence[str], outputs: dict[str, torch.Tensor]) -> Callable[
 def _passing(name: str, other: torch.Tensor | None) -> Callable[[Model], Any]:
     """Return a context in which the module `name` passes on `other`, whose gradient goes to its own output."""
 
-    def leave(_module: object, _inputs: object, own: Any) -> torch.Tensor | None:  # noqa: ANN401
+    def output(_inputs: object, own: Any) -> torch.Tensor | None:  # noqa: ANN401
         if other is None or not isinstance(own, torch.Tensor) or own.shape != other.shape:
             return None
         return own + (other - own).detach()
 
-    @contextlib.contextmanager
-    def within(model: Model) -> Iterator[None]:
-        hook = model.get_submodule(name).register_forward_hook(leave)
-        try:
-            yield
-        finally:
-            hook.remove()
-
-    return within
+    return returning(name, output)
 
 
 def _mixed(inputs: Batch, targets: Batch) -> Batch:

@@ -298,6 +298,18 @@ def _is_stored(path: Path, content: bytes) -> bool:
         return False
 
 
+def records_path(given: Path) -> Path:
+    """Return the file of records that a folder, or a file, stands for.
+
+    Raises `InputError` if it is a device or, in a folder, a pipe.
+    """
+    path = given / "records.jsonl" if given.is_dir() else given
+    refuse_device(path)
+    if path is not given:
+        refuse_pipe(path)
+    return path
+
+
 def open_lines(path: Path) -> IO[bytes] | gzip.GzipFile:
     """Open a file of records for reading, packed by gzip or not."""
     return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
@@ -530,12 +542,9 @@ def read_records(folder: Path, *, latest: bool = False) -> Reading:
 
     Raises `ResultsError` when there is no such file, or no good line in it.
     """
-    path = folder / "records.jsonl" if folder.is_dir() else folder
+    path = records_path(folder)
     records, sessions, complaints = dict[object, Record](), dict[object, Session](), list[str]()
     shared, offset = _Shared(), 0
-    refuse_device(path)
-    if folder.is_dir():
-        refuse_pipe(path)
     try:
         with open_lines(path) as file, _without_collections():
             for number, line in enumerate(file, start=1):

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshmark.errors import ResultsError, refuse_device, refuse_pipe
-from meshmark.records.record_file import migrate
+from meshmark.errors import ResultsError
+from meshmark.records.record_file import migrate, records_path
 from meshmark.records.request import Task
 from meshmark.regression.conditions import READERS
 from meshmark.serial import decode
@@ -44,12 +44,9 @@ class Run:
 
 def read_run(path: Path) -> Run:
     """Read a run and skip unreadable lines. Raises `ResultsError` if no line is readable."""
-    file = path / "records.jsonl" if path.is_dir() else path
+    file = records_path(path)
     values: dict[str, dict[str, float]] = {}
     about: dict[str, Any] = {}
-    refuse_device(file)
-    if path.is_dir():
-        refuse_pipe(file)
     try:
         lines = file.read_text(errors="replace").splitlines()
     except OSError as error:

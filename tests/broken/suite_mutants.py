@@ -210,7 +210,7 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp fsdp2", u.Bf16Start, F.START),
     *on("ddp", u.RankStartsElsewhere, F.DRIFT),
     *on("ddp fsdp2", g.Dropout, F.FORWARD),
-    *on("ddp megatron", g.OtherEpsilon, F.FORWARD, F.VARIANT),
+    *on("ddp megatron", g.OtherEpsilon, F.VARIANT),
     *on("ddp gpipe", g.TellsOwnLoss, F.LOSS),
     *on("ddp", g.Frozen, F.MISSING),
     *on("ddp", v.NormalisesAsInEvaluation, F.FORWARD, workload=VIT_BN),
