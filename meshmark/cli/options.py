@@ -106,6 +106,13 @@ RUN_OPTIONS = (
     ),
     RunOption(name="backend", file=("options",), help="gloo or nccl (default: nccl where every rank has its own GPU)"),
     RunOption(
+        name="oversubscribe",
+        file=("options",),
+        is_flag=True,
+        help="run more ranks than there are GPUs over nccl: ranks that share a GPU are told apart by NCCL_HOSTID and "
+        "communicate through sockets; for correctness, memory and traffic, not for times",
+    ),
+    RunOption(
         name="precision",
         file=("cases",),
         listed=True,

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -184,7 +185,11 @@ def _prepare(request: Request, info: RankInfo, rank: int) -> torch.device:
     torch.manual_seed(request.case.workload.seed + rank)
     if request.device != "cuda":
         return torch.device("cpu")
-    torch.cuda.set_device(info.local_rank % torch.cuda.device_count())
+    gpus = torch.cuda.device_count()
+    torch.cuda.set_device(info.local_rank % gpus)
+    if info.local_world_size > gpus and request.backend == "nccl":
+        # NCCL refuses two ranks of one GPU on one host, so each round of ranks over the GPUs is a host of its own.
+        os.environ["NCCL_HOSTID"] = f"{socket.gethostname()}-{info.local_rank // gpus}"
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -263,6 +263,11 @@ def expect_spread(chosen: Selection, worlds: Collection[int]) -> None:
 
 def expect_gpus(chosen: Selection, worlds: Collection[int]) -> None:
     """Raise `InputError` if NCCL was requested and cannot serve the ranks of every world size."""
+    if chosen.options.oversubscribe and (chosen.options.device != "cuda" or chosen.options.backend == "gloo"):
+        raise InputError(
+            f"--oversubscribe with --device {chosen.options.device} --backend {chosen.options.backend or 'gloo'}: it lets "
+            "ranks share GPUs over nccl, and gloo needs no leave; give --device cuda --backend nccl, or leave it out"
+        )
     if chosen.options.backend != "nccl":
         return
     if chosen.options.device != "cuda":
@@ -273,8 +278,11 @@ def expect_gpus(chosen: Selection, worlds: Collection[int]) -> None:
     spec, gpus = chosen.cluster, chosen.options.num_gpus
     for world in sorted(worlds):
         ranks = world // (spec.nnodes if spec.gpus_by_task else spec.num_hosts)
-        if told := refuses_to_share(ranks, gpus):
-            raise InputError(f"{told}: give --world {gpus * world // ranks} or less, or --backend gloo")
+        if not chosen.options.oversubscribe and (told := refuses_to_share(ranks, gpus)):
+            raise InputError(
+                f"{told}: give --world {gpus * world // ranks} or less, --oversubscribe (ranks share GPUs; times mean "
+                "nothing) or --backend gloo"
+            )
 
 
 def crowding(chosen: Selection) -> list[str]:
@@ -338,6 +346,7 @@ def _run_options(config: pytest.Config) -> RunOptions:
         device=device,
         backend=backend,
         num_gpus=num_gpus(),
+        oversubscribe=config.getoption("--oversubscribe"),
         time_limit_seconds=limit,
         assess=_assess(config),
         localise=config.getoption("--localise") or None,

@@ -264,6 +264,8 @@ class RunOptions:
     """None takes nccl on cuda where every rank of a node has a GPU of its own, else gloo."""
     num_gpus: int = 0
     """On this node."""
+    oversubscribe: bool = False
+    """Ranks that share a GPU communicate over nccl, as hosts of their own."""
     observed_steps: int | None = None
     """None takes OBSERVED_STEPS, and of a model that is judged by a sample those that memory and traffic take."""
     timed_steps: int = 10
@@ -369,8 +371,10 @@ class Runner:
             of = f"{case.world_size} ranks are more than {cluster.spec.text} can hold, {cluster.room} each"
             return f"{of}{cluster.lost_nodes_note}"
         backend = self._backend(case)
-        if backend == "nccl" and (told := refuses_to_share(self._local_ranks(case), self.options.num_gpus)):
-            return told
+        if backend == "nccl" and not self.options.oversubscribe:
+            told = refuses_to_share(self._local_ranks(case), self.options.num_gpus)
+            if told:
+                return told
         return self.adapter(case).refusal(case, self.options.device, backend, needs)
 
     def observe(self, case: Case) -> Record:
@@ -545,8 +549,8 @@ class Runner:
         )
 
     def _backend(self, case: Case) -> str:
-        own_gpus = self.options.device == "cuda" and self._local_ranks(case) <= self.options.num_gpus
-        return self.options.backend or ("nccl" if own_gpus else "gloo")
+        own_gpus = self._local_ranks(case) <= self.options.num_gpus or self.options.oversubscribe
+        return self.options.backend or ("nccl" if self.options.device == "cuda" and own_gpus else "gloo")
 
     def _fake_backend(self) -> str:
         """The backend whose copies are made in a fake world."""
