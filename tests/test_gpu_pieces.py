@@ -303,7 +303,7 @@ FOUR = ClusterSpec(nnodes=4, node_rank=0, rdzv="10.0.0.1:29000", tasks_per_node=
         (
             make_selection(),
             {1, 2},
-            "2 ranks of a node with 1 GPU over nccl.*: give --world 1 or less, or --backend gloo",
+            "2 ranks of a node with 1 GPU over nccl.*: give --world 1 or less, --oversubscribe .*, or --backend gloo",
         ),
         (make_selection(num_gpus=4), {8}, "8 ranks of a node with 4 GPUs over nccl.*: give --world 4 or less"),
         (make_selection(num_gpus=1, cluster=FOUR), {4}, "2 ranks of a node with 1 GPU.*: give --world 2 or less"),

@@ -265,8 +265,8 @@ def expect_gpus(chosen: Selection, worlds: Collection[int]) -> None:
     """Raise `InputError` if NCCL was requested and cannot serve the ranks of every world size."""
     if chosen.options.oversubscribe and (chosen.options.device != "cuda" or chosen.options.backend == "gloo"):
         raise InputError(
-            f"--oversubscribe with --device {chosen.options.device} --backend {chosen.options.backend or 'gloo'}: it lets "
-            "ranks share GPUs over nccl, and gloo needs no leave; give --device cuda --backend nccl, or leave it out"
+            f"--oversubscribe with --device {chosen.options.device} --backend {chosen.options.backend or 'gloo'}: it is "
+            "for ranks that share GPUs over nccl; give --device cuda and no --backend gloo, or leave it out"
         )
     if chosen.options.backend != "nccl":
         return
@@ -280,8 +280,8 @@ def expect_gpus(chosen: Selection, worlds: Collection[int]) -> None:
         ranks = world // (spec.nnodes if spec.gpus_by_task else spec.num_hosts)
         if not chosen.options.oversubscribe and (told := refuses_to_share(ranks, gpus)):
             raise InputError(
-                f"{told}: give --world {gpus * world // ranks} or less, --oversubscribe (ranks share GPUs; times mean "
-                "nothing) or --backend gloo"
+                f"{told}: give --world {gpus * world // ranks} or less, --oversubscribe to share GPUs all the same, or "
+                "--backend gloo"
             )
 
 

@@ -10,13 +10,24 @@ from meshmark.spec.model_config import Dataset
 from meshmark.spec.precision import Precision
 from tests.broken import gradients as g
 from tests.broken import mixed as m
+from tests.broken import regional as r
 from tests.broken import variants as x
+from tests.broken.engine import Broken
 from tests.broken.modules import ONE_MODULE
 from tests.broken.mutant import Mutant, on
 from tests.broken.suite_mutants import SUITE_MUTANTS
 
-_ASKED_FOR = (g.Bf16Forward, x.LossInBf16, x.EntropyRewarded, x.EpsOfAllNorms, *ONE_MODULE)
-"""Defects in fp32 only, or so small that only fp32 shows them."""
+_ASKED_FOR = (g.Bf16Forward, x.LossInBf16)
+"""Defects of fp32 that bf16 asks for."""
+HIDDEN_BY_BF16: tuple[type[Broken], ...] = (
+    x.EntropyRewarded,
+    x.EpsOfAllNorms,
+    r.OtherActivationOnLastRank,
+    *ONE_MODULE,
+)
+"""Defects that bf16 hides, or some of whose adapters it does: they change less than correct engines differ by. The two
+forms of GELU are 5e-4 apart at most, where bf16 rounds by 4e-3: in one of two replicas the worst gradient is 1.4 times
+its noise off, and attention by hand, which is correct, may be 3.5 times off (gpt-mini, DDP)."""
 _BY_SYMPTOM = {
     x.SmoothsLabels: frozenset({Fault.SCALED}),
     x.ScaledByModelWidthOnLastRank: frozenset({Fault.FORWARD}),
@@ -34,7 +45,7 @@ def _runs_in_bf16(mutant: Mutant) -> bool:
         return False
     if mutant.steps:  # another noise of as many steps would take minutes, and shows nothing that a shorter run does not
         return False
-    return Precision.BF16 in real.capabilities.precisions and mutant.defect not in _ASKED_FOR
+    return Precision.BF16 in real.capabilities.precisions and mutant.defect not in (*_ASKED_FOR, *HIDDEN_BY_BF16)
 
 
 NARROW_MUTANTS: list[Mutant] = [
