@@ -15,6 +15,7 @@ from meshmark.conformance.scenario import SCENARIOS, Scenario
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.judge.deviation import Drift, Quantity
 from meshmark.judge.faults import Diagnosis, Fault
+from meshmark.measure import flight_recorder
 from meshmark.pytest_plugin.plugin import expect, expect_clause
 from meshmark.records.record import Outcome, Record, Status
 from meshmark.report.conformance import columns
@@ -100,6 +101,52 @@ def test_a_crash_says_where_and_a_hang_where_each_rank_stands() -> None:
     hung = Outcome(status=Status.HUNG, message="no end within 8 s", stacks=stacks)
     lines = failure(lambda: expect(make_good(outcome=hung, verdicts=[]), "equivalence")).splitlines()
     assert lines[1].endswith("in wait < own0.py:9 in step") and 4 < len(lines) <= MOST_LINES
+
+
+def hung_over_nccl(*collectives: str) -> list[str]:
+    """Return the text of a pass that hung, by what each rank was communicating. The stacks are those of an H200, where
+    the thread that reads the flight recorder stands before the main thread."""
+    reader = f'Thread 0x1 (most recent call first):\n  File "{flight_recorder.__file__}", line 58 in dump\n'
+    main = 'Current thread 0x2 (most recent call first):\n  File "/site/engine.py", line 9 in backward\n'
+    title = "The last collective that ended, and those under way:"
+    stacks = {rank: f"{reader}\n{main}\n\n{title}\n{lines}" for rank, lines in enumerate(collectives)}
+    hung = Outcome(status=Status.HUNG, rank=1, message="no end within 20 s", stacks=stacks)
+    return failure(lambda: expect(make_good(outcome=hung, verdicts=[]), "equivalence")).splitlines()
+
+
+def collective(number: int, sizes: str, state: str = "scheduled", call: str = "nccl:all_reduce") -> str:
+    return f"{call}, number {number} of group 0 default_pg, of {sizes}: {state}\n"
+
+
+def test_a_hang_says_which_collective_differs_between_ranks() -> None:
+    ended = collective(7, "Float [42880]", "completed")
+    gradients, odd = collective(8, "Float [42880]"), collective(8, "Float [7]")
+    lines = hung_over_nccl(ended + gradients, ended + odd + collective(9, "Float [42880]"))
+    assert (
+        lines[1].split()
+        == (
+            "differs collective 8 of group 0 default_pg: nccl:all_reduce of Float [42880] on rank 0, "
+            "nccl:all_reduce of Float [7] on rank 1"
+        ).split()
+    )
+    assert lines[2].split() == ["rank", "0", "/site/engine.py:9", "in", "backward"]
+    lines = hung_over_nccl(ended, ended + gradients)
+    assert lines[1].split()[0] == "missing" and lines[1].endswith("on rank 1, not called on rank 0")
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        collective(3, "Float [5]", "completed") + collective(4, "Float [6]"),
+        collective(3, "Float [5]", "completed")
+        + "nccl:send 0->1, number 9 of group 0 default_pg, of Float [2]: scheduled\n",
+        "nothing was communicated\n",
+    ],
+    ids=["agree", "sends", "silent"],
+)
+def test_collectives_on_which_ranks_agree_are_not_named(second: str) -> None:
+    first = collective(3, "Float [5]", "completed") + (collective(4, "Float [6]") if "number 4" in second else "")
+    assert not [line for line in hung_over_nccl(first, second) if line.split()[0] in ("differs", "missing")]
 
 
 def test_a_failure_is_ten_lines_whatever_it_holds() -> None:

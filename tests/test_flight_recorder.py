@@ -69,6 +69,37 @@ def test_a_dump_of_a_gpu_is_read() -> None:
     assert under_way(entries) == ["nccl:coalesced, number 8 of group 0 default_pg, of nothing: completed"]
 
 
+def test_dumps_of_two_ranks_are_read() -> None:
+    """Both ranks of one H200, over NCCL: collectives of both groups, with the bytes of a thousand floats a rank. A send
+    and a receive in a batch, whose state PyTorch leaves at `scheduled`, are not under way."""
+    dumps = json.loads((H200 / "flight-recorder-two-ranks.json").read_text())
+    for dump in dumps:
+        groups = {group["name"]: tuple(json.loads(group["ranks"])) for group in dump["pg_config"].values()}
+        found = list(issued_operations(dump["entries"], groups))
+        assert [(one.kind, one.num_bytes) for one in found] == [
+            ("all_reduce", 4000),
+            ("broadcast", 4000),
+            ("reduce", 4000),
+            ("all_gather", 8000),
+            ("reduce_scatter", 4000),
+            ("all_gather", 8000),
+            ("all_to_all", 4000),
+            ("barrier", 4),
+            ("all_reduce", 6000),
+        ]
+        assert {one.ranks for one in found} == {(0, 1)}
+        assert "scheduled" in {entry["state"] for entry in dump["entries"]}
+        assert under_way(dump["entries"]) == ["nccl:coalesced, number 8 of group 0 default_pg, of nothing: completed"]
+
+
+def test_a_batch_of_messages_is_under_way_until_it_is_closed() -> None:
+    batch = [entry("send 0->1", [[10]], is_p2p=True, p2p_seq_id=1, state="scheduled"), entry("coalesced", [])]
+    batch[1] |= {"p2p_seq_id": 1, "state": "started"}
+    assert under_way(batch)[0] == "nccl:send 0->1, number 1 of group 0 default_pg, of Float [10]: scheduled"
+    batch[1] |= {"state": "completed"}
+    assert under_way(batch) == ["nccl:coalesced, number 1 of group 0 default_pg, of nothing: completed"]
+
+
 def test_memory_statistics_of_a_gpu_are_read() -> None:
     """The device's bytes outside the allocator are those of its context and of NCCL: 2.8 GB."""
     statistics, free_and_total = (

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gzip
+import os
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,8 +27,10 @@ from meshmark.cli.options import chosen_adapters, chosen_layouts, chosen_workloa
 from meshmark.conformance.scenario import plain_cells
 from meshmark.errors import InputError
 from meshmark.judge.deviation import LARGEST_FULL, Assess, Sample, assess_of, sample_of
+from meshmark.launch import rank as rank_module
 from meshmark.launch.cluster import Cluster, ClusterSpec
 from meshmark.launch.launch import ForkserverLauncher, LaunchResult
+from meshmark.launch.rank import RankInfo
 from meshmark.passes import noise
 from meshmark.pytest_plugin.selection import add_options, expect_gpus
 from meshmark.records.rank_report import RankFailure
@@ -79,7 +82,7 @@ def test_all_pieces_end_within_half_an_hour() -> None:
 
 
 def test_pieces_come_by_their_value() -> None:
-    order = ["start", "correct", "memory", "scale", "scale-7b", "ladder", "calibrate"]
+    order = ["start", "correct", "nccl", "memory", "scale", "scale-7b", "ladder", "calibrate"]
     assert list(PIECES)[: len(order)] == order and list(PIECES).index("roster") > list(PIECES).index("calibrate")
 
 
@@ -320,6 +323,48 @@ def test_ranks_that_share_a_gpu_are_refused_under_nccl(selection: Any, worlds: s
     """NCCL itself ends in `invalid usage` minutes later, once for every case."""
     with pytest.raises(InputError, match=told):
         expect_gpus(selection, worlds)
+
+
+def test_ranks_share_a_gpu_under_nccl_where_the_run_asks_for_it(tmp_path: Path) -> None:
+    expect_gpus(make_selection(backend=None, oversubscribe=True), {1, 2, 8})
+    expect_gpus(make_selection(oversubscribe=True), {1, 2, 8})
+    for device, backend in (("cpu", None), ("cuda", "gloo")):
+        with pytest.raises(InputError, match="for ranks that share GPUs over nccl"):
+            expect_gpus(make_selection(device=device, backend=backend, oversubscribe=True), {2})
+    with Cluster(ClusterSpec()) as cluster:
+        options = RunOptions(device="cuda", num_gpus=1, oversubscribe=True)
+        runner = Runner(ForkserverLauncher(cluster), builtin_adapters(), options, tmp_path)
+        case = make_case("ddp", layout=Layout(dp=2))
+        assert runner.refusal(case) is None and runner.request(Task.OBSERVE, case).backend == "nccl"
+        runner.close()
+
+
+@pytest.mark.parametrize(
+    "gpus, ranks, hosts", [(1, 2, ["a-0", "a-1"]), (2, 4, ["a-0", "a-0", "a-1", "a-1"]), (2, 2, ["a", "a"])]
+)
+def test_ranks_of_one_gpu_are_hosts_of_their_own(
+    gpus: int, ranks: int, hosts: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """NCCL refuses two ranks of one GPU on one host, by this name."""
+    chosen = list[int]()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen[-1])
+    request = make_request(device="cuda", backend="nccl")
+    for rank in range(ranks):
+        monkeypatch.setenv("NCCL_HOSTID", "a")
+        place = RankInfo(
+            rank=rank,
+            local_rank=rank,
+            local_world_size=ranks,
+            world_size=ranks,
+            host="h",
+            port=0,
+            prefix="",
+            folder=tmp_path,
+        )
+        rank_module._prepare(request, place, rank)
+        assert os.environ["NCCL_HOSTID"] == hosts[rank] and chosen[-1] == rank % gpus
 
 
 def test_what_nccl_and_gloo_can_serve_is_not_refused() -> None:

@@ -189,7 +189,8 @@ def _prepare(request: Request, info: RankInfo, rank: int) -> torch.device:
     torch.cuda.set_device(info.local_rank % gpus)
     if info.local_world_size > gpus and request.backend == "nccl":
         # NCCL refuses two ranks of one GPU on one host, so each round of ranks over the GPUs is a host of its own.
-        os.environ["NCCL_HOSTID"] = f"{socket.gethostname()}-{info.local_rank // gpus}"
+        host = os.environ.get("NCCL_HOSTID") or socket.gethostname()
+        os.environ["NCCL_HOSTID"] = f"{host}-{info.local_rank // gpus}"
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -60,14 +60,20 @@ def dump() -> dict[str, Any]:
 
 
 def under_way(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Describe the last call that had ended when the dump was made, and those that had not, oldest first."""
-    open_ones = [entry for entry in entries if not _ended(entry)]
-    done = [entry for entry in entries if _ended(entry)]
+    """Describe the last call that had ended when the dump was made, and those that had not, oldest first.
+
+    PyTorch leaves the parts of a batch `scheduled` for good. They have ended when the entry that closes the batch has.
+    """
+    closed = {_batch(e) for e in entries if _marks_a_group(e["profiling_name"], e) and e.get("state") == "completed"}
+    done, open_ones = list[Mapping[str, Any]](), list[Mapping[str, Any]]()
+    for entry in entries:
+        (done if entry.get("state") == "completed" or _batch(entry) in closed else open_ones).append(entry)
     return [_describe(entry) for entry in [*done[-1:], *open_ones[:_MOST_TOLD]]]
 
 
-def _ended(entry: Mapping[str, Any]) -> bool:
-    return entry.get("state") == "completed"
+def _batch(entry: Mapping[str, Any]) -> tuple[object, ...]:
+    """Return what the parts of a batch and the entry that closes it have in common."""
+    return *_call(entry), entry.get("p2p_seq_id")
 
 
 def _describe(entry: Mapping[str, Any]) -> str:

@@ -265,8 +265,8 @@ def expect_gpus(chosen: Selection, worlds: Collection[int]) -> None:
     """Raise `InputError` if NCCL was requested and cannot serve the ranks of every world size."""
     if chosen.options.oversubscribe and (chosen.options.device != "cuda" or chosen.options.backend == "gloo"):
         raise InputError(
-            f"--oversubscribe with --device {chosen.options.device} --backend {chosen.options.backend or 'gloo'}: it is "
-            "for ranks that share GPUs over nccl; give --device cuda and no --backend gloo, or leave it out"
+            f"--oversubscribe with --device {chosen.options.device} --backend {chosen.options.backend or 'gloo'}: it "
+            "is for ranks that share GPUs over nccl; give --device cuda and no --backend gloo, or leave it out"
         )
     if chosen.options.backend != "nccl":
         return

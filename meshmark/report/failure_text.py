@@ -40,6 +40,7 @@ def _places(outcome: Outcome) -> Iterator[tuple[str, str]]:
     """
     if found := _frames(outcome.traceback):
         yield "where", next((frame for frame in reversed(found) if not _OWN.search(frame)), found[-1])
+    yield from list(_unmatched_collectives(outcome.stacks))[:2]
     for rank, stack in list(outcome.stacks.items())[:4]:
         yield f"rank {rank}", " < ".join(_innermost(stack)) or "no Python frame"
     if not outcome.traceback and not outcome.stacks:
@@ -52,10 +53,41 @@ def _frames(text: str) -> list[str]:
 
 
 def _innermost(stack: str) -> list[str]:
-    """Return the innermost frame of a stack, and the innermost one outside libraries."""
-    found = _frames(stack)
+    """Return the innermost frame of a stack, and the innermost one outside libraries.
+
+    Of several threads, faulthandler writes the one that was asked, the rank's main thread, last.
+    """
+    found = _frames(stack.rpartition("Current thread")[2])
     own = [frame for frame in found[1:] if not frame.startswith(_LIBRARIES)]
     return [*found[:1], *own[:1]]
+
+
+_COLLECTIVE = re.compile(r"^(\S+), number (\d+) of group (.*), of (.*): \w+$", re.MULTILINE)
+"""A line of `flight_recorder.under_way`: call, number, group, tensors. Calls of sends and receives hold a space."""
+_OF_EQUAL_SIZES = ("all_reduce", "allreduce", "reduce_scatter", "all_gather", "broadcast")
+"""Collectives to which every rank of a group gives tensors of the same sizes."""
+
+
+def _unmatched_collectives(stacks: Mapping[int, str]) -> Iterator[tuple[str, str]]:
+    """Yield the first collective of each group on which its ranks do not agree: other calls or sizes under one number,
+    or a number that not every rank has reached."""
+    calls, reached = dict[tuple[int, str], dict[int, str]](), dict[str, dict[int, int]]()
+    for rank, stack in stacks.items():
+        for call, number, group, tensors in _COLLECTIVE.findall(stack):
+            described = f"{call} of {tensors}" if any(kind in call for kind in _OF_EQUAL_SIZES) else call
+            calls.setdefault((int(number), group), {})[rank] = described
+            reached.setdefault(group, {})[rank] = int(number)
+    for (number, group), by_rank in sorted(calls.items()):
+        if group not in reached:
+            continue
+        where = f"collective {number} of group {group}"
+        each = ", ".join(f"{described} on rank {rank}" for rank, described in sorted(by_rank.items()))
+        if len(set(by_rank.values())) > 1:
+            yield "differs", f"{where}: {each}"
+            del reached[group]
+        elif behind := sorted(rank for rank, last in reached[group].items() if last < number):
+            yield "missing", f"{where}: {each}, not called on rank {', '.join(map(str, behind))}"
+            del reached[group]
 
 
 def of_verdict(record: Record, verdict: Verdict) -> str:

@@ -265,23 +265,26 @@ def _origin(found: Sequence[CaseResult], reading: Reading, command: str) -> list
     if not reading.records:
         commands = sorted({session.command for session in reading.sessions})
         return [_OBTAINED, _commands(commands, command)]
-    environment = newest(reading.records).environment
-    facts = {
-        "machine": environment.machine,
-        "CPUs": environment.num_cpus,
-        "memory": bytes_text(environment.memory_bytes),
-        "system": environment.system,
-        "device and backend": f"{environment.device}, {environment.backend}",
-        "nodes": environment.nnodes,
-        "commit": environment.commit or "unknown",
-        "date": environment.date,
-        **environment.versions,
-    }
+    facts: dict[str, dict[str, None]] = {}  # distinct values, the newest first
+    for environment in sorted((r.environment for r in reading.records), key=lambda each: each.date, reverse=True):
+        described = {
+            "machine": environment.machine,
+            "CPUs": environment.num_cpus,
+            "memory": bytes_text(environment.memory_bytes),
+            "system": environment.system,
+            "device and backend": f"{environment.device}, {environment.backend}",
+            "nodes": environment.nnodes,
+            "commit": environment.commit or "unknown",
+            "date": environment.date.partition("T")[0],
+            **environment.versions,
+        }
+        for name, value in described.items():
+            facts.setdefault(name, {})[str(value)] = None
     commands = sorted({record.environment.command for record in reading.records})
     return [
         _OBTAINED,
         _commands(commands, command),
-        table([{"what": name, "value": str(value)} for name, value in facts.items()]),
+        table([{"what": name, "value": "; ".join(values)} for name, values in facts.items()]),
         *(_time_went(found) if found else []),
     ]
 
