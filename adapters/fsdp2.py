@@ -39,7 +39,7 @@ from meshmark.theory.traffic import (
 )
 
 if TYPE_CHECKING:  # a second or more, which only ranks should take
-    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.tensor import DTensor
 
@@ -320,17 +320,14 @@ def shard(
     of the root alone.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     shards = case.layout.dp // sharding.replicas
     sizes, names = ((sharding.replicas, shards), ("replicas", "shards")) if sharding.replicas > 1 else ((shards,), None)
     mesh = init_device_mesh(context.device.type, sizes, mesh_dim_names=names)
-    low = AUTOCAST.get(case.precision.compute)
-    reduced = getattr(torch, case.precision.reduction)
-    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced) if low else MixedPrecisionPolicy()
     home = CPUOffloadPolicy(pin_memory=False) if case.layout.offload is Offload.CPU else OffloadPolicy()
     after = sharding.resharded_over or sharding.reshards_blocks
-    given: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": home}
+    given: dict[str, Any] = {"mesh": mesh, "mp_policy": mixed_precision_policy(case), "offload_policy": home}
     given.update(arguments or {})
     of_root = given.pop("of_root", {})
     for block in model.blocks.values():
@@ -340,6 +337,16 @@ def shard(
     model.to_empty(device=context.device)
     fill_shards(model, case)
     model.initialize_buffers()
+
+
+def mixed_precision_policy(case: Case) -> MixedPrecisionPolicy:
+    """Return FSDP2's policy for the case's precision: weights and inputs are cast, and gradients reduced as it says."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    low = AUTOCAST.get(case.precision.compute)
+    if low is None:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=low, reduce_dtype=getattr(torch, case.precision.reduction))
 
 
 def sharded_units(engine: Engine) -> list[FSDPModule]:

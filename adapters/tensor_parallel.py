@@ -130,9 +130,9 @@ def _separate_meshes(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def summed_embedding(case: Case) -> tuple[ExtraMemory, ...]:
     """Return the extra memory of an embedding that is split by rows.
 
-    If positions are added, the sum over ranks is another tensor.
+    If positions are added, or the first norm takes its input in float32, the sum over ranks is another tensor.
     """
-    if case.workload.model.family is not Family.LLAMA:
+    if case.workload.model.family is not Family.LLAMA or case.precision.is_mixed:
         return ()
     summed = stream_bytes(case) / case.layout.num_micro_batches
     there = {"activations": -summed, "peak": summed}
@@ -142,6 +142,7 @@ def summed_embedding(case: Case) -> tuple[ExtraMemory, ...]:
 class TensorParallel(Adapter):
     """Colwise for what goes into attention and feed-forward, Rowwise for what comes out."""
 
+    engine: ClassVar[type[TensorParallelEngine]] = TensorParallelEngine
     capabilities: ClassVar = Capabilities(
         dtensors=True,
         degrees=frozenset({"tp", "dp"}),
@@ -195,7 +196,7 @@ class TensorParallel(Adapter):
         mesh = init_device_mesh(context.device.type, (layout.dp, layout.tp), mesh_dim_names=("dp", "tp"))
         model = self.parallel_model(case, context, mesh)
         optimizer = _separate_meshes(build_optimizer(case.workload.optimizer, model.named_parameters()))
-        engine = TensorParallelEngine(case, context, model, optimizer)
+        engine = self.engine(case, context, model, optimizer)
         if layout.dp > 1 and not layout.zero_stage:
             engine.replicas = mesh["dp"].get_group()
         return engine
@@ -206,7 +207,7 @@ class TensorParallel(Adapter):
         if case.workload.model.brings_plan:
             whole = initial_model(case, context.device)
             split(whole, mesh["tp"], case)
-            self.shard(whole, mesh["dp"])
+            self.shard(whole, mesh["dp"], case)
             return whole
         with torch.device("meta"):
             model = configure(Transformer(case.workload.transformer), case)
@@ -215,12 +216,12 @@ class TensorParallel(Adapter):
         parallelize(
             model, mesh["tp"], sequence_parallel=layout.sequence_parallel, whole_logits=self.recipe(case).whole_logits
         )
-        self.shard(model, mesh["dp"])
+        self.shard(model, mesh["dp"], case)
         model.to_empty(device=context.device)
         fill(model, case)
         return model
 
-    def shard(self, model: Model, mesh: DeviceMesh) -> None:
+    def shard(self, model: Model, mesh: DeviceMesh, case: Case) -> None:
         """Over the mesh of data-parallel ranks: replicas share nothing."""
 
 

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar
 
-from meshmark.adapters.fsdp2 import ROWS, dealt_rows, mesh_extra_memory
-from meshmark.adapters.tensor_parallel import NORMS, TensorParallel, num_split, summed_embedding
+from torch import Tensor
+
+from meshmark.adapters.fsdp2 import FSDP2, ROWS, dealt_rows, mesh_extra_memory, mixed_precision_policy
+from meshmark.adapters.tensor_parallel import (
+    NORMS,
+    TensorParallel,
+    TensorParallelEngine,
+    num_split,
+    summed_embedding,
+)
 from meshmark.reference.model import Model, parameter_shapes, skeleton
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Axis
@@ -16,7 +25,7 @@ from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.traffic import Flow, Purpose, TrafficException, besides, step_traffic
+from meshmark.theory.traffic import Flow, Purpose, TrafficException, besides, exceptions_for, step_traffic
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh  # some seconds, which only ranks should take
@@ -26,12 +35,25 @@ _BY_COLUMNS = (".q", ".k", ".v", ".up", ".gate", "embedding.tokens", "head.outpu
 _BY_ROWS = (".attention.out", ".feed_forward.down")
 
 
+class TensorParallelFSDP2Engine(TensorParallelEngine):
+    """The sharding casts weights and inputs, not autocast."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.module(inputs)
+        return logits
+
+
 class TensorParallelFSDP2(TensorParallel):
     """2-D: what tensor parallelism splits, FSDP2 shards again over data-parallel ranks, block by block."""
 
+    arithmetic: ClassVar = FSDP2.arithmetic
     capabilities: ClassVar = replace(
-        TensorParallel.capabilities, zero_stages=frozenset({3}), precisions=frozenset({Precision.FP32})
+        TensorParallel.capabilities,
+        zero_stages=frozenset({3}),
+        precisions=frozenset({Precision.FP32, Precision.BF16}),
+        lacks={name: why for name, why in TensorParallel.capabilities.lacks.items() if name != Precision.BF16},
     )
+    engine: ClassVar = TensorParallelFSDP2Engine
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
@@ -41,7 +63,7 @@ class TensorParallelFSDP2(TensorParallel):
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
-        using = eager_recipe(case, "eager-fsdp2")
+        using = eager_recipe(case, "eager-fsdp2", casts_weights=True)
         return replace(using, backward=replace(using.backward, loss_tensors=3.0))
 
     @classmethod
@@ -75,14 +97,26 @@ class TensorParallelFSDP2(TensorParallel):
             for norm in norms
         )
         padded = [besides(flows, purpose, share, ROWS) for purpose in (Purpose.GRADIENTS, Purpose.WEIGHTS)]
-        return by_tensor + padded[0] + padded[1]
+        return by_tensor + padded[0] + padded[1] + _narrow_stream(case, flows)
 
-    def shard(self, model: Model, mesh: DeviceMesh) -> None:
+    def shard(self, model: Model, mesh: DeviceMesh, case: Case) -> None:
         from torch.distributed.fsdp import fully_shard
 
+        policy = mixed_precision_policy(case)
         for block in model.blocks.values():
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh, reshard_after_forward=True)
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+
+
+def _narrow_stream(case: Case, flows: Iterable[Flow] | None) -> tuple[TrafficException, ...]:
+    """Return exceptions for activations that tensor-parallel ranks send in 16 bits, which theory plans in 32."""
+    narrow, wide = case.precision.weights.itemsize, case.precision.wide.itemsize
+    if narrow == wide:
+        return ()
+    reason = "FSDP2 casts weights and inputs, so that the residual stream is in 16 bits"
+    return exceptions_for(
+        flows, Purpose.ACTIVATIONS, reason, lambda flow: replace(flow, num_bytes=flow.num_bytes * narrow // wide)
+    )
 
 
 def _ways(case: Case) -> tuple[tuple[int, int], int]:

@@ -13,6 +13,7 @@ from meshmark.adapters.fabric import FABRIC, ON_CPU, ThroughFabric, launched, se
 from meshmark.adapters.tensor_parallel import TensorParallelEngine, split
 from meshmark.adapters.tensor_parallel_fsdp2 import TensorParallelFSDP2
 from meshmark.spec.case import Case
+from meshmark.spec.precision import Precision
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -37,7 +38,12 @@ class FabricTensorParallelFSDP2(TensorParallelFSDP2):
     """Module first, then the optimizer over what `setup_module` returns: the one way that Fabric has here."""
 
     requires: ClassVar = FABRIC
-    capabilities: ClassVar = replace(TensorParallelFSDP2.capabilities, devices=ON_CPU)
+    capabilities: ClassVar = replace(
+        TensorParallelFSDP2.capabilities,
+        devices=ON_CPU,
+        precisions=frozenset({Precision.FP32}),
+        lacks={**TensorParallelFSDP2.capabilities.lacks, Precision.BF16: "Fabric's own precision is 32-true here"},
+    )
     saves_shards: ClassVar = True
     """Whether every rank writes its part of a checkpoint, otherwise the first rank all of it."""
 
@@ -46,7 +52,7 @@ class FabricTensorParallelFSDP2(TensorParallelFSDP2):
 
         def parallelized(model: Any, mesh: DeviceMesh) -> nn.Module:  # noqa: ANN401
             split(model, mesh["tensor_parallel"], case)
-            self.shard(model, mesh["data_parallel"])
+            self.shard(model, mesh["data_parallel"], case)
             module: nn.Module = model
             return module
 

@@ -1,6 +1,7 @@
 """One small model of everything that frameworks get wrong: reuse, ties, chunks, frozen parts, uneven sizes and groups.
 
 `Hard` is what most of them take. `HardScalar` adds a parameter without a dimension, `HardUnused` one that no step uses.
+`HardDeep` has layers for four stages of a pipeline, none of which parts what shares a weight.
 """
 
 import torch
@@ -115,3 +116,20 @@ class HardUnused(Hard):
         model = Model()
         model.head.spare = nn.Parameter(torch.ones(WIDTH))
         return model
+
+
+class DeepModel(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.insert(0, Block())
+        self.blocks.append(Block())
+
+    def order(self) -> list[nn.Module]:
+        """Return the parts in the order of the forward pass. The second block runs twice."""
+        before, twice, middle, last, after = self.blocks
+        return [self.embedding, before, twice, twice, middle, last, after, self.head]
+
+
+class HardDeep(Hard):
+    def model(self) -> nn.Module:
+        return DeepModel()

@@ -54,6 +54,7 @@ from tests.broken.deepspeed_options import DEEPSPEED_OPTION_MUTANTS
 from tests.broken.engine import Broken
 from tests.broken.fabric_options import FABRIC_OPTION_MUTANTS
 from tests.broken.megatron_gpt import MEGATRON_GPT_MUTANTS
+from tests.broken.mixed import ReduceDtypeOfAnother
 from tests.broken.mutant import DEEP, GPT, MIXTURE, Mutant
 from tests.broken.pytorch_options import PYTORCH_OPTION_MUTANTS
 
@@ -664,6 +665,8 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("simple-fsdp", g.OverMicroBatches, F.SCALED, layout=TWO),
     *_on("simple-fsdp", ShardsPlainly, suite="communication", layout=TWO),
     *_on("tp-fsdp2", NeverSharded, suite="memory", layout=CROSSED),
+    *_on("tp-fsdp2", ReduceDtypeOfAnother, suite="communication", layout=CROSSED, precision=Precision.BF16),
+    *_on("tp-fsdp2", g.OverMicroBatches, F.SCALED, layout=CROSSED, precision=Precision.BF16),
     *_on("horovod horovod-recommended", h.SumsAsked, F.SCALED, layout=REDUCED),
     *_on("horovod", h.OwnPartsAlone, F.NOT_REDUCED, layout=REDUCED),
     *_on("horovod", h.OneIsNotHooked, F.DRIFT, F.NOT_REDUCED, layout=REDUCED),
