@@ -31,19 +31,22 @@ def bucket_sizes(case: Case, rank: int, chunk: int, elements: int | None) -> lis
 
 
 def local_sizes(case: Case, rank: int, chunks: range) -> list[int]:
-    """Elements of this rank's tensors in those of its chunks, in the order of megatron-core's modules."""
+    """Elements of this rank's tensors that are trained, in those of its chunks, in the order of megatron-core's
+    modules."""
     layout, spec, stands = case.layout, dense(case.workload), case.layout.coordinates(rank)
-    num_places = layout.pp * layout.virtual_stages
-    found: list[int] = []
+    num_places, is_gpt = layout.pp * layout.virtual_stages, spec.family is Family.GPT
+    vocabulary = spec.vocab_size * spec.hidden // layout.tp
+    found: list[tuple[str, int]] = []
     for place in (chunk * layout.pp + stands.pp for chunk in chunks):
-        vocabulary = spec.vocab_size * spec.hidden // layout.tp
-        is_gpt = spec.family is Family.GPT
         if place == 0:
-            found += [vocabulary, spec.seq_len * spec.hidden] if is_gpt else [vocabulary]
-        found += _layer_sizes(spec, layout.tp) * len(stage_blocks(case, place))
+            found.append(("embedding.tokens.weight", vocabulary))
+            found += [("embedding.positions.weight", spec.seq_len * spec.hidden)] if is_gpt else []
+        for block in stage_blocks(case, place):
+            found += [(f"blocks.{block}.{name}", size) for name, size in _layer_sizes(spec, layout.tp)]
         if place == num_places - 1:
-            found += [spec.hidden] * (2 if is_gpt else 1) + [vocabulary]
-    return found
+            found += [("head.norm.weight", spec.hidden), *([("head.norm.bias", spec.hidden)] if is_gpt else [])]
+            found.append(("head.output.weight", vocabulary))
+    return [size for name, size in found if case.workload.trains(name)]
 
 
 def stage_blocks(case: Case, place: int) -> list[int]:
@@ -52,17 +55,24 @@ def stage_blocks(case: Case, place: int) -> list[int]:
     return [layer - 1 for layer in model.stage_layers(num_stages, place) if 1 <= layer <= model.num_layers]
 
 
-def _layer_sizes(spec: ModelSpec, tp: int) -> list[int]:
-    """Return the sizes of one layer's tensors.
+def _layer_sizes(spec: ModelSpec, tp: int) -> list[tuple[str, int]]:
+    """Return the names and sizes of one layer's tensors, a fused one by the first that it contains.
 
     They are norm, projection out and in of attention, norm, feed-forward in and out; with biases in GPT.
     """
-    is_gpt = spec.family is Family.GPT
-    qkv, width = (spec.hidden + 2 * spec.kv_hidden) // tp, spec.hidden
+    is_gpt, width = spec.family is Family.GPT, spec.hidden
+    qkv = (width + 2 * spec.kv_hidden) // tp
     inner = spec.ffn_hidden // tp * (1 if is_gpt else 2)
-    norm = [width, width] if is_gpt else [width]
-    out = [width * width // tp, width] if is_gpt else [width * width // tp]
-    into = [qkv * width, qkv] if is_gpt else [qkv * width]
-    up = [inner * width, inner] if is_gpt else [inner * width]
-    down = [spec.ffn_hidden // tp * width, width] if is_gpt else [spec.ffn_hidden // tp * width]
-    return [*norm, *out, *into, *norm, *up, *down]
+    weights_and_biases = [
+        ("attention_norm", width, width),
+        ("attention.out", width * width // tp, width),
+        ("attention.q", qkv * width, qkv),
+        ("feed_forward_norm", width, width),
+        ("feed_forward.up", inner * width, inner),
+        ("feed_forward.down", spec.ffn_hidden // tp * width, width),
+    ]
+    return [
+        (f"{name}.{kind}", size)
+        for name, weight, bias in weights_and_biases
+        for kind, size in (("weight", weight), *([("bias", bias)] if is_gpt else []))
+    ]

@@ -45,6 +45,8 @@ def untried_in_bf16(case: Case) -> Iterator[str]:
         yield "rotary positions"
     elif not case.workload.transformer.causal:
         yield "an encoder"
+    if case.workload.frozen:
+        yield "frozen parameters"
     if layout.tp > 2:
         yield "more than two tensor-parallel ranks"
     if layout.sequence_parallel:

@@ -131,9 +131,10 @@ class GPTModelEngine(Engine):
 
     def parameters(self) -> Mapping[str, Tensor]:
         """Weights that are gathered while the next forward pass goes on are each rank's own part until then."""
+        held = {parameter: _master(parameter).detach for _, parameter in self.fused_parameters()}
         if any(chunk.ddp_config.overlap_param_gather for chunk in self.chunks):
-            return self._canonical(self._buffered("param_data"))
-        return self._canonical({parameter: _master(parameter).detach for _, parameter in self.fused_parameters()})
+            return self._canonical({**held, **self._buffered("param_data")})
+        return self._canonical(held)
 
     def gradients(self) -> Mapping[str, Tensor]:
         return self._canonical(self._buffered("grad_data"))
@@ -178,8 +179,10 @@ class GPTModelEngine(Engine):
                 yield fused_of(self.case.workload, name, first, parameter), parameter
 
     def _canonical(self, values: Mapping[Tensor, Callable[[], Tensor]]) -> Gathered:
-        """Return values by the model's names, joined with the parts of other tensor-parallel ranks."""
-        return Gathered((f.names, functools.partial(self._joined, f, values[p])) for f, p in self.fused_parameters())
+        """Return values by the model's names, joined with the parts of other tensor-parallel ranks. Frozen parameters
+        have no gradients."""
+        fused = [(each, parameter) for each, parameter in self.fused_parameters() if parameter in values]
+        return Gathered((each.names, functools.partial(self._joined, each, values[p])) for each, p in fused)
 
     def _joined(self, fused: Fused, value: Callable[[], Tensor]) -> list[Tensor]:
         """Those of the model's tensors that are one here."""

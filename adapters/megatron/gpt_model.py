@@ -18,7 +18,7 @@ from meshmark.adapters.megatron.buckets import bucket_sizes, local_sizes, stage_
 from meshmark.adapters.megatron.connections import one_connection
 from meshmark.adapters.megatron.gpt_bf16 import narrow_activations, restore_masters, untried_in_bf16
 from meshmark.adapters.megatron.gpt_engine import GPTModelEngine
-from meshmark.adapters.megatron.gpt_weights import dense, fused_of, initial_values, shard
+from meshmark.adapters.megatron.gpt_weights import dense, fused_of, initial_values, partly_frozen, shard
 from meshmark.adapters.megatron.on_cpu import MarkedNorm, cuda_is, norms_marked, seed
 from meshmark.adapters.megatron.random_states import random_states
 from meshmark.spec.case import Case
@@ -36,7 +36,6 @@ ELEMENT_WISE_MASTERS = (
     "reads whole masters back alone"
 )
 """Why its precision bf16 is refused: equivalence judges masters."""
-_ONE_TENSOR = "query, key and value are one tensor of megatron-core's"
 _RECOMPUTED: dict[Recompute, dict[str, Any]] = {
     Recompute.NONE: {},
     Recompute.SELECTIVE: {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -82,7 +81,6 @@ class MegatronGPT(Adapter):
             Family.MIXTURE: "megatron-core's experts are not mapped",
             Precision.FP64: "the vocabulary-parallel loss and the gradient norm are float32 whatever they are given",
             Feature.MATRIX_WISE: "its optimizer is given tensor-parallel parts of the parameters",
-            Feature.FROZEN: _ONE_TENSOR,
             Feature.UNUSED: "GPTModel runs all of its layers in every step",
             Feature.TIED_EMBEDDINGS: "not mapped",
             Feature.DROPOUT: "its random states are those of `megatron`, which shows them",
@@ -104,6 +102,8 @@ class MegatronGPT(Adapter):
             return f"interleaving takes a multiple of pp micro-batches, got {layout.num_micro_batches} on {layout.pp}"
         if case.precision.is_mixed and (untried := ", ".join(untried_in_bf16(case))):
             return f"in {case.precision} GPTModel was not tried with {untried}"
+        if parts := partly_frozen(case.workload):
+            return f"GPTModel cannot freeze {' and '.join(parts)} without what is in one tensor with them"
         return super().supports(case, device, backend)
 
     @classmethod
@@ -353,6 +353,7 @@ def _chunk(case: Case, context: RankContext, config: Any, chunk: int) -> Any:  #
                 parameter.copy_(values(fused.names[expert_rank]))
             else:
                 parameter.copy_(shard(spec, fused, values, stands.tp, layout.tp))
+            parameter.requires_grad_(all(map(case.workload.trains, fused.names)))
     return model
 
 

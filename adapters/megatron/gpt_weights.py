@@ -75,6 +75,20 @@ def _names(inner: str, workload: Workload) -> list[str]:
     return [f"{part}.{kind}" for part in parts]
 
 
+def partly_frozen(workload: Workload) -> list[str]:
+    """Return the frozen parameters that are in one tensor of megatron-core's with others that are trained."""
+    if not workload.frozen:
+        return []
+    found = list[str]()
+    for index in range(dense(workload).num_layers):
+        for module in ("self_attention.linear_qkv", "mlp.linear_fc1"):
+            for kind in ("weight", "bias"):
+                names = [f"blocks.{index}.{part}" for part in _names(f"{module}.{kind}", workload)]
+                frozen = [name for name in names if not workload.trains(name)]
+                found += frozen if len(frozen) < len(names) else []
+    return found
+
+
 def split(spec: ModelSpec, fused: Fused, shards: Sequence[Tensor]) -> dict[str, Tensor]:
     """The model's tensors, by canonical name, of all ranks' parts of one of megatron-core's."""
     if len(fused.names) == 1:

@@ -22,6 +22,7 @@ from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.precision import Precision
 from tests.broken.engine import Broken
 from tests.broken.mutant import DEEP, GPT, Mutant, against, on
+from tests.broken.options import FreezesMore, TrainsFrozen
 
 F = Fault
 PIPELINE = Layout(pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B)
@@ -259,6 +260,8 @@ MEGATRON_GPT_MUTANTS: list[Mutant] = [
     *on("megatron-gpt-instances", InstancesApart, F.NOT_REDUCED, F.DRIFT, layout=FOUR),
     *on("megatron-gpt-instances", OneInstance, suite="memory", layout=FOUR),
     *on("megatron-gpt-gathers-early", GathersBeforeTheUpdate, layout=FOLDED, workload=DEEP),
+    *against("frozen", "megatron-gpt", TrainsFrozen, F.UPDATE, layout=Layout(tp=2)),
+    *against("frozen", "megatron-gpt", FreezesMore, F.MISSING, F.NEVER_UPDATED, layout=Layout(tp=2)),
     *against("resume", "megatron-gpt", SwapsShards, layout=Layout(tp=2)),
     *against("resume", "megatron-gpt", ForgetsCount, F.UPDATE, layout=Layout(tp=2)),
 ]

@@ -4,7 +4,8 @@ the core has not got, what goes wrong there alone."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -61,7 +62,9 @@ from tests.broken.pytorch_options import PYTORCH_OPTION_MUTANTS
 F = Fault
 PIPELINE = Layout(pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B)
 CROSSED = Layout(dp=2, tp=2, zero_stage=3, num_micro_batches=4)
+INTERLEAVED = Layout(pp=2, num_micro_batches=4, schedule=Schedule.INTERLEAVED, virtual_stages=2)
 FOLDED = Layout(pp=2, num_micro_batches=4, schedule=Schedule.INTERLEAVED, virtual_stages=2, folded=True)
+TIED_DEEP = replace(DEEP, name="gpt-tied-deep", model=replace(DEEP.model, name="gpt-tied-deep", tied_embeddings=True))
 SHARED = Layout(cp=2, zero_stage=3, num_micro_batches=4)
 REDUCED = Layout(dp=2, num_micro_batches=4)
 TWO, FOUR = Layout(dp=2, zero_stage=3, num_micro_batches=4), Layout(dp=4, zero_stage=3, num_micro_batches=2)
@@ -534,6 +537,28 @@ class ReshardsAll(Adapter):
         return FairScaleFSDP().build(case, context)
 
 
+class LateWeightsForgotten(Broken):
+    """The gradients of weights that a zero-bubble pipeline computes late are left out, of its second micro-batch."""
+
+    def prepare(self) -> None:
+        for stage in self.stages:
+            stage.backward_weight_one_chunk = functools.partial(
+                self._forget, stage.submod.parameters, stage.backward_weight_one_chunk
+            )
+
+    def _forget(
+        self,
+        parameters: Callable[[], Iterable[Tensor]],
+        compute: Callable[..., None],
+        micro_batch: int,
+        **arguments: object,
+    ) -> None:
+        kept = [None if p.grad is None else p.grad.clone() for p in parameters()]
+        compute(micro_batch, **arguments)
+        for parameter, grad in zip(parameters(), kept, strict=True):
+            parameter.grad = grad if micro_batch == 1 else parameter.grad
+
+
 def _on(
     adapters: str,
     defect: type[Broken] | type[Adapter],
@@ -637,6 +662,9 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("fabric-tp-fsdp2", g.OverMicroBatches, F.SCALED, layout=CROSSED),
     *_on("deepspeed-pipeline", StageNotScaled, F.SCALED, layout=replace(PIPELINE, zero_stage=1)),
     *_on("pipeline-zbv pipeline-dualpipev", g.ScalesGrads, F.SCALED, layout=FOLDED),
+    *_on("pipeline-zero-bubble pipeline-looped-bfs", g.ScalesGrads, F.SCALED, layout=INTERLEAVED, problem=DEEP),
+    *_on("pipeline-zero-bubble", g.TiedNotReduced, F.DRIFT, layout=INTERLEAVED, problem=TIED_DEEP),
+    *_on("pipeline-zero-bubble", LateWeightsForgotten, F.DROPPED, layout=INTERLEAVED, problem=DEEP),
     *_on("pipeline-tp", g.ScalesGrads, F.SCALED, layout=replace(PIPELINE, tp=2)),
     *_on("pipeline-fsdp2", StagesNotSharded, suite="memory", layout=replace(PIPELINE, dp=2, zero_stage=3)),
     *_on("deepspeed-recommended", AsTheorySays, suite="communication", layout=TWO),
