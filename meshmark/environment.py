@@ -12,11 +12,12 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import meshmark
+from meshmark.errors import InputError
 from meshmark.text import pluralize
 
 PACKAGES = (
@@ -33,10 +34,25 @@ PACKAGES = (
     "torchtitan",
     "transformers",
     "pytorch-lightning",
+    "lightning-fabric",
+    "safetensors",
+    "greenlet",
+    "bitsandbytes",
+    "torch-pruning",
+    "torchao",
     "trl",
 )
 DEFAULT_THREADS = "1"
 """OMP_NUM_THREADS of the ranks if it is not set. Ranks share the machine's cores."""
+
+
+def threads_of_ranks(environment: Mapping[str, str]) -> int:
+    """Return the threads of a rank, as OMP_NUM_THREADS says. Raises `InputError` if that is no whole number."""
+    text = environment.get("OMP_NUM_THREADS") or DEFAULT_THREADS
+    if not text.isdecimal() or not int(text):
+        raise InputError(f"OMP_NUM_THREADS={text!r} in the environment: expected a whole number of at least 1")
+    return int(text)
+
 
 ALLOCATOR = "allocator"
 """Name of the allocator's settings, in records and among the conditions of a comparison."""

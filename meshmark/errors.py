@@ -83,11 +83,13 @@ def _mode(path: str | Path) -> int:
         return 0
 
 
-def refuse_records(output: str | Path) -> None:
-    """Raise `InputError` if a page would be written over records, as by `-o results/records.jsonl`."""
-    path = Path(output)
-    if path.name.endswith((".jsonl", ".jsonl.gz")) and path.exists():
-        raise InputError(f"-o {str(path)!r}: it holds records, which a page would replace; name another file")
+def refuse_records(output: str | Path, *sources: str | Path) -> None:
+    """Raise `InputError` if a page would be written over records, as by `-o results/records.jsonl`, or over one of its
+    `sources`, also through a link."""
+    path = Path(output).resolve()
+    held = {Path(source).resolve() for source in sources if Path(source).is_file()}
+    if path in held or (path.name.endswith((".jsonl", ".jsonl.gz")) and path.exists()):
+        raise InputError(f"-o {str(output)!r}: it holds records, which a page would replace; name another file")
 
 
 class LayoutError(InputError):

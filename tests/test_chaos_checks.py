@@ -35,6 +35,7 @@ from tests.factories import make_good, make_verdict
 
 OK = Outcome(status=Status.OK)
 HUNG = Outcome(status=Status.HUNG, rank=1, message="no end within 12 s")
+STOPPED = Outcome(status=Status.UNFINISHED, rank=1, message="no end within 12 s: a signal had stopped it")
 LOST = Outcome(status=Status.NODE_LOST)
 UNFINISHED = Outcome(status=Status.UNFINISHED)
 FULL = Outcome(status=Status.NO_SPACE)
@@ -71,7 +72,7 @@ def server(expected: str) -> Fault:
             [killed(0, peers=[PeerEnd(rank=1, kind="killed")]), killed(1, peers=[PeerEnd(rank=0, kind="ended")])],
             [killed(0), killed(0, peers=[PeerEnd(rank=1, kind="done")]), OK],
         ),
-        (struck(RankStopped(kind="s"), victims=[1]), [HUNG], [OK, killed(1), Outcome(status=Status.HUNG, rank=0)]),
+        (struck(RankStopped(kind="s"), victims=[1]), [STOPPED], [OK, killed(1), HUNG, UNFINISHED]),
         (struck(RankStopped(kind="s", seconds=0.5), victims=[1]), [OK], [HUNG, killed(1)]),
         (server("ok"), [OK], [UNFINISHED, HUNG, killed(0)]),
         (server("an outcome outside the case's ranks"), [UNFINISHED, LOST], [OK, HUNG, killed(0)]),

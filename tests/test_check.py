@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from meshmark.check import rank
 from tests.test_orphans import heed_signals, processes_of, wait_until
 
 ROOT = Path(__file__).parent.parent
@@ -445,6 +448,23 @@ def test_a_folder_that_cannot_be_made_is_no_wrong_script(tmp_path: Path) -> None
     command = [sys.executable, "-m", "meshmark.check", *map(str, keep)]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 2 and "for recordings cannot be made: No such file" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_ranks_meet_though_somebody_has_taken_the_folder_s_name(
+    taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody who sees the launcher's number can make the folder before the ranks do."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    monkeypatch.setattr(rank, "_remove_at_end", lambda _: None)
+    first, second = rank._meeting_places()
+    if taken:
+        first.symlink_to(tmp_path)  # as a stranger's own folder, which root cannot make here for a test
+    asked = argparse.Namespace(keep=None)
+    place = rank.meeting_folder(asked, 0)
+    assert place == (second if taken else first) and rank.meeting_folder(asked, 1) == place
+    assert place.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("arguments, words", [(("nothing.py",), "nothing.py"), (("--nproc", "0", "a.py"), "--nproc")])

@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from meshmark.cli.commands import main
 from meshmark.errors import ClusterError, CorpusError, InputError
 from meshmark.launch import folders, processes
 from meshmark.launch.rank import _kind
 from meshmark.launch.store import run_secret
+from meshmark.launch.watchdog import _death
 from meshmark.records.record import Status
 from meshmark.records.record_file import read_records
 from meshmark.reference.data import load_images, read_corpus
@@ -167,6 +169,31 @@ def test_a_link_in_the_place_of_a_baseline_is_not_followed(baseline: Path, tmp_p
     assert (elsewhere / "records.jsonl").exists()
 
 
+def test_a_link_where_a_baseline_is_prepared_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user of the folder had left it, to a victim's folder: its evidence was removed, its records replaced."""
+    monkeypatch.chdir(tmp_path)
+    victim = tmp_path / "victim"
+    write(victim, [make_good()])
+    (victim / "evidence").mkdir(exist_ok=True)
+    before = (victim / "records.jsonl").read_bytes()
+    Path("baselines").mkdir()
+    Path("baselines/.here.part").symlink_to(victim)
+    write(Path("results"), [make_good()] * 2)
+    assert accept(Path("results"), "here").is_dir() and not Path("baselines/here").is_symlink()
+    assert (victim / "records.jsonl").read_bytes() == before and (victim / "evidence").is_dir()
+    assert len(read_records(Path("baselines/here")).records) == 2
+
+
+@pytest.mark.parametrize("name", ["page.md", "old.bak"])
+def test_a_page_replaces_no_records_through_a_link_or_under_another_name(name: str, tmp_path: Path) -> None:
+    write(tmp_path, [make_good()])
+    records = (tmp_path / "records.jsonl").rename(tmp_path / "old.bak")
+    (tmp_path / "page.md").symlink_to(records)
+    before = records.read_bytes()
+    assert main(["report", str(records), "-o", str(tmp_path / name)]) == 2
+    assert records.read_bytes() == before
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full device here")
 @pytest.mark.parametrize("command", [["schema"], ["compare", "results", "results"], ["show", "ddp"]])
@@ -193,6 +220,25 @@ def test_a_thread_that_the_user_s_limit_forbids_is_no_fault_of_the_adapter(
     monkeypatch.setattr(resource, "getrlimit", lambda _: (most, most))
     for error in (RuntimeError("can't start new thread"), BlockingIOError(11, "Resource temporarily unavailable")):
         assert _kind(error) is status
+
+
+@pytest.mark.parametrize(("refused", "status"), [(3, Status.UNFINISHED), (0, Status.RAISED)])
+@pytest.mark.parametrize(("listed", "folder"), [("0::/a/b", "a"), ("0::/a/b", "a/b"), ("8:pids:/box", "pids/box")])
+def test_a_process_that_a_container_s_limit_forbids_is_no_fault_of_the_adapter(
+    listed: str, folder: str, refused: int, status: Status, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = tmp_path / "mounted" / folder
+    group.mkdir(parents=True)
+    (group / "pids.events").write_text(f"max {refused}\n")
+    (tmp_path / "listed").write_text(f"1:cpu:/\n{listed}\n")
+    groups = list(processes._control_groups(tmp_path / "mounted", tmp_path / "listed"))
+    monkeypatch.setattr(processes, "_control_groups", lambda: groups)
+    assert _kind(BlockingIOError(11, "Resource temporarily unavailable")) is status
+
+
+def test_a_signal_without_a_name_is_told_by_its_number() -> None:
+    assert _death(-40) == (Status.KILLED, "killed by signal 40")
+    assert _death(-9)[1].startswith("killed by SIGKILL")
 
 
 @pytest.mark.parametrize(("free", "status"), [(0, Status.NO_SPACE), (2**40, Status.UNFINISHED)])

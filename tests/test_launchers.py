@@ -27,6 +27,7 @@ import torch
 
 from meshmark import rank_progress
 from meshmark.adapter.registry import builtin_adapters
+from meshmark.environment import threads_of_ranks
 from meshmark.errors import InputError, MeshmarkError, NoSpaceError
 from meshmark.launch import fork_server, launch
 from meshmark.launch.cluster import Cluster, ClusterSpec
@@ -42,6 +43,7 @@ from meshmark.launch.launch import (
 )
 from meshmark.launch.rank import RankInfo
 from meshmark.passes.clauses import live_bytes
+from meshmark.pytest_plugin.selection import unheeded
 from meshmark.records.record import Record, Status
 from meshmark.records.request import Request, Task
 from meshmark.run.runner import Runner, RunOptions
@@ -295,6 +297,43 @@ def test_variables_of_ranks_are_theirs_unless_the_user_set_them(monkeypatch: pyt
     assert told["GLOO_SOCKET_IFNAME"] in {name for _, name in socket.if_nameindex()}
     nowhere = ClusterSpec(nnodes=2, rdzv="no-such-host.invalid:29000")
     assert "GLOO_SOCKET_IFNAME" not in process_environment(nowhere, Task.OBSERVE)
+
+
+CONFIGURING = {
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+    "ACCELERATE_DYNAMO_BACKEND": "EAGER",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+    "LT_PRECISION": "bf16-true",
+    "HOROVOD_FUSION_THRESHOLD": "0",
+}
+PLACING = {"OMPI_COMM_WORLD_RANK": "3", "PMI_RANK": "3", "SLURM_PROCID": "3"}
+
+
+def test_a_shell_configures_no_framework_and_places_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters were blamed for each of these. What a user asked for so is told."""
+    for name, value in (CONFIGURING | PLACING | {"MY_OWN": "1"}).items():
+        monkeypatch.setenv(name, value)
+    found = process_environment(ClusterSpec(), Task.OBSERVE)
+    assert not found.keys() & (CONFIGURING | PLACING).keys() and found["MY_OWN"] == "1"
+    (warning,) = unheeded(os.environ)
+    assert all(name in warning for name in CONFIGURING) and "SLURM_PROCID" not in warning
+    assert unheeded({"MY_OWN": "1"}) == []
+
+
+@pytest.mark.parametrize("variable", ["GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"])
+def test_a_network_interface_that_is_not_here_is_the_user_s_mistake(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "lo,eth99")
+    with pytest.raises(InputError, match=rf"{variable}=lo,eth99 .*'eth99'.*expected some of .*lo"):
+        process_environment(ClusterSpec(), Task.OBSERVE)
+
+
+@pytest.mark.parametrize("text", ["1,1", "0", "two", "-1"])
+def test_threads_that_are_no_whole_number_are_the_user_s_mistake(text: str) -> None:
+    with pytest.raises(InputError, match="OMP_NUM_THREADS=.*expected a whole number of at least 1"):
+        threads_of_ranks({"OMP_NUM_THREADS": text})
+    assert threads_of_ranks({}) == threads_of_ranks({"OMP_NUM_THREADS": ""}) == 1
 
 
 @pytest.mark.parametrize(("task", "cached"), [(Task.OBSERVE, True), (Task.ENDURE, False)])

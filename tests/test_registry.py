@@ -24,6 +24,7 @@ from meshmark.adapter.registry import (
 from meshmark.adapters import ADAPTERS, ROSTER
 from meshmark.cli.commands import main
 from meshmark.cli.options import chosen_adapters
+from meshmark.environment import PACKAGES
 from meshmark.errors import AdapterError, InputError, UnknownNameError
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
@@ -395,3 +396,13 @@ def test_recommended_tracks_say_why_they_refuse_bf16(name: str, layout: Layout, 
     case = make_case(name, layout, workload=workload("gpt-tiny"), precision=Precision.BF16)
     refusal = load_adapter(builtin_adapters()[name]).refusal(case, "cpu", "gloo")
     assert refusal is None if reason is None else reason in (refusal or "")
+
+
+def test_records_name_the_version_of_every_framework_that_an_adapter_takes() -> None:
+    """A record of another version is not resumed from, nor compared."""
+    taken = {
+        requirement.distribution
+        for target in builtin_adapters().values()
+        for requirement in load_adapter(target).requires
+    }
+    assert taken <= {*PACKAGES}, taken - {*PACKAGES}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import stat
+import subprocess
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +17,7 @@ from meshmark.adapters import ADAPTERS
 from meshmark.conformance.scenario import SCENARIOS, plain_cells
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.errors import ResultsError
-from meshmark.launch.cluster import Cluster, ClusterSpec, Scratch
+from meshmark.launch.cluster import Cluster, ClusterSpec, Scratch, _scratch_of_here
 from meshmark.launch.launch import ForkserverLauncher
 from meshmark.records.record import Status
 from meshmark.run.runner import Runner, RunOptions
@@ -52,6 +54,22 @@ def test_what_is_saved_is_private_and_removed_and_nothing_else_is(launcher: Fork
     assert not scratch.exists()
     assert (tmp_path / "scratch-old").is_dir()
     assert own.read_text() == "a week of training"
+
+
+def test_what_a_killed_run_has_left_is_removed_and_a_living_one_s_is_not(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    gone, living = (tmp_path / f"{_scratch_of_here()}{pid}-x" for pid in (ended.pid, os.getppid()))
+    elsewhere, link = (
+        tmp_path / f"scratch-elsewhere-1-{ended.pid}-x",
+        tmp_path / f"{_scratch_of_here()}{ended.pid}-link",
+    )
+    for folder in (gone, living, elsewhere):
+        folder.mkdir()
+    link.symlink_to(living)
+    with Cluster(ClusterSpec()) as cluster:
+        Scratch(tmp_path, cluster).remove()
+    assert [path.exists() for path in (gone, living, elsewhere, link)] == [False, True, True, True]
 
 
 @pytest.mark.parametrize("results", [["shared", "shared"], ["one", "two"]], ids=["shared", "apart"])

@@ -150,6 +150,18 @@ def test_a_job_whose_parts_were_all_skipped_shows_nothing(slurm: Path, capsys: p
     assert main([*asked, str(slurm / "out"), "--", "--allow-skipped"]) == 0
 
 
+def test_a_job_without_tests_shows_nothing_though_its_folder_has_records(slurm: Path) -> None:
+    """Records of the job before stood for it."""
+    leave(slurm, 1, 1, 0, Status.OK)
+    asked = ["submit", "--retries", "0", "--results", str(slurm / "out")]
+    assert main(asked) == 0
+    (slurm / "sbatch").write_text(SBATCH.replace("cp ", "cat ").replace(" $HERE/out", " >> $HERE/out"))
+    (slurm / "left-1-2").write_bytes(
+        line_of(Session(schema=SCHEMA, session="empty", device="cpu", command="pytest -k none", exit_code=5))
+    )
+    assert main(asked) == 1
+
+
 def test_a_known_gap_is_no_skip(slurm: Path) -> None:
     """pytest counts an expected failure among what is skipped, and its record says that it was run."""
     leave_skips(slurm, 1, Status.SKIPPED)

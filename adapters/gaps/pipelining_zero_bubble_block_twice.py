@@ -5,7 +5,7 @@
 # title = "A zero-bubble pipeline fails where a stage runs a block twice"
 # framework = "torch"
 # symptom = "The backward pass raises: Trying to backward through the graph a second time."
-# cause = "Gradients of weights are computed in groups of parameters. Groups of a block that runs twice share graph nodes, which the first group frees."
+# cause = "Parameters are taken in groups. Those of a block that runs twice share nodes, which the first group frees."
 # processes = 1
 # ///
 import sys
@@ -18,11 +18,11 @@ from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 
 
 class Twice(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(2):
             x = x + self.linear(self.norm(x))
         return x

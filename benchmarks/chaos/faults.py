@@ -132,7 +132,7 @@ class RankStopped(Fault):
         if not processes.hold([chosen]):
             return False
         self.victims, self.struck = [chosen.rank], time.monotonic()
-        self.expected = f"hung, rank {chosen.rank}" if self.seconds is None else "ok"
+        self.expected = f"unfinished, rank {chosen.rank}, stopped" if self.seconds is None else "ok"
         if self.seconds is not None:
             time.sleep(self.seconds)
             processes.send(chosen.pid, signal.SIGCONT)
@@ -141,7 +141,8 @@ class RankStopped(Fault):
     def is_named(self, outcome: Outcome) -> bool:
         if self.seconds is not None:
             return outcome.status is Status.OK
-        return outcome.status is Status.HUNG and outcome.rank in self.victims
+        stopped = outcome.status is Status.UNFINISHED and "had stopped it" in outcome.message
+        return stopped and outcome.rank in self.victims
 
 
 @dataclass(kw_only=True)

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -88,19 +88,42 @@ def _end_with(starter: int, place: Path, temporary: bool) -> None:
 
 def meeting_folder(parsed: argparse.Namespace, rank: int) -> Path:
     """Return the folder that all ranks of one torchrun write to. Rank 0 makes it. Raises `InputError` if it cannot."""
-    path = (
-        Path(parsed.keep)
-        if parsed.keep
-        else Path(tempfile.gettempdir())
-        / "-".join(["meshmark-check", str(os.getuid()), os.environ.get("MASTER_PORT", "0"), str(os.getppid())])
-    )
+    places = [Path(parsed.keep)] if parsed.keep else _meeting_places()
     if rank == 0:
-        make_private(path)
+        path = _make_first(places)
         if not parsed.keep:
             _remove_at_end(path)
-    elif not _wait(path.is_dir, WAIT_SECONDS) or path.is_symlink() or path.stat().st_uid != os.getuid():
-        raise InputError(f"rank 0 has made no folder {path} of this user's: ranks must share a file system")
-    return path
+        return path
+    if not _wait(lambda: any(map(_is_own_folder, places)), WAIT_SECONDS):
+        raise InputError(f"rank 0 has made no folder {places[0]} of this user's: ranks must share a file system")
+    return next(filter(_is_own_folder, places))
+
+
+def _meeting_places() -> list[Path]:
+    """Return the folders that all ranks of one torchrun can name: among temporary files and, because anybody can take
+    that name before them, among the user's own caches."""
+    name = "-".join(["meshmark-check", str(os.getuid()), os.environ.get("MASTER_PORT", "0"), str(os.getppid())])
+    places = [Path(tempfile.gettempdir()) / name]
+    with contextlib.suppress(RuntimeError):  # the user has no home
+        places.append(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshmark" / name)
+    return places
+
+
+def _make_first(places: Sequence[Path]) -> Path:
+    """Make the first of `places` that nobody has taken. Raises `InputError` if there is none."""
+    for place in places[:-1]:
+        with contextlib.suppress(InputError):
+            make_private(place)
+            return place
+    if len(places) > 1:
+        with contextlib.suppress(OSError):  # making the folder itself then says why
+            places[-1].parent.mkdir(parents=True, exist_ok=True)
+    make_private(places[-1])
+    return places[-1]
+
+
+def _is_own_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.getuid()
 
 
 _JANITOR = """

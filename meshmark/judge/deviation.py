@@ -164,6 +164,8 @@ class Drift:
     """Ranks that differ from what most hold. If two values are as frequent, that of the lowest rank counts as most."""
     others: list[int] = field(default_factory=list)
     """The other ranks that hold it."""
+    unchanged: bool = False
+    """Whether all of `ranks` hold what they held a step before, bit for bit."""
 
 
 # --- Replicas that may differ by design: which ranks and quantities belong to which replica.

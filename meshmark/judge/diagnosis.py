@@ -186,12 +186,13 @@ def first_drift(drifts: Sequence[Drift]) -> Diagnosis | None:
     here = [drift for drift in drifts if since(drift) == step]
     kinds = {drift.quantity.kind for drift in here}
     kind = QuantityKind.GRADIENTS if QuantityKind.GRADIENTS in kinds else QuantityKind.PARAMETERS
-    names = [drift.quantity.name for drift in here if drift.quantity.kind is kind]
+    of_kind = [drift for drift in here if drift.quantity.kind is kind]
+    names = [drift.quantity.name for drift in of_kind]
     ranks = sorted({rank for drift in here for rank in drift.ranks})
-    return dataclasses.replace(
-        _diagnosis((Fault.DRIFT, f"{kind} differ from those of the lowest rank that holds them"), step, names),
-        ranks=ranks,
-    )
+    detail = f"{kind} differ from those of the lowest rank that holds them"
+    if all(drift.unchanged for drift in of_kind):
+        detail += ": they are those of the step before"
+    return dataclasses.replace(_diagnosis((Fault.DRIFT, detail), step, names), ranks=ranks)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -356,7 +356,8 @@ def drifts_between(kind: QuantityKind, everyone: Mapping[int, list[dict[str, str
             most = Counter(digests[rank] for rank in sorted(digests)).most_common(1)[0][0]
             if ranks := sorted(rank for rank, digest in digests.items() if digest != most):
                 others = sorted(digests.keys() - set(ranks))
-                found.append(Drift(quantity=kind.of(name), step=step, ranks=ranks, others=others))
+                unchanged = step > 0 and all(everyone[rank][step - 1].get(name) == digests[rank] for rank in ranks)
+                found.append(Drift(quantity=kind.of(name), step=step, ranks=ranks, others=others, unchanged=unchanged))
     return found
 
 

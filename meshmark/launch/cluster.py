@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import glob
 import hashlib
 import inspect
 import ipaddress
@@ -50,6 +51,7 @@ from meshmark.errors import (
     ResultsError,
     UnknownNameError,
 )
+from meshmark.launch.processes import process_state
 from meshmark.launch.store import SILENT_SECONDS, RunStore, StoreServer, run_secret
 from meshmark.records.request import Request, Task
 from meshmark.reference.data import data_digest
@@ -433,6 +435,20 @@ _ANSWER_SECONDS = 60.0
 """How long a node may take to tell, or to come for, the folder's name."""
 
 
+def _scratch_of_here() -> str:
+    """Return how the names of scratch folders begin that processes of this machine, or container, have made."""
+    return f"scratch-{socket.gethostname()}-{os.stat('/proc/self/ns/pid').st_ino}-"
+
+
+def _remove_abandoned(results: Path) -> None:
+    """Remove the scratch folders of processes of this machine that are gone: they were killed."""
+    start = _scratch_of_here()
+    for folder in results.glob(f"{glob.escape(start)}*"):
+        pid = folder.name.removeprefix(start).partition("-")[0]
+        if pid.isdecimal() and not process_state(int(pid)) and not folder.is_symlink():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 class Scratch:
     """A folder with a name that no other run has, open to its user alone (0700): what is left there is unpickled."""
 
@@ -441,7 +457,9 @@ class Scratch:
         spec, results = cluster.spec, results.absolute()  # ranks may start elsewhere
         try:
             results.mkdir(parents=True, exist_ok=True)
-            own = tempfile.mkdtemp(prefix="scratch-", dir=results) if spec.node_rank == 0 else ""
+            _remove_abandoned(results)
+            prefix = f"{_scratch_of_here()}{os.getpid()}-"
+            own = tempfile.mkdtemp(prefix=prefix, dir=results) if spec.node_rank == 0 else ""
             name = Path(own).name
             with _undone(own):
                 if spec.nnodes > 1:

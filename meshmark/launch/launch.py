@@ -20,7 +20,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -188,11 +188,25 @@ def caches_freed(task: Task) -> bool:
     return task is not Task.ENDURE
 
 
-def process_environment(spec: ClusterSpec, task: Task) -> dict[str, str]:
-    """Variables of all processes that run ranks for `task`, on top of this one's own; none is set here.
+_CONFIGURING = ("ACCELERATE_", "FSDP_", "HOROVOD_", "LT_", "MEGATRON_LM_", "PARALLELISM_CONFIG_", "PL_")
+"""Starts of variables by which a shell configures a framework. A case says itself how it is trained."""
+_OF_LAUNCHERS = ("AZUREML_", "JSM_", "LSB_", "MV2_", "OMPI_", "PMI_", "PMIX_", "SLURM_")
+"""Starts of variables by which another launcher gives a process its place: frameworks would take it for the rank's."""
 
-    Raises `InputError` where the user has sent a framework's cache to a folder that others can write to.
+
+def unheeded_variables(environment: Mapping[str, str]) -> list[str]:
+    """Return the variables that configure a framework, and that no rank is given."""
+    return sorted(name for name in environment if name.startswith(_CONFIGURING))
+
+
+def process_environment(spec: ClusterSpec, task: Task) -> dict[str, str]:
+    """Return all variables of processes that run ranks for `task`: this one's own, but for those that would configure a
+    framework or place a rank, and more; none is set here.
+
+    Raises `InputError` where the user has sent a framework's cache to a folder that others can write to, or gloo to a
+    network interface that is not here.
     """
+    expect_interfaces(os.environ)
     root = str(Path(meshmark.__file__).parent.parent)  # they import the checkout wherever they were started
     path = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     defaults = {"OMP_NUM_THREADS": DEFAULT_THREADS}
@@ -211,7 +225,20 @@ def process_environment(spec: ClusterSpec, task: Task) -> dict[str, str]:
     if not caches_freed(task):
         tunables = os.environ.get("GLIBC_TUNABLES", "")
         always["GLIBC_TUNABLES"] = ":".join(filter(None, (tunables, "glibc.malloc.tcache_count=0")))
-    return {**defaults, **os.environ, **cache_variables(os.environ), **always}
+    own = {name: value for name, value in os.environ.items() if not name.startswith((*_CONFIGURING, *_OF_LAUNCHERS))}
+    return {**defaults, **own, **cache_variables(os.environ), **always}
+
+
+def expect_interfaces(environment: Mapping[str, str]) -> None:
+    """Raise `InputError` if variables send gloo or torch RPC to a network interface that is not here."""
+    here = [name for _, name in socket.if_nameindex()]
+    for variable in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+        asked = [name for name in environment.get(variable, "").split(",") if name]
+        if missing := [name for name in asked if name not in here]:
+            raise InputError(
+                f"{variable}={environment[variable]} in the environment: no network interface is called {missing[0]!r} "
+                f"here; expected some of {', '.join(here)}, or unset it"
+            )
 
 
 def _ranks(spec: ClusterSpec, world_size: int, prefix: str, folder: Path) -> list[RankInfo]:

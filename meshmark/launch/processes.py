@@ -8,7 +8,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # --- The state of a process, read from /proc because its parent may not look.
@@ -51,12 +51,36 @@ def _fields(pid: int) -> list[str]:
 
 
 def is_process_limit_reached() -> bool:
-    """Return whether this user has nearly as many processes and threads as `ulimit -u` allows.
+    """Return whether this user has nearly as many processes and threads as `ulimit -u` allows, or whether a control
+    group of this process, as of a container, has refused one.
 
     Nearly, because some may have ended since one could not be started.
     """
     most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    return most != resource.RLIM_INFINITY and _num_threads(os.getuid()) >= 0.8 * most
+    limited = most != resource.RLIM_INFINITY and _num_threads(os.getuid()) >= 0.8 * most
+    return limited or any(_refusals(folder) for folder in _control_groups())
+
+
+def _control_groups(mounted: Path = Path("/sys/fs/cgroup"), listed: Path = Path("/proc/self/cgroup")) -> Iterator[Path]:
+    """Yield the folders of this process's control groups that limit processes, and of those around them."""
+    with contextlib.suppress(OSError):
+        for line in listed.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "pids" not in controllers.split(","):
+                continue
+            root = mounted / "pids" if controllers else mounted
+            # Within a container its own group may be mounted as the root, under another path than is listed.
+            for folder in (root / path.lstrip("/"), *(root / path.lstrip("/")).parents):
+                if folder.is_relative_to(root):
+                    yield folder
+
+
+def _refusals(group: Path) -> int:
+    """Return how many processes or threads a control group has refused."""
+    with contextlib.suppress(OSError, ValueError):
+        counts = dict(line.split() for line in (group / "pids.events").read_text().splitlines())
+        return int(counts.get("max", 0))
+    return 0
 
 
 def _num_threads(user: int) -> int:

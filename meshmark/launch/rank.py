@@ -239,7 +239,7 @@ def _kind(error: BaseException, folders: Iterable[Path] = ()) -> Status:
 
 _NO_PROCESS = re.compile(r"can't start new thread|Resource temporarily unavailable")
 """Messages of calls that could not start a process or a thread."""
-_NO_PROCESS_ADVICE = "; this user has as many processes and threads as `ulimit -u` allows: raise it"
+_NO_PROCESS_ADVICE = "; `ulimit -u` or a control group (docker's --pids-limit) allows no more processes: raise it"
 _OUT_OF_MEMORY = re.compile(
     r"can't allocate memory"
     r"|CUDA error: out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY"

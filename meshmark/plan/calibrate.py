@@ -58,10 +58,13 @@ def calibrate_here(output: Path | None, seconds: float, ranks: int | None = None
     import torch
     from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 
+    from meshmark.environment import threads_of_ranks
+
     if not 0 < seconds <= 3600:
         raise InputError(f"{seconds:g} seconds to calibrate in; expected more than 0 and at most an hour's 3600")
     cuda = torch.cuda.is_available()
-    threads = _threads(os.environ.setdefault("OMP_NUM_THREADS", "1"))
+    threads = threads_of_ranks(os.environ)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     most = torch.cuda.device_count() if cuda else max(1, len(os.sched_getaffinity(0)) // threads)
     count = most if ranks is None else ranks
     if not 1 <= count <= most:
@@ -76,12 +79,6 @@ def calibrate_here(output: Path | None, seconds: float, ranks: int | None = None
                 raise
             raise InputError(last.removeprefix(f"{mistake}: ")) from None  # a rank's mistake of the user's
     return 0
-
-
-def _threads(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise InputError(f"OMP_NUM_THREADS={text!r} in the environment: expected a whole number of at least 1")
-    return int(text)
 
 
 def _rank(rank: int, world: int, where: str, output: Path | None, seconds: float) -> None:

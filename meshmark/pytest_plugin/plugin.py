@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import os
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 
@@ -36,6 +37,7 @@ from meshmark.pytest_plugin.selection import (
     expect_spread,
     selection,
     take_engines,
+    unheeded,
     with_optional_suites,
 )
 from meshmark.records.record import Record, Status, Verdict, sources_of
@@ -177,6 +179,11 @@ def pytest_collection(session: pytest.Session) -> None:
     # Under --pyargs the suites' conftest, which knows the cases, comes with their collection.
     asked = asks_for_suites(config.args, config.option.pyargs, config.invocation_params.dir)
     if asked or config.hook.pytest_meshmark_cases.get_hookimpls():
+        if config.getoption("numprocesses", None):
+            raise pytest.UsageError(
+                "-n of pytest-xdist: the suites start ranks themselves, and cases that share a machine disturb one "
+                "another; leave -n out, or give each machine its part by --shard"
+            )
         selection(config)
         gc.freeze()  # all that has been imported stays, and pytest would look through it several times
 
@@ -279,7 +286,8 @@ def runner(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Itera
         stack.enter_context(contextlib.closing(progress))
         progress.expect(request.session.items, running.refusal)
         crowded = crowding(chosen) if any(needs_all_ranks(item) for item in request.session.items) else []
-        for warning in [*crowded, *unmatched_gaps(chosen.options.known_gaps, chosen.adapters)]:
+        unmatched = unmatched_gaps(chosen.options.known_gaps, chosen.adapters)
+        for warning in [*crowded, *unheeded(os.environ), *unmatched]:
             progress.say(warning)
         yield running
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,13 +28,13 @@ from meshmark.cli.options import (
     split_values,
 )
 from meshmark.conformance.gap_file import read_gaps
-from meshmark.environment import DEFAULT_THREADS, describe, num_gpus, refuses_to_share
+from meshmark.environment import describe, num_gpus, refuses_to_share, threads_of_ranks
 from meshmark.errors import AdapterError, InputError, MeshmarkError, UnknownNameError
 from meshmark.inference.process import is_engine, load_engine
 from meshmark.judge.deviation import ENDURANCE_STEPS, Assess
 from meshmark.launch.cluster import ClusterSpec, cluster_of, node_loss
 from meshmark.launch.folders import users_caches
-from meshmark.launch.launch import LAUNCHERS
+from meshmark.launch.launch import LAUNCHERS, expect_interfaces, unheeded_variables
 from meshmark.passes.observe import WATCHED_STEP
 from meshmark.reference.data import check_data, on_corpus
 from meshmark.regression.baseline import find_baseline
@@ -289,7 +289,7 @@ def crowding(chosen: Selection) -> list[str]:
     """Return warnings for readers of times: ranks that share cores or GPUs."""
     spec, world = chosen.cluster, max(chosen.worlds, default=1)
     ranks, served = world // spec.num_hosts, world // (spec.nnodes if spec.gpus_by_task else spec.num_hosts)
-    threads = int(os.environ.get("OMP_NUM_THREADS") or DEFAULT_THREADS)
+    threads = threads_of_ranks(os.environ)
     cores, gpus = len(os.sched_getaffinity(0)), chosen.options.num_gpus
     if chosen.options.device == "cuda" and served > gpus:
         by_task = "; each task sees but its own: start one a GPU, or one a node without --gpus-per-task"
@@ -299,6 +299,13 @@ def crowding(chosen: Selection) -> list[str]:
         each = f" of {threads} threads" if threads > 1 else ""
         return [f"{ranks} ranks{each} share {cores} core{'s' * (cores != 1)}: their times are those of sharing"]
     return []
+
+
+def unheeded(environment: Mapping[str, str]) -> list[str]:
+    """Return a warning of the shell's variables that would configure a framework, if there are any."""
+    names = unheeded_variables(environment)
+    told = f"ranks are not given {', '.join(names)} of this shell: cases say themselves how they are trained"
+    return [told] if names else []
 
 
 def _gatekeeper(config: pytest.Config) -> BaselineGate | None:
@@ -335,6 +342,8 @@ def _run_options(config: pytest.Config) -> RunOptions:
     if not 0 <= budget < limit:
         raise InputError(f"--timing-budget {budget:g}: expected seconds from 0 to below --time-limit, {limit:g}")
     users_caches(os.environ)
+    expect_interfaces(os.environ)
+    threads_of_ranks(os.environ)
     counts = {} if steps is None else {"observed_steps": steps, "timed_steps": steps}
     if config.getoption("--endurance"):
         if steps is not None:

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path, PurePath
 
@@ -113,19 +114,20 @@ def _write(folder: Path, records: Sequence[Record], reading: Reading) -> None:
     In a baseline that is replaced, only the baseline's own files are replaced, one by one. Other files of the user
     stay, and every file is complete at any time.
     """
-    beside = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(beside, ignore_errors=True)
-    with contextlib.closing(RecordFile(beside)) as file:
-        for record in records:
-            file.append(compact(record))
-    (beside / ABOUT).write_text(json.dumps(about(folder.name, records, reading), indent=2) + "\n")
-    shutil.rmtree(beside / "evidence", ignore_errors=True)
-    if not folder.exists():
-        beside.rename(folder)
-        return
-    for made in beside.iterdir():
-        made.replace(folder / made.name)
-    beside.rmdir()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # A new name, in a folder that nobody else can write to: one that can be guessed may be somebody's link.
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as private:
+        beside = Path(private) / folder.name
+        with contextlib.closing(RecordFile(beside)) as file:
+            for record in records:
+                file.append(compact(record))
+        (beside / ABOUT).write_text(json.dumps(about(folder.name, records, reading), indent=2) + "\n")
+        shutil.rmtree(beside / "evidence", ignore_errors=True)
+        if not folder.exists():
+            beside.rename(folder)
+            return
+        for made in beside.iterdir():
+            made.replace(folder / made.name)
 
 
 def compact(record: Record) -> Record:

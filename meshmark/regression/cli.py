@@ -72,7 +72,7 @@ def add_gate(parser: argparse.ArgumentParser) -> None:
 def _compare(parsed: argparse.Namespace) -> int:
     gate = parse_gate(parsed.fail_on) if parsed.fail_on is not None else None
     if parsed.output:
-        refuse_records(parsed.output)
+        refuse_records(parsed.output, parsed.before, parsed.after)
     found = compare_folders(parsed.before, parsed.after, gate, across=parsed.across)
     titles = str(parsed.before), str(parsed.after)
     command = shlex.join(["meshmark", "compare", *titles])

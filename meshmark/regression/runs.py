@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from meshmark.records.record import Record, Status
 from meshmark.records.request import Task
+from meshmark.report.table import visible
 from meshmark.spec.case import Case
 from meshmark.text import pluralize
 
@@ -91,7 +92,7 @@ def left_out(kept: Sequence[Record], others: Sequence[Record]) -> str:
 
 
 def _commit(record: Record) -> str:
-    return record.environment.project_commit or record.environment.commit or "no commit"
+    return visible(record.environment.project_commit or record.environment.commit or "no commit")
 
 
 def without_shared(records: Sequence[Record], others: Sequence[Record]) -> list[Record]:

@@ -71,7 +71,7 @@ def _output_file(text: str) -> Path:
 def _report(parsed: argparse.Namespace) -> None:
     folder = parsed.results if parsed.results.is_dir() else parsed.results.parent
     output = parsed.output or folder / "report.md"
-    refuse_records(output)
+    refuse_records(output, parsed.results)
     judged = _judged(parsed.results)
     try:
         reading = read_records(parsed.results, latest=True)

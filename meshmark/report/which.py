@@ -219,8 +219,8 @@ def _introduction(devices: Sequence[str], in_reports: bool) -> str:
         return f"[{words}]({path})" if in_reports else words
 
     return (
-        f"*Measured*: trained by the suites on {' and '.join(devices)}, and equal to float64. *Planned*: computed for "
-        f"GPUs that were not at hand, speed with its interval and memory without one; "
+        f"*Measured*: trained by the suites on {' and '.join(map(inline, devices))}, and equal to float64. "
+        f"*Planned*: computed for GPUs that were not at hand, speed with its interval and memory without one; "
         f"{page('published runs', 'validation.md')} show how far both may be off. "
         f"What frameworks get wrong is {page('listed with scripts that show it', 'gaps.md')} (`meshmark gaps`). "
         f"{page('The glossary', '../docs/glossary.md')} explains names of layouts such as `dp4.zero3.mb2`."

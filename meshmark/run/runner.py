@@ -17,7 +17,7 @@ from pathlib import Path
 
 from meshmark.adapter.contract import Adapter, Feature
 from meshmark.adapter.registry import builtin_adapters, load_adapter
-from meshmark.environment import DEFAULT_THREADS, Environment, describe, refuses_to_share
+from meshmark.environment import Environment, describe, refuses_to_share, threads_of_ranks
 from meshmark.errors import AdapterError, ClusterError, MeshmarkError, NodeLostError, NoSpaceError, ResultsError
 from meshmark.judge.beginning import describe as describe_beginning
 from meshmark.judge.deviation import (
@@ -114,7 +114,7 @@ class PeakProbe:
 
 def num_cores(local_ranks: int) -> int:
     """Return the number of cores of this node that `local_ranks` ranks can use with their threads."""
-    threads = int(os.environ.get("OMP_NUM_THREADS") or DEFAULT_THREADS)
+    threads = threads_of_ranks(os.environ)
     return min(local_ranks * threads, len(os.sched_getaffinity(0)))
 
 
