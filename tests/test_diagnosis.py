@@ -14,14 +14,14 @@ import torch
 
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.single import Single
-from meshmark.judge.deviation import Drift, Quantity
-from meshmark.judge.diagnosis import diagnose
+from meshmark.judge.deviation import Drift, Quantity, QuantityKind
+from meshmark.judge.diagnosis import diagnose, first_drift
 from meshmark.judge.failed_step import FailedStep
 from meshmark.judge.faults import Diagnosis, Fault, named_factor
 from meshmark.judge.gradient_faults import _is_by_chance, nobody_reduced
 from meshmark.judge.partial_faults import describe_region
 from meshmark.judge.tolerance_model import ToleranceModel, fit, noise_run
-from meshmark.judge.trace import Trace, host_copies
+from meshmark.judge.trace import Trace, drifts_between, host_copies
 from meshmark.judge.truth import ExactOptimizer, assess, exact_gradients
 from meshmark.judge.update_faults import _TakesMoments, explain_updates, replay
 from meshmark.reference.data import make_batch
@@ -653,3 +653,14 @@ def test_moments_are_exchanged_among_parameters_with_the_same_states() -> None:
         ours, theirs = exchanged.step(parameters, gradients), plain.step(parameters, gradients)
     assert np.array_equal(ours["positions.weight"], theirs["positions.weight"])
     assert not np.allclose(ours["blocks.0.weight"], theirs["blocks.0.weight"])
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_replicas_that_kept_the_values_of_the_step_before_are_told(kept: bool) -> None:
+    """A broadcast that was lost, or an update that one rank did not make."""
+    steps = [{"a": "0", "b": "0"}, {"a": "1", "b": "1"}, {"a": "2", "b": "2"}]
+    theirs = [*steps[:2], {"a": "2", "b": "1" if kept else "3"}]
+    drifts = drifts_between(QuantityKind.PARAMETERS, {0: steps, 1: theirs})
+    assert [(d.quantity.name, d.step, d.ranks, d.unchanged) for d in drifts] == [("b", 2, [1], kept)]
+    found = first_drift(drifts)
+    assert found and found.step == 1 and found.detail.endswith(": they are those of the step before") is kept
