@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,6 +75,14 @@ def test_noise_is_that_of_as_many_micro_batches_as_the_case_has_in_all() -> None
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_noise")
+def test_a_pipe_in_the_place_of_noise_is_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "key.json"
+    os.mkfifo(path)
+    assert read_noise(path) is None
+    write_noise(path, RUNS)
+    assert read_noise(path) == RUNS
+
+
 def test_a_damaged_file_is_measured_anew_and_the_record_says_so(launcher: ForkserverLauncher, tmp_path: Path) -> None:
     case, adapters, options = make_case(), {"ddp": "meshmark.adapters.ddp:DDP"}, RunOptions(observed_steps=3)
     runs = []

@@ -317,10 +317,12 @@ def noise_folder(results: Path) -> Path:
 
 
 def read_noise(path: Path) -> list[Comparisons] | None:
-    """Return the noise runs that `write_noise` wrote, or None if the file is damaged.
+    """Return the noise runs that `write_noise` wrote, or None if the file is damaged, or is a pipe.
 
     Raises `FileNotFoundError` if there is no file.
     """
+    if path.exists() and not path.is_file():
+        return None
     try:
         digest, _, text = path.read_text().partition("\n")
         whole = hashlib.sha256(text.encode()).hexdigest() == digest
