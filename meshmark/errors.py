@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import glob
+import os
 import signal
 import stat
 from collections.abc import Iterable, Iterator
@@ -90,6 +92,17 @@ def refuse_records(output: str | Path, *sources: str | Path) -> None:
     held = {Path(source).resolve() for source in sources if Path(source).is_file()}
     if path in held or (path.name.endswith((".jsonl", ".jsonl.gz")) and path.exists()):
         raise InputError(f"-o {str(output)!r}: it holds records, which a page would replace; name another file")
+
+
+def refuse_links(output: str | Path) -> None:
+    """Raise `InputError` if a page, or a picture or page beside it, would be written through a link."""
+    path = Path(output)
+    beside = path.parent.glob(f"{glob.escape(path.stem)}-*") if path.parent.is_dir() else []
+    for file in (path, *beside):
+        if file.is_symlink():
+            raise InputError(
+                f"{str(file)!r} is a link to {os.readlink(file)!r}; remove it, or name another file with -o"
+            )
 
 
 class LayoutError(InputError):

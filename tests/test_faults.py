@@ -184,6 +184,27 @@ def test_a_link_where_a_baseline_is_prepared_is_not_followed(tmp_path: Path, mon
     assert len(read_records(Path("baselines/here")).records) == 2
 
 
+@pytest.mark.parametrize("name", ["report.md", "report-memory.svg", "report-conformance.md"])
+def test_a_report_is_not_written_through_a_link(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever gives somebody a folder of records could have her replace a file of hers by lines of his."""
+    write(tmp_path / "results", [make_good()])
+    target = tmp_path / "authorized_keys"
+    target.write_text("hers")
+    (tmp_path / "results" / name).symlink_to(target)
+    assert main(["report", str(tmp_path / "results")]) == 2
+    assert target.read_text() == "hers" and "is a link" in capsys.readouterr().err
+
+
+def test_a_report_is_written_into_no_other_user_s_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "results", [make_good()])
+    monkeypatch.setattr(os, "geteuid", lambda: os.stat(tmp_path).st_uid + 1)
+    assert main(["report", str(tmp_path / "results")]) == 2
+    assert "belongs to another user: name a page elsewhere with -o" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "results"), "-o", str(tmp_path / "page.md")]) == 0
+
+
 @pytest.mark.parametrize("name", ["page.md", "old.bak"])
 def test_a_page_replaces_no_records_through_a_link_or_under_another_name(name: str, tmp_path: Path) -> None:
     write(tmp_path, [make_good()])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from meshmark.records.record_file import Attempt, Ending
-from meshmark.report.github import annotation_lines, step_summary
+from meshmark.report.github import annotation_lines, report_to_github, step_summary, warn_github
 from tests.hostile_texts import HOSTILE, kinds, texts
 
 
@@ -31,6 +35,17 @@ def test_the_page_of_a_job_counts_and_names_failures_with_their_commands() -> No
     for text in HOSTILE.values():
         page = step_summary([attempt(message=text, test=text)])
         assert not kinds(page) & {"link_open", "image", "html_block", "html_inline"}
+
+
+def test_a_page_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It changed the exit code of a gate, and left a traceback."""
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "nowhere" / "page"))
+    lines = list[str]()
+    report_to_github([attempt()], lines.append)
+    warn_github(["a case"], lines.append)
+    assert [line.partition(" ")[0] for line in lines] == ["::error", "::warning", "::warning", "::warning"]
+    assert "cannot be written: No such file or directory" in lines[1]
 
 
 def test_one_defect_is_told_once() -> None:

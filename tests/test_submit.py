@@ -21,6 +21,7 @@ from meshmark.pytest_plugin.selection import in_part
 from meshmark.records.record import SCHEMA, Outcome, Status
 from meshmark.records.record_file import Attempt, Ending, RecordFile, Session, line_of, merge, read_records
 from tests.factories import make_case, make_good, make_timed
+from tests.test_evidence import make_bulky
 
 ROOT = Path(__file__).parent.parent
 
@@ -67,6 +68,18 @@ def test_records_of_parts_come_together_once(tmp_path: Path) -> None:
         half.write('{"schema": 2, "case"')
     assert len(merge(parts, tmp_path).records) == 2
     assert "task-2: records.jsonl line 2: not whole JSON" in merge(parts, tmp_path).complaints[0]
+
+
+def test_a_part_whose_evidence_is_damaged_does_not_keep_the_others(tmp_path: Path) -> None:
+    for number in (1, 2):
+        file = RecordFile(tmp_path / f"task-{number}")
+        file.append(dataclasses.replace(make_bulky(), case=make_case(f"a{number}")))
+        file.close()
+    for evidence in (tmp_path / "task-1" / "evidence").iterdir():
+        evidence.write_bytes(b"no")
+    merged = merge([tmp_path / "task-1", tmp_path / "task-2"], tmp_path)
+    assert [record.case.adapter for record in merged.records] == ["a2"]
+    assert any("task-1" in complaint and "evidence" in complaint for complaint in merged.complaints)
 
 
 SBATCH = """#!/bin/sh

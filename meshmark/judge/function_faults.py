@@ -86,7 +86,11 @@ def _likely(failed: FailedStep, variants: Sequence[_Variant]) -> list[tuple[_Var
         if not failed.affords(1):
             break
         losses = failed.losses_of(failed.batch, [variant.change] * count)
-        found += [(left, variant, parts) for left, parts in failed.subsets_by_loss(losses)]
+        if np.allclose(losses, failed.micro_batch_losses, rtol=1e-12, atol=0):  # it changes the backward pass alone
+            right = abs(failed.loss_error) <= max(failed.loss_tolerance, 1e-12)
+            found += [(0.0, variant, tuple(range(count)))] if right else []
+        else:
+            found += [(left, variant, parts) for left, parts in failed.subsets_by_loss(losses)]
     found.sort(key=lambda each: each[0])
     return [(variant, parts) for _, variant, parts in found[:_MOST_TRIED]]
 
@@ -366,6 +370,25 @@ def _scaled_by(power: float) -> _Function:
     return attend
 
 
+def _scaled_by_heads(heads: float) -> _Function:
+    """Attention whose scores are divided by the root of the width of so many heads."""
+
+    def attend(function: _Function, q: Tensor, *args: Any, **options: Any) -> Tensor:  # noqa: ANN401
+        return function(q, *args, **{**options, "scale": (q.shape[-1] * heads) ** -0.5})
+
+    return attend
+
+
+def _not_transposed(function: _Function, *args: Any, **options: Any) -> Tensor:  # noqa: ANN401
+    """Attention whose heads [B, H, T, D] are read as [B, T, H, D] behind it."""
+    y = function(*args, **options)
+    return y.reshape(y.shape[0], y.shape[2], y.shape[1], y.shape[3]).transpose(1, 2)
+
+
+def _exchanged(function: _Function, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:  # noqa: ANN401
+    return function(k, q, v, **options)
+
+
 def _whole(function: _Function, *args: Any, **options: Any) -> Tensor:  # noqa: ANN401
     return function(*args, **{**options, "is_causal": False})
 
@@ -393,6 +416,11 @@ def _uncentred(x: Tensor, eps: float) -> Tensor:
 
 def _of_sample(x: Tensor, eps: float) -> Tensor:
     return (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + eps)
+
+
+def _of_constants(x: Tensor, eps: float) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True).detach()
+    return centred * torch.rsqrt(x.var(-1, keepdim=True, unbiased=False) + eps).detach()
 
 
 def _without(*which: str) -> _Function:
@@ -429,6 +457,7 @@ def _activations(own: str) -> dict[str, _Function]:
 _NORMS: dict[str, _Function] = {
     "the mean left in": _layer_norm(_uncentred),
     "the variance over n - 1": _layer_norm(_of_sample),
+    "mean and deviation taken for constants in the backward pass": _layer_norm(_of_constants),
     "no weight": _without("weight"),
     "no bias": _without("bias"),
 }
@@ -438,12 +467,17 @@ _WINDOWS = sorted(size << power for size in (2, 3) for power in range(20))
 """Numbers of tokens that a window may show."""
 
 
-def _of_attention(length: int, options: Mapping[str, Any]) -> tuple[str, dict[str, _Function]]:
-    """Return the kind of an attention over `length` tokens, and its variants."""
+def _of_attention(q: Tensor, k: Tensor, options: Mapping[str, Any]) -> tuple[str, dict[str, _Function]]:
+    """Return the kind of an attention of queries to keys, and its variants."""
+    heads, length = q.shape[-3], q.shape[-2]
+    widths = {0.5: "half a head's width", 2.0: "two heads' width", 4.0: "four heads' width"}
     found: dict[str, _Function] = {
         "scores not scaled": _scaled_by(0.0),
         "scores divided by the heads' width, not its root": _scaled_by(1.0),
         "scores divided by the root of the model's width, not of a head's": _scaled_by_width,
+        **{f"scores divided by the root of {name}": _scaled_by_heads(n) for n, name in widths.items() if n != heads},
+        "heads that are not transposed back before they are joined": _not_transposed,
+        **({"queries and keys exchanged": _exchanged} if q.shape == k.shape else {}),
     }
     if not options.get("is_causal"):
         return "attention", found | {"a causal mask": _causal(0)}
@@ -465,7 +499,7 @@ def _kind(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> tuple[s
         own = {"silu": "SiLU", "relu": "ReLU"}.get(name, name)
         return own, _activations(own)
     if name == "scaled_dot_product_attention" and options.get("attn_mask") is None and len(args) == 3:
-        return _of_attention(args[0].shape[-2], options)
+        return _of_attention(args[0], args[1], options)
     return ("layer norm", _NORMS) if name == "layer_norm" else None
 
 

@@ -143,6 +143,9 @@ def _hypotheses_of_kind(spec: OptimizerSpec) -> Iterator[UpdateHypothesis]:
             detail = f"with eps{size} added before bias correction"
             early = _EpsEarly(replace(spec, eps=eps))
             yield UpdateHypothesis(fault=Fault.UPDATE, detail=detail, optimizer=early)
+        for name, moment in (("first", "exp_avg"), ("second", "exp_avg_sq")) if spec.clip_norm is not None else ():
+            detail = f"with a {name} moment of gradients that are not clipped"
+            yield UpdateHypothesis(fault=Fault.UPDATE, detail=detail, optimizer=_UnclippedMoment(spec, moment))
     if spec.kind in LAYER_WISE:
         alike = _Options(spec, {"layer_wise": False})
         yield UpdateHypothesis(fault=Fault.UPDATE, detail="with one rate for all tensors", optimizer=alike)
@@ -329,6 +332,34 @@ class _EpsEarly(_EpsInside):
 
     def divisor(self, square: Tensor, correction: float, eps: float) -> Tensor:
         return (square.sqrt() + eps) / math.sqrt(correction)
+
+
+class _UnclippedMoment(ExactOptimizer):
+    """Adam with one of its moments of the gradients before they are clipped."""
+
+    def __init__(self, spec: OptimizerSpec, moment: str) -> None:
+        super().__init__(spec)
+        self.moment, self.unclipped = moment, ExactOptimizer(replace(spec, clip_norm=None))
+
+    def step(self, parameters: Tensors, gradients: Tensors) -> Tensors:
+        after = super().step(parameters, gradients)
+        self.unclipped.step(parameters, gradients)
+        assert self.optimizer and self.unclipped.optimizer
+        names = {parameter: name for name, parameter in self.parameters.items()}
+        for group in self.optimizer.param_groups:
+            (first, second), rate = group["betas"], group["lr"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                name = names[parameter]
+                state = self.optimizer.state[parameter]
+                other = self.unclipped.optimizer.state[self.unclipped.parameters[name]]
+                moments = {**state, self.moment: other[self.moment]}
+                count = float(state["step"])
+                root = (moments["exp_avg_sq"] / (1 - second**count)).sqrt() + group["eps"]
+                move = moments["exp_avg"] / (1 - first**count) / root
+                after[name] = parameters[name] * (1 - rate * group["weight_decay"]) - rate * move.numpy()  # type: ignore[index]
+        return after
 
 
 class _RoundsMoments(ExactOptimizer):

@@ -188,7 +188,7 @@ def caches_freed(task: Task) -> bool:
     return task is not Task.ENDURE
 
 
-_CONFIGURING = ("ACCELERATE_", "FSDP_", "HOROVOD_", "LT_", "MEGATRON_LM_", "PARALLELISM_CONFIG_", "PL_")
+_CONFIGURING = ("ACCELERATE_", "FSDP_", "HOROVOD_", "LT_", "MEGATRON_LM_", "PARALLELISM_CONFIG_", "PL_", "TORCH_FORCE_")
 """Starts of variables by which a shell configures a framework. A case says itself how it is trained."""
 _OF_LAUNCHERS = ("AZUREML_", "JSM_", "LSB_", "MV2_", "OMPI_", "PMI_", "PMIX_", "SLURM_")
 """Starts of variables by which another launcher gives a process its place: frameworks would take it for the rank's."""

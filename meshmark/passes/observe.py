@@ -424,11 +424,12 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
     )
     twin = None if request.sample else twin_of(request.case, adapter.arithmetic, context.device)
     deviations = _assess(request, traces, context, twin) if traces and request.assess else {}
-    diagnosis = None
+    diagnosis, explained = None, time.monotonic()
     if deviations and request.sample and request.tolerance_model:
         diagnosis = diagnose_sample(deviations, drifts, request.tolerance_model)
     elif deviations and request.tolerance_model:
         diagnosis = diagnose_replicas(request.case, traces, deviations, drifts, request.tolerance_model, twin)
+    explained = time.monotonic() - explained
     return RankReport(
         rank=context.rank,
         build_seconds=seen.built - started,
@@ -448,6 +449,7 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
         left_out=seen.left_out,
         kernels=seen.tuned,
         compile_seconds=compile_seconds(request.case),
+        explain_seconds=explained,
         unmeasured=seen.unmeasured,
     )
 

@@ -25,6 +25,8 @@ class RankReport:
     """The remaining seconds."""
     compile_seconds: float = 0.0
     """Seconds of `torch.compile`, included in both."""
+    explain_seconds: float = 0.0
+    """Seconds of the search for the cause of a wrong run, included in `run_seconds`."""
     losses: list[float] = field(default_factory=list)
     """This rank's shares of the loss."""
     norms: list[float | None] = field(default_factory=list)

@@ -291,6 +291,8 @@ class LaunchSeconds:
     """For the slowest rank: seconds from its first instruction until its engine is ready to train."""
     compile_seconds: float = 0.0
     """For the slowest rank: seconds of `torch.compile`, which no timed step includes."""
+    explain_seconds: float = 0.0
+    """Seconds in which the cause of a wrong run was searched for, included in `seconds`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -660,9 +660,14 @@ def merge(folders: Iterable[Path], into: Path) -> Reading:
             complaints += [f"{folder.name}: {complaint}" for complaint in reading.complaints]
             lines: list[Record | Session] = [*reading.sessions, *reading.records]
             for line in lines:
-                if (name := _name(line)) not in held:
+                if (name := _name(line)) in held:
+                    continue
+                try:
                     file.append(line)
-                    held.add(name)
+                except EvidenceError as error:  # of one record, whose evidence is damaged
+                    complaints.append(f"{folder.name}: {error}")
+                    continue
+                held.add(name)
     merged = read_records(into)
     return Reading(records=merged.records, complaints=[*complaints, *merged.complaints], sessions=merged.sessions)
 

@@ -26,9 +26,7 @@ def report_to_github(
         return
     for line in annotation_lines(attempts if annotated is None else annotated):
         write(line)
-    if file := os.environ.get("GITHUB_STEP_SUMMARY"):
-        with Path(file).open("a", encoding="utf-8") as summary:
-            summary.write(step_summary(attempts))
+    _add_to_summary(step_summary(attempts), write)
 
 
 def warn_github(unsure: Sequence[str], write: Callable[[str], object]) -> None:
@@ -37,9 +35,19 @@ def warn_github(unsure: Sequence[str], write: Callable[[str], object]) -> None:
         return
     first, more = unsure[0][:_CHARACTERS], f" And {len(unsure) - 1} more." if len(unsure) > 1 else ""
     write(f"::warning title=Meshmark cannot tell::{_data(f'{first}{more}')}")
-    if file := os.environ.get("GITHUB_STEP_SUMMARY"):
+    text = "\n\n".join(["## Meshmark cannot tell", block("\n".join(map(one_line, unsure)))]) + "\n"
+    _add_to_summary(text, write)
+
+
+def _add_to_summary(text: str, write: Callable[[str], object]) -> None:
+    """Add to the job's page. Where that cannot be written, a warning says so: it changes no verdict."""
+    if not (file := os.environ.get("GITHUB_STEP_SUMMARY")):
+        return
+    try:
         with Path(file).open("a", encoding="utf-8") as summary:
-            summary.write("\n\n".join(["## Meshmark cannot tell", block("\n".join(map(one_line, unsure)))]) + "\n")
+            summary.write(text)
+    except OSError as error:
+        write(f"::warning title=Meshmark::{_data(f'the job summary {file!r} cannot be written: {error.strerror}')}")
 
 
 def annotation_lines(attempts: Sequence[Attempt]) -> list[str]:

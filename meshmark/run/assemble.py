@@ -267,6 +267,7 @@ def assemble(
             seconds=sum(launched.seconds for launched in launches),
             build_seconds=max((r.build_seconds for r in reports), default=0.0),
             compile_seconds=max((r.compile_seconds for r in reports), default=0.0),
+            explain_seconds=max((r.explain_seconds for r in reports), default=0.0),
         ),
         training=training,
         equivalence=_equivalence(launches, request) if whole else EquivalenceEvidence(),

@@ -292,14 +292,15 @@ _SHORT_SECONDS = 30.0
 def is_open_and_short(record: Record) -> bool:
     """Return whether a wrong run is worth another one that finds the module in which it begins to deviate.
 
-    The diagnosis leaves that open, a launch is short, every rank runs the whole model, and nothing is rounded to 16
-    bits.
+    The diagnosis leaves that open, a launch is short without the search for the cause, every rank runs the whole model,
+    and nothing is rounded to 16 bits.
     """
     verdict, layout = record.verdict("equivalence"), record.case.layout
     if verdict is None or record.case.precision.is_mixed or layout.tp * layout.pp * layout.cp > 1:
         return False
     diagnosis = str(verdict.evidence.get("diagnosis", ""))
-    return record.launch.seconds <= _SHORT_SECONDS and diagnosis.startswith(_OPEN)
+    seconds = record.launch.seconds - record.launch.explain_seconds
+    return seconds <= _SHORT_SECONDS and diagnosis.startswith(_OPEN)
 
 
 FAKE_NEEDS = frozenset({Feature.FAKE_WORLD})

@@ -237,6 +237,31 @@ class EpsInsideRoot(Broken):
         return norm
 
 
+class SecondMomentUnclipped(Broken):
+    """Adam's second moment is that of gradients before they are clipped."""
+
+    def clip(self, max_norm: float) -> Tensor:
+        whole = {p: p.grad.clone() for _, p in self.named() if p.grad is not None}
+        norm: Tensor = super().clip(max_norm)  # type: ignore[misc]
+        self.more = {p: own.square() - p.grad.square() for p, own in whole.items() if p.grad is not None}
+        return norm
+
+    def update(self) -> Tensor | None:
+        before = {p: p.detach().clone() for _, p in self.named()}
+        norm: Tensor | None = super().update()
+        with torch.no_grad():
+            for group in self.optimizer.param_groups:
+                (first, second), rate = group["betas"], group["lr"]
+                for parameter in group["params"]:
+                    state = self.optimizer.state[parameter]
+                    state["exp_avg_sq"].add_(self.more[parameter], alpha=1 - second)
+                    count = float(state["step"])
+                    root = (state["exp_avg_sq"] / (1 - second**count)).sqrt() + group["eps"]
+                    kept = before[parameter] * (1 - rate * group["weight_decay"])
+                    parameter.copy_(kept - rate * state["exp_avg"] / (1 - first**count) / root)
+        return norm
+
+
 class _LastRankAlone(Broken):
     @property
     def is_last(self) -> bool:

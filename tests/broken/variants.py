@@ -197,6 +197,46 @@ class ScaledByModelWidthOnLastRank(Broken):
             )
 
 
+def _blocks(engine: Broken) -> Any:  # noqa: ANN401
+    """Return the blocks of an engine's model, within DDP or not."""
+    return getattr(engine.root(), "module", engine.root()).blocks
+
+
+class ScaledByTwoHeads(Broken):
+    """A head's width is taken for twice what it is, as where the model's width is divided by one rank's heads."""
+
+    def prepare(self) -> None:
+        for block in _blocks(self).values():
+            scale = (2 * block.attention.head_dim) ** -0.5
+            block.attention.attend = lambda q, k, v, scale=scale: F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale
+            )
+
+
+class HeadsNotTransposed(Broken):
+    """Block 1's heads are joined without being transposed back."""
+
+    def prepare(self) -> None:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return y.reshape(y.shape[0], y.shape[2], y.shape[1], -1).transpose(1, 2)
+
+        _blocks(self)["1"].attention.attend = attend
+
+
+class NormOfConstants(Broken):
+    """The backward pass of block 0's first norm takes its mean and its deviation for constants."""
+
+    def prepare(self) -> None:
+        norm = _blocks(self)["0"].attention_norm
+
+        def forward(x: Tensor) -> Tensor:
+            root = torch.rsqrt(x.var(-1, keepdim=True, unbiased=False) + norm.eps).detach()
+            return (x - x.mean(-1, keepdim=True).detach()) * root * norm.weight + norm.bias
+
+        norm.forward = forward
+
+
 class _Stopped(torch.autograd.Function):
     """Passes no gradient, where autograd expects one."""
 
