@@ -52,6 +52,7 @@ from meshmark.judge.twin import Change, exact_buffers, known_parameters, replica
 from meshmark.reference.data import Batch, make_batch
 from meshmark.reference.model import Model
 from meshmark.spec.case import Case
+from meshmark.spec.model_spec import ModelSpec
 from meshmark.text import pluralize
 
 # --- Gradients that are one rank's part only.
@@ -525,6 +526,8 @@ def _rounded(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None
         for n, unit in fit.units.items()
     )
     found = rounding(sorted(fit.deviations.values()), "gradients") if along[len(along) // 2] < _ALONG else None
+    if found is not None:
+        found = found[0], found[1] + _at_boundary(failed)
     if found is None or failed.twin:
         return found
     rounded = failed.in_bf16()
@@ -534,6 +537,31 @@ def _rounded(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None
     )
     low, middle, high = (shares[int(place * (len(shares) - 1))] for place in (0.1, 0.5, 0.9))
     return found if middle >= _LEAST_ROUNDING and high <= _ALIKE * low else None
+
+
+def _at_boundary(failed: FailedStep) -> str:
+    """Return, where the wrong gradients are those of the first stages of a pipeline, which: what the next stage sends
+    them is off. Empty where they are not."""
+    layout, model = failed.case.layout, failed.case.workload.model
+    if layout.pp < 2 or not isinstance(model, ModelSpec):
+        return ""
+    num_stages, last = layout.pp * layout.virtual_stages, model.num_layers + 1
+    stage_of = {layer: stage for stage in range(num_stages) for layer in model.stage_layers(num_stages, stage)}
+
+    def stage(name: str) -> int:
+        block = block_of(name)
+        number = block.rpartition(".")[2]
+        return stage_of[int(number) + 1 if number.isdigit() else 0 if block == "embedding" else last]
+
+    wrong = {stage(name) for name in failed.names}
+    if wrong != set(range(max(wrong) + 1)) or len(wrong) == num_stages:
+        return ""
+    sizes = {name: float(np.linalg.norm(gradient)) for name, gradient in failed.exact.items()}
+    nothing = 1e-10 * max(sizes.values())  # such as that of a key's bias, which no rounding shows in
+    if any(stage(name) in wrong for name in failed.right if sizes.get(name, 0.0) > nothing):
+        return ""
+    first = f"stages 0 to {max(wrong)}" if len(wrong) > 1 else "stage 0"
+    return f"; those of {first} of {num_stages} alone: the gradients that stage {max(wrong) + 1} sends may be rounded"
 
 
 def rounding(relative: Sequence[float], what: str) -> Explanation | None:
