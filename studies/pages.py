@@ -190,6 +190,7 @@ PAGES: dict[str, Page] = {
     ),
     "scale": Page(render=_report("scale")),
     "gpu": Page(render=_report("gpu"), anew="make gpu PYTHON=python3: half an hour of a machine with a GPU"),
+    "gpu-nccl": Page(render=_report("gpu-nccl"), anew="make gpu PYTHON=python3: its piece nccl, three minutes"),
     "tables": Page(render=_tables, needs=()),
     "architectures": Page(anew="make architectures: trains 23 models under four frameworks"),
     "roster": Page(anew="make roster: hours"),

@@ -257,7 +257,7 @@ def make_record(**changes: Any) -> Record:  # noqa: ANN401
         "environment": make_environment(),
         "sources": [Source(target="mine.py:Mine", sha256="12ab", commit="0123456789ab")],
         "outcome": Outcome(status=Status.OK),
-        "launch": LaunchSeconds(seconds=3.5, build_seconds=1.25, compile_seconds=0.5),
+        "launch": LaunchSeconds(seconds=3.5, build_seconds=1.25, compile_seconds=0.5, explain_seconds=0.25),
         "training": TrainingCurves(losses=[5.5, 5.25], norms=[2.0, None], left_out=2),
         "equivalence": make_equivalence(
             drifts=[drift],

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos import campaign, nodes
+from benchmarks.chaos import campaign, nodes, processes
 from benchmarks.chaos.campaign import Results
 from benchmarks.chaos.deck import KINDS
 from benchmarks.chaos.faults import (
@@ -32,6 +32,7 @@ from benchmarks.chaos.session import Session
 from meshmark.records.record import Outcome, PeerEnd, Record, Status
 from meshmark.records.record_file import RecordFile
 from tests.factories import make_good, make_verdict
+from tests.test_orphans import wait_until
 
 OK = Outcome(status=Status.OK)
 HUNG = Outcome(status=Status.HUNG, rank=1, message="no end within 12 s")
@@ -173,6 +174,7 @@ def test_processes_that_are_left(session: Session, monkeypatch: pytest.MonkeyPat
     assert campaign._children_left(session, "ddp_1") == [] and ended_with(session, 0).await_end(1)
     left = subprocess.Popen(["sleep", "60"], env={**os.environ, MARK: session.mark, CHILD: "ddp_1"})
     try:
+        wait_until(lambda: processes.marked(session.mark, child="ddp_1"), seconds=10)
         (complaint,) = campaign._children_left(session, "ddp_1")
         assert "processes of its ranks are left" in complaint and str(left.pid) in complaint
         assert not session.await_end(0.2)

@@ -73,8 +73,6 @@ def test_noise_is_that_of_as_many_micro_batches_as_the_case_has_in_all() -> None
     assert num_chunks(alone) == num_chunks(rounded) == 4, "of each replica, of each rank that rounds what it sends"
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("own_noise")
 def test_a_pipe_in_the_place_of_noise_is_not_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "key.json"
     os.mkfifo(path)
@@ -83,6 +81,8 @@ def test_a_pipe_in_the_place_of_noise_is_not_waited_for(tmp_path: Path) -> None:
     assert read_noise(path) == RUNS
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_noise")
 def test_a_damaged_file_is_measured_anew_and_the_record_says_so(launcher: ForkserverLauncher, tmp_path: Path) -> None:
     case, adapters, options = make_case(), {"ddp": "meshmark.adapters.ddp:DDP"}, RunOptions(observed_steps=3)
     runs = []

@@ -42,6 +42,8 @@ _SHARP = 1e-5
 """Share of a tensor's norm up to which a tolerance tells its values from others of the same distribution."""
 _MOST_PLACES = 16
 """Number of rows up to which a shift is told."""
+_LEAST_RUN = 3
+"""Number of rows of which a shift is told: of fewer, others may look alike."""
 _AS_CLOSE = 2.0
 """Ratio of what two explanations leave, up to which neither is the better one."""
 _MOST_ALIKE = 3
@@ -670,9 +672,9 @@ def _has_values_of(
 
 
 def misplaced(own: NDArray[np.floating], exact: NDArray[np.floating], tolerance: float) -> str:
-    """Return how `own`, which has the values of `exact`, has them in other places; empty if it has other values."""
+    """Return how `own`, which has values of `exact`, has them in other places; empty if it has other values."""
     if not _has_values_of(own, exact, tolerance):
-        return ""
+        return _rows_of_neighbours(own, exact, tolerance)
     for count in range(2, 17):
         for axis in range(exact.ndim):
             if exact.shape[axis] % count:
@@ -686,6 +688,25 @@ def misplaced(own: NDArray[np.floating], exact: NDArray[np.floating], tolerance:
         return shifted
     sharp = _has_values_of(own, exact, tolerance, sharply=True)
     return "its values are the right ones, in other places" if sharp else ""
+
+
+def _rows_of_neighbours(own: NDArray[np.floating], exact: NDArray[np.floating], tolerance: float) -> str:
+    """Return which run of rows holds rows a few places before or behind it, as a shard that begins in the wrong place;
+    empty if none does."""
+    if exact.ndim < 2 or own.shape != exact.shape:
+        return ""
+    off = np.linalg.norm((own - exact).reshape(len(exact), -1), axis=1)
+    wrong = np.flatnonzero(off > tolerance / np.sqrt(len(exact)))
+    if wrong.size < _LEAST_RUN:
+        return ""
+    first, end = int(wrong[0]), int(wrong[-1]) + 1
+    for places in range(1, _MOST_PLACES + 1):
+        for shift in (-places, places):
+            if first + shift < 0 or end + shift > len(exact):
+                continue
+            if np.linalg.norm(own[first:end] - exact[first + shift : end + shift]) <= tolerance:
+                return f"rows {first} to {end - 1} of {len(exact)} hold rows {first + shift} to {end + shift - 1}"
+    return ""
 
 
 def _shifted_rows(own: NDArray[np.floating], exact: NDArray[np.floating], tolerance: float) -> str:

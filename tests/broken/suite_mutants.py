@@ -98,6 +98,7 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp", r.PositionsOffOnLastRank, F.MISPLACED),
     *on("ddp", r.TargetsLateInLastRow, F.MISPLACED),
     *on("fsdp2", r.GradientShardShifted, F.MISPLACED),
+    *on("fsdp2", r.ShardBeginsEarly, F.MISPLACED),
     *on("ddp", r.RowWithoutGradient, F.MISSING),
     *on("ddp", r.RowsScaled, F.SCALED),
     *on("ddp", r.LastRankKeepsOwnBias, F.NOT_REDUCED),
