@@ -16,7 +16,7 @@ from meshmark.adapters import ROSTER
 from meshmark.algorithms.contract import Tensors
 from meshmark.algorithms.pipedream import PipeDream, PipeDream2BW, PipeDreamVertical
 from meshmark.algorithms.pipedream.pipemare import PipeMareRule, delay
-from meshmark.algorithms.pipedream.schedule import Versions, in_flight, of_first_stage, of_step_before, stages_of
+from meshmark.algorithms.pipedream.schedule import Versions, in_flight, of_first_stage, of_step_before
 from meshmark.errors import InputError
 from meshmark.judge.truth import assess_replicas
 from meshmark.reference.data import Batch
@@ -116,7 +116,7 @@ def test_pipemare_by_hand() -> None:
 def test_every_parameter_has_a_stage() -> None:
     problem = workload("gpt-mini")
     names: Tensors = {f"{x}.weight": np.zeros(1) for x in ("embedding.tokens", "blocks.0.a", "blocks.1.a", "head.norm")}
-    assert list(stages_of(problem, 2, names).values()) == [0, 0, 1, 1]
+    assert list(problem.transformer.stages_of(2, names).values()) == [0, 0, 1, 1]
 
 
 def test_what_means_nothing_is_refused() -> None:

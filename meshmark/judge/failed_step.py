@@ -118,6 +118,11 @@ class FailedStep:
         """Difference of the run's loss from the right one."""
         return self.trace.losses[self.step] - self._right.loss
 
+    @property
+    def loss_fits(self) -> bool:
+        """Whether the run's loss is the right one, but for rounding."""
+        return abs(self.loss_error) <= max(self.loss_tolerance, 1e-12)
+
     @functools.cached_property
     def _right(self) -> Exact | TwinStep:
         """The right loss and gradients."""

@@ -87,8 +87,7 @@ def _likely(failed: FailedStep, variants: Sequence[_Variant]) -> list[tuple[_Var
             break
         losses = failed.losses_of(failed.batch, [variant.change] * count)
         if np.allclose(losses, failed.micro_batch_losses, rtol=1e-12, atol=0):  # it changes the backward pass alone
-            right = abs(failed.loss_error) <= max(failed.loss_tolerance, 1e-12)
-            found += [(0.0, variant, tuple(range(count)))] if right else []
+            found += [(0.0, variant, tuple(range(count)))] if failed.loss_fits else []
         else:
             found += [(left, variant, parts) for left, parts in failed.subsets_by_loss(losses)]
     found.sort(key=lambda each: each[0])
@@ -358,11 +357,6 @@ def _window(size: int) -> _Function:
     return attend
 
 
-def _scaled_by_width(function: _Function, q: Tensor, *args: Any, **options: Any) -> Tensor:  # noqa: ANN401
-    """Attention whose scores are divided by the root of the model's width: of all heads together."""
-    return function(q, *args, **{**options, "scale": (q.shape[-1] * q.shape[1]) ** -0.5})
-
-
 def _scaled_by(power: float) -> _Function:
     def attend(function: _Function, q: Tensor, *args: Any, **options: Any) -> Tensor:  # noqa: ANN401
         return function(q, *args, **{**options, "scale": q.shape[-1] ** -power})
@@ -474,7 +468,7 @@ def _of_attention(q: Tensor, k: Tensor, options: Mapping[str, Any]) -> tuple[str
     found: dict[str, _Function] = {
         "scores not scaled": _scaled_by(0.0),
         "scores divided by the heads' width, not its root": _scaled_by(1.0),
-        "scores divided by the root of the model's width, not of a head's": _scaled_by_width,
+        "scores divided by the root of the model's width, not of a head's": _scaled_by_heads(heads),
         **{f"scores divided by the root of {name}": _scaled_by_heads(n) for n, name in widths.items() if n != heads},
         "heads that are not transposed back before they are joined": _not_transposed,
         **({"queries and keys exchanged": _exchanged} if q.shape == k.shape else {}),
@@ -568,7 +562,7 @@ def other_objective(failed: FailedStep, fit: Fit, exact: Tensors, most: float = 
             continue
         by = (whole - 1) * failed.loss + factor * value
         close = failed.loss_tolerance + SAME * abs(by)
-        if abs(failed.loss_error) <= max(failed.loss_tolerance, 1e-12):
+        if failed.loss_fits:
             told = "the reported loss is without it"
         elif abs(failed.loss_error - by) <= close:
             told = "the reported loss has it too"

@@ -545,20 +545,14 @@ def _at_boundary(failed: FailedStep) -> str:
     layout, model = failed.case.layout, failed.case.workload.model
     if layout.pp < 2 or not isinstance(model, ModelSpec):
         return ""
-    num_stages, last = layout.pp * layout.virtual_stages, model.num_layers + 1
-    stage_of = {layer: stage for stage in range(num_stages) for layer in model.stage_layers(num_stages, stage)}
-
-    def stage(name: str) -> int:
-        block = block_of(name)
-        number = block.rpartition(".")[2]
-        return stage_of[int(number) + 1 if number.isdigit() else 0 if block == "embedding" else last]
-
-    wrong = {stage(name) for name in failed.names}
+    num_stages = layout.pp * layout.virtual_stages
+    stages = model.stages_of(num_stages, failed.exact)
+    wrong = {stages[name] for name in failed.names}
     if wrong != set(range(max(wrong) + 1)) or len(wrong) == num_stages:
         return ""
     sizes = {name: float(np.linalg.norm(gradient)) for name, gradient in failed.exact.items()}
     nothing = 1e-10 * max(sizes.values())  # such as that of a key's bias, which no rounding shows in
-    if any(stage(name) in wrong for name in failed.right if sizes.get(name, 0.0) > nothing):
+    if any(stages[name] in wrong for name in failed.right if sizes.get(name, 0.0) > nothing):
         return ""
     first = f"stages 0 to {max(wrong)}" if len(wrong) > 1 else "stage 0"
     return f"; those of {first} of {num_stages} alone: the gradients that stage {max(wrong) + 1} sends may be rounded"

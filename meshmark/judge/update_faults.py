@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -303,12 +303,16 @@ class _ClipsByLast(ExactOptimizer):
 _EPSILONS = (1e-3, 1e-4, 1e-5, 1e-6, 1e-7)
 
 
-class _EpsInside(ExactOptimizer):
-    """Divides by the root of the second moment plus eps, where Adam adds eps to the root."""
+class _AdamByHand(ExactOptimizer):
+    """AdamW whose step is computed from its moments, so that a part of it can be another."""
+
+    def moments(self, name: str, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the first and second moment of the parameter `name`."""
+        return state["exp_avg"], state["exp_avg_sq"]
 
     def divisor(self, square: Tensor, correction: float, eps: float) -> Tensor:
         """Return what the corrected first moment is divided by."""
-        return (square / correction + eps).sqrt()
+        return (square / correction).sqrt() + eps
 
     def step(self, parameters: Tensors, gradients: Tensors) -> Tensors:
         after = super().step(parameters, gradients)
@@ -321,45 +325,41 @@ class _EpsInside(ExactOptimizer):
                     continue
                 state, name = self.optimizer.state[parameter], names[parameter]
                 count = float(state["step"])
-                mean = state["exp_avg"] / (1 - first**count)
-                move = mean / self.divisor(state["exp_avg_sq"], 1 - second**count, group["eps"])
+                mean, square = self.moments(name, state)
+                move = mean / (1 - first**count) / self.divisor(square, 1 - second**count, group["eps"])
                 after[name] = parameters[name] * (1 - rate * group["weight_decay"]) - rate * move.numpy()  # type: ignore[index]
         return after
 
 
-class _EpsEarly(_EpsInside):
+class _EpsInside(_AdamByHand):
+    """Divides by the root of the second moment plus eps, where Adam adds eps to the root."""
+
+    def divisor(self, square: Tensor, correction: float, eps: float) -> Tensor:
+        return (square / correction + eps).sqrt()
+
+
+class _EpsEarly(_AdamByHand):
     """Adds eps to the root of the second moment before its bias is corrected (arXiv:1412.6980, end of section 2)."""
 
     def divisor(self, square: Tensor, correction: float, eps: float) -> Tensor:
         return (square.sqrt() + eps) / math.sqrt(correction)
 
 
-class _UnclippedMoment(ExactOptimizer):
+class _UnclippedMoment(_AdamByHand):
     """Adam with one of its moments of the gradients before they are clipped."""
 
     def __init__(self, spec: OptimizerSpec, moment: str) -> None:
         super().__init__(spec)
         self.moment, self.unclipped = moment, ExactOptimizer(replace(spec, clip_norm=None))
 
+    def moments(self, name: str, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        assert self.unclipped.optimizer
+        other = self.unclipped.optimizer.state[self.unclipped.parameters[name]]
+        return super().moments(name, {**state, self.moment: other[self.moment]})
+
     def step(self, parameters: Tensors, gradients: Tensors) -> Tensors:
-        after = super().step(parameters, gradients)
         self.unclipped.step(parameters, gradients)
-        assert self.optimizer and self.unclipped.optimizer
-        names = {parameter: name for name, parameter in self.parameters.items()}
-        for group in self.optimizer.param_groups:
-            (first, second), rate = group["betas"], group["lr"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                name = names[parameter]
-                state = self.optimizer.state[parameter]
-                other = self.unclipped.optimizer.state[self.unclipped.parameters[name]]
-                moments = {**state, self.moment: other[self.moment]}
-                count = float(state["step"])
-                root = (moments["exp_avg_sq"] / (1 - second**count)).sqrt() + group["eps"]
-                move = moments["exp_avg"] / (1 - first**count) / root
-                after[name] = parameters[name] * (1 - rate * group["weight_decay"]) - rate * move.numpy()  # type: ignore[index]
-        return after
+        return super().step(parameters, gradients)
 
 
 class _RoundsMoments(ExactOptimizer):

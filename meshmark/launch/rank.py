@@ -31,7 +31,7 @@ from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr
 from meshmark import rank_progress
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.registry import load_adapter
-from meshmark.environment import DEFAULT_THREADS, versions
+from meshmark.environment import DEFAULT_THREADS, threads_of_ranks, versions
 from meshmark.errors import ClockError, ClusterError
 from meshmark.launch.folders import means_no_space
 from meshmark.launch.processes import die_with_parent, is_process_limit_reached
@@ -181,7 +181,8 @@ def _store(info: RankInfo, timeout: datetime.timedelta) -> Store:
 
 def _prepare(request: Request, info: RankInfo, rank: int) -> torch.device:
     """Set threads, seed and GPU of this process, which is `rank` of its world; return its device."""
-    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", DEFAULT_THREADS)))
+    os.environ.setdefault("OMP_NUM_THREADS", DEFAULT_THREADS)
+    torch.set_num_threads(threads_of_ranks(os.environ))
     torch.manual_seed(request.case.workload.seed + rank)
     if request.device != "cuda":
         return torch.device("cpu")

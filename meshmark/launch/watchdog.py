@@ -31,8 +31,8 @@ _POLL_SECONDS = 0.1
 _STACK_SECONDS = 3.0
 _FROZEN_SECONDS = 3.0
 """A wait that takes so much longer than it was to means that this process was stopped, and maybe its ranks too."""
-_HALTED = ("T", "t")
-"""States of a process that a signal or a debugger has stopped."""
+_HALTED = (STATES["T"], STATES["t"])
+"""States, in words, of a process that a signal or a debugger has stopped."""
 _LOG_LINES = 30
 _ENDURE_SECONDS = 10.0
 """Least time that the pass `FAIL`, which tests whether the other ranks end by themselves, gives them."""
@@ -93,8 +93,6 @@ class Watchdog:
         """How far each rank had come when its time was up."""
         self.states: dict[int, str] = {}
         """And in which state its process was, in words."""
-        self.halted: set[int] = set()
-        """Ranks that a signal or a debugger had stopped when their time was up."""
         self.frozen = 0.0
         """Seconds in which this process was stopped. They count for no rank's time limit."""
 
@@ -107,7 +105,6 @@ class Watchdog:
             if late:
                 self.marks = {p.rank: read_mark(p.file("progress"), started=self.started) for p in self.ranks}
                 self.stopped = time.monotonic()
-                self.halted = {p.rank for p in self._alive() if process_state(self.processes.pid(p) or 0) in _HALTED}
                 self._dump_stacks()
                 self.states = {p.rank: self._state(p) for p in self.ranks}
         finally:
@@ -236,7 +233,7 @@ class Watchdog:
         if self.request.device != "cpu" and stands is StackState.OWN:
             stands = StackState.OUTSIDE  # a line of ours may wait there for the framework's kernels
         kind: str = Pace.HUNG if pace is Pace.WAITS and not stack else pace  # without a stack, it does not even wait
-        if info.rank in self.halted:
+        if self.states.get(info.rank) in _HALTED:
             kind = Status.UNFINISHED
             message += ": a signal (SIGSTOP, SIGTSTP) or a debugger had stopped it, which is no fault of the adapter"
         elif stands is StackState.OWN and pace is not Pace.SLOW:

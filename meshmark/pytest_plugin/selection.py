@@ -28,7 +28,7 @@ from meshmark.cli.options import (
     split_values,
 )
 from meshmark.conformance.gap_file import read_gaps
-from meshmark.environment import describe, num_gpus, refuses_to_share, threads_of_ranks
+from meshmark.environment import describe, num_gpus, threads_of_ranks
 from meshmark.errors import AdapterError, InputError, MeshmarkError, UnknownNameError
 from meshmark.inference.process import is_engine, load_engine
 from meshmark.judge.deviation import ENDURANCE_STEPS, Assess
@@ -278,7 +278,7 @@ def expect_gpus(chosen: Selection, worlds: Collection[int]) -> None:
     spec, gpus = chosen.cluster, chosen.options.num_gpus
     for world in sorted(worlds):
         ranks = world // (spec.nnodes if spec.gpus_by_task else spec.num_hosts)
-        if not chosen.options.oversubscribe and (told := refuses_to_share(ranks, gpus)):
+        if told := chosen.options.refuses_to_share(ranks):
             raise InputError(
                 f"{told}: give --world {gpus * world // ranks} or less, --oversubscribe to share GPUs all the same, or "
                 "--backend gloo"

@@ -283,6 +283,10 @@ class RunOptions:
     known_gaps: tuple[tuple[str, KnownGap], ...] = ()
     """Beside those of adapters: pattern of an adapter's name, and gap."""
 
+    def refuses_to_share(self, ranks: int) -> str | None:
+        """Return why NCCL cannot serve this many ranks of a node, or None if it can, or is to all the same."""
+        return None if self.oversubscribe else refuses_to_share(ranks, self.num_gpus)
+
 
 _OPEN = (Fault.FORWARD, Fault.BACKWARD, Fault.UNEXPLAINED)
 """Diagnoses that leave open where a run goes wrong."""
@@ -372,10 +376,8 @@ class Runner:
             of = f"{case.world_size} ranks are more than {cluster.spec.text} can hold, {cluster.room} each"
             return f"{of}{cluster.lost_nodes_note}"
         backend = self._backend(case)
-        if backend == "nccl" and not self.options.oversubscribe:
-            told = refuses_to_share(self._local_ranks(case), self.options.num_gpus)
-            if told:
-                return told
+        if backend == "nccl" and (told := self.options.refuses_to_share(self._local_ranks(case))):
+            return told
         return self.adapter(case).refusal(case, self.options.device, backend, needs)
 
     def observe(self, case: Case) -> Record:
@@ -550,8 +552,8 @@ class Runner:
         )
 
     def _backend(self, case: Case) -> str:
-        own_gpus = self._local_ranks(case) <= self.options.num_gpus or self.options.oversubscribe
-        return self.options.backend or ("nccl" if self.options.device == "cuda" and own_gpus else "gloo")
+        serves = self.options.device == "cuda" and not self.options.refuses_to_share(self._local_ranks(case))
+        return self.options.backend or ("nccl" if serves else "gloo")
 
     def _fake_backend(self) -> str:
         """The backend whose copies are made in a fake world."""

@@ -139,6 +139,10 @@ class ModelConfig:
         layers = list(range(first, first + share + (stage < rest)))
         return [0] * (stage == 0) + layers + [self.num_layers + 1] * (stage == num_stages - 1)
 
+    def stage_of_layers(self, num_stages: int) -> dict[int, int]:
+        """Return the stage of every layer, of `num_stages`."""
+        return {layer: stage for stage in range(num_stages) for layer in self.stage_layers(num_stages, stage)}
+
     @property
     def ties_ends(self) -> bool:
         """Whether the first and the last stage of a pipeline each hold a copy of one weight."""

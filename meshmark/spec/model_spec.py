@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar, TypedDict, Unpack
@@ -120,6 +121,17 @@ class ModelSpec(ModelConfig):
     def datasets(self) -> frozenset[Dataset]:
         """Causal models predict the next token; encoders predict masked tokens."""
         return frozenset({Dataset.TEXT if self.causal else Dataset.MASKED_TEXT})
+
+    def stages_of(self, num_stages: int, names: Iterable[str]) -> dict[str, int]:
+        """Return the pipeline stage, of `num_stages`, of each named parameter."""
+        stage_of = self.stage_of_layers(num_stages)
+
+        def layer(name: str) -> int:
+            if name.startswith("embedding."):
+                return 0
+            return int(name.split(".")[1]) + 1 if name.startswith("blocks.") else self.num_layers + 1
+
+        return {name: stage_of[layer(name)] for name in names}
 
     @property
     def outputs_per_row(self) -> int:

@@ -207,7 +207,7 @@ class OwnModelConfig(ModelConfig):
         return found
 
     def _shares_over_stages(self, num_stages: int) -> bool:
-        stage_of = {layer: stage for stage in range(num_stages) for layer in self.stage_layers(num_stages, stage)}
+        stage_of = self.stage_of_layers(num_stages)
         return any(stage_of[first] != stage_of[second] for first, second in self.shared_layers)
 
     def refusals(self, case: Case) -> list[str]:

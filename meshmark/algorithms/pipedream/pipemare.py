@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from meshmark.algorithms.contract import Compute, PipelinedStep, Synchronous, Tensors, UpdateRule, combined
 from meshmark.algorithms.pipedream import PipeMare
-from meshmark.algorithms.pipedream.schedule import stages_of
 from meshmark.reference.data import Batch
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import Workload
@@ -50,7 +49,7 @@ class PipeMareRule:
 
     def step(self, history: Sequence[Tensors], batch: Batch, compute: Compute) -> PipelinedStep:
         here = history[-1]
-        stages = stages_of(self.workload, self.layout.pp, here)
+        stages = self.workload.transformer.stages_of(self.layout.pp, here)
         delays = {name: delay(self.layout.pp, stage) for name, stage in stages.items()}
         made, losses = [here], 0.0
         total: Tensors = {}
@@ -104,7 +103,8 @@ class PipeMareTransition(Synchronous):
         self.workload, self.num_stages, self.steps = workload, num_stages, 0
 
     def transition(self, parameters: Sequence[Tensors], gradients: Sequence[Tensors]) -> list[Tensors]:
-        stages, power = stages_of(self.workload, self.num_stages, parameters[0]), rate_power(self.workload, self.steps)
+        stages = self.workload.transformer.stages_of(self.num_stages, parameters[0])
+        power = rate_power(self.workload, self.steps)
         factors = {name: delay(self.num_stages, stage) ** -power for name, stage in stages.items()}
         self.steps += 1
         return super().transition(parameters, [{n: factors[n] * g for n, g in own.items()} for own in gradients])

@@ -51,7 +51,8 @@ class ByMicroBatch:
     """Whether a backward pass uses the weights of its forward pass. If not, it uses the newest, which is wrong."""
 
     def step(self, history: Sequence[Tensors], batch: Batch, compute: Compute) -> PipelinedStep:
-        stages, rate = stages_of(self.workload, self.layout.pp, history[-1]), self.workload.optimizer.learning_rate
+        stages = self.workload.transformer.stages_of(self.layout.pp, history[-1])
+        rate = self.workload.optimizer.learning_rate
         total: Tensors | None = None
         made, losses = [history[-1]], 0.0
         for index, part in enumerate(batch.micro_batches(self.layout.num_micro_batches)):
@@ -75,20 +76,7 @@ class ByStep:
     """As under `ByMicroBatch`."""
 
     def step(self, history: Sequence[Tensors], batch: Batch, compute: Compute) -> PipelinedStep:
-        stages, last = stages_of(self.workload, self.layout.pp, history[-1]), len(history) - 1
+        stages, last = self.workload.transformer.stages_of(self.layout.pp, history[-1]), len(history) - 1
         here = {n: history[-1 - min(self.versions(stage, 0), last)][n] for n, stage in stages.items()}
         loss, gradients = compute(here, batch, None if self.stashed else history[-1])
         return PipelinedStep(loss=loss, gradients=gradients, after=None)
-
-
-def stages_of(workload: Workload, num_stages: int, names: Tensors) -> dict[str, int]:
-    """Return the pipeline stage of each named parameter."""
-    model = workload.transformer
-    owner = {layer: stage for stage in range(num_stages) for layer in model.stage_layers(num_stages, stage)}
-
-    def layer(name: str) -> int:
-        if name.startswith("embedding."):
-            return 0
-        return int(name.split(".")[1]) + 1 if name.startswith("blocks.") else model.num_layers + 1
-
-    return {name: owner[layer(name)] for name in names}
