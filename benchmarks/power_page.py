@@ -256,8 +256,9 @@ def _mutants(power: Power) -> Iterable[str]:
     yield "## Mutants"
     yield (
         f"{len({t.mutant.defect for t in power.trials})} defects, most in several adapters; those that fp32's "
-        "verdicts of equivalence must see are tried in bf16 too, where the twin sees them. Not tried there, because "
-        f"bf16 hides them: {', '.join(defect.__name__ for defect in HIDDEN_BY_BF16)}. The diagnosis was made "
+        "verdicts of equivalence must see are tried in bf16 too, where the twin sees them. Not tried there: single "
+        "modules, which are localised in fp32, and what bf16 hides, "
+        f"{', '.join(defect.__name__ for defect in HIDDEN_BY_BF16)}. The diagnosis was made "
         "with these mutants at hand, and mended where it misnamed them: its score says that it works on them, not "
         "how often it is right on a new defect. What each adapter's run showed, in words, goes to "
         "`results/power/mutants.csv`."
