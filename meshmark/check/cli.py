@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
@@ -105,4 +106,5 @@ def _start(parsed: argparse.Namespace, place: Path) -> bool:
                 process.wait(30)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel may be busy with it, on a slow disk
+                    process.wait(10)

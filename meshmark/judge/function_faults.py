@@ -38,7 +38,7 @@ place of float32: one in some thousand elements, each by three times the mean er
 _CLEAR = 10.0
 """Multiple of its tolerance that some tensor must be off by. Of less, rounding leaves room for many variants."""
 _MOST_TRIED = 24
-"""Number of variants whose gradients are computed."""
+"""Number of variants, of those that change the loss, whose gradients are computed."""
 _MOST_TOLD = 3
 """Number of variants that fit alike which are told."""
 
@@ -82,16 +82,17 @@ def is_clear(failed: FailedStep, fit: Fit) -> bool:
 def _likely(failed: FailedStep, variants: Sequence[_Variant]) -> list[tuple[_Variant, _Parts]]:
     """Return the variants, and the micro-batches that may have them, by which the loss is off as the run's is."""
     found, count = list[tuple[float, _Variant, _Parts]](), len(failed.micro_batch_parts)
+    of_backward = list[tuple[_Variant, _Parts]]()
     for variant in variants:
         if not failed.affords(1):
             break
         losses = failed.losses_of(failed.batch, [variant.change] * count)
         if np.allclose(losses, failed.micro_batch_losses, rtol=1e-12, atol=0):  # it changes the backward pass alone
-            found += [(0.0, variant, tuple(range(count)))] if failed.loss_fits else []
+            of_backward += [(variant, tuple(range(count)))] if failed.loss_fits else []
         else:
             found += [(left, variant, parts) for left, parts in failed.subsets_by_loss(losses)]
     found.sort(key=lambda each: each[0])
-    return [(variant, parts) for _, variant, parts in found[:_MOST_TRIED]]
+    return [(variant, parts) for _, variant, parts in found[:_MOST_TRIED]] + of_backward
 
 
 def _with_parts(failed: FailedStep, change: Change, parts: _Parts) -> Tensors:
