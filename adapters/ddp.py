@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshmark.adapter.contract import PYTORCH_2_13, Adapter, Arithmetic, Capabilities, Casting, Feature, Track
 from meshmark.adapter.engine import DataParallelEngine, Engine, RankContext, initial_model
-from meshmark.reference.model import buffer_shapes, parameter_shapes
+from meshmark.models.module import buffer_shapes, parameter_shapes
+from meshmark.models.transformer.config import Family
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case, Knob
-from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.model_theory import theory_of

@@ -20,9 +20,9 @@ from meshmark.adapter.engine import (
 )
 from meshmark.adapters.checkpoint import load_local, save_local
 from meshmark.algorithms.local_sgd import DiLoCo as DiLoCoAlgorithm
+from meshmark.models.transformer.config import TEXT_FAMILIES, Family
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
-from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.model_theory import local_parameters

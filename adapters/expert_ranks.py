@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from meshmark.models.mixture.config import MixtureSpec
 from meshmark.spec.case import Case
-from meshmark.spec.mixture_spec import MixtureSpec
 
 EXPERT_RANKS = 2
 """Ranks that share a layer's experts. Each has as many of them, the first rank the first ones."""

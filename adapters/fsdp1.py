@@ -24,10 +24,10 @@ from meshmark.adapter.engine import (
     initial_model,
 )
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
-from meshmark.reference.model import Model, build_model, initial_value, sizes_by_block
+from meshmark.models.module import Model, build_model, initial_value, sizes_by_block
+from meshmark.models.transformer.config import Family
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
-from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.traffic import (

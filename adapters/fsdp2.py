@@ -16,11 +16,11 @@ from meshmark.adapter.contract import Adapter, Arithmetic, Capabilities, Casting
 from meshmark.adapter.engine import AUTOCAST, DataParallelEngine, Engine, RankContext, configure
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
 from meshmark.errors import AdapterError
-from meshmark.reference.model import Block, Model, block_of, build_model, initial_value, parameter_shapes
+from meshmark.models.module import Block, Model, block_of, build_model, initial_value, parameter_shapes
+from meshmark.models.transformer.config import Family
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case, Knob
 from meshmark.spec.layout import Offload
-from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.recipe import StateBytes, TrainingRecipe, eager_recipe

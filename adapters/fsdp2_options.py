@@ -20,8 +20,8 @@ from meshmark.adapters.checkpoint import load_converted, load_whole, save_in_bac
 from meshmark.adapters.fsdp2 import FSDP2, FSDP2HSDP, FSDP2Engine, sharded_units
 from meshmark.adapters.ignored import average_gradients, held_whole, sent_whole
 from meshmark.errors import AdapterError
+from meshmark.models.module import Model, block_of, initial_value, parameter_shapes
 from meshmark.reference.data import make_batch
-from meshmark.reference.model import Model, block_of, initial_value, parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
 from meshmark.theory.memory import ExtraMemory

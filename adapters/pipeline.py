@@ -16,12 +16,12 @@ from meshmark.adapter.contract import Adapter, Arithmetic, Capabilities, Casting
 from meshmark.adapter.engine import Engine, Holdings, RankContext, optimizer_state_tensors, skip_block
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
 from meshmark.adapters.pipeline_stages import Part, chunk_of, examples, receive_buffers, set_shapes
+from meshmark.models.module import Model, drawn_name
+from meshmark.models.transformer.config import CONVOLUTIONAL_FAMILIES, Family
 from meshmark.reference.data import Batch
-from meshmark.reference.model import Model, drawn_name
 from meshmark.reference.objective import build_optimizer, build_schedule, cross_entropy, weighted_cross_entropy
 from meshmark.spec.case import Case, Knob
 from meshmark.spec.layout import Layout, Schedule
-from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, Family
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Loss
 from meshmark.theory.memory import ExtraMemory, micro_batch_tokens

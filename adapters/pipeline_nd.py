@@ -19,12 +19,12 @@ from meshmark.adapters.fsdp2 import mesh_extra_memory
 from meshmark.adapters.pipeline import NO_IMAGES, Pipeline, PipelineEngine, group_of
 from meshmark.adapters.pipeline_stages import Part
 from meshmark.adapters.tensor_parallel import parallelize
+from meshmark.models.module import Model
+from meshmark.models.transformer.config import TEXT_FAMILIES, Family
+from meshmark.models.transformer.module import Transformer
 from meshmark.reference.data import Batch
-from meshmark.reference.model import Model
-from meshmark.reference.transformer import Transformer
 from meshmark.spec.case import Case
 from meshmark.spec.layout import AXES, Axis, Recompute, Schedule
-from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.model_theory import local_parameters, stage_parameters

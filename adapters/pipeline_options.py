@@ -15,11 +15,11 @@ from meshmark.adapter.contract import PYTORCH_2_13, Feature
 from meshmark.adapter.engine import RankContext, initial_model
 from meshmark.adapters.pipeline import NO_IMAGES, Pipeline, PipelineEngine
 from meshmark.adapters.pipeline_stages import Part
+from meshmark.models.module import Model
+from meshmark.models.transformer.config import TEXT_FAMILIES, Family
 from meshmark.reference.data import Batch
-from meshmark.reference.model import Model
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
-from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Loss
 

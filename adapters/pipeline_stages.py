@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from meshmark.adapter.engine import AUTOCAST, configure
 from meshmark.errors import AdapterError
+from meshmark.models.config import Dataset
+from meshmark.models.module import Model, build_model
 from meshmark.reference.data import make_batch
-from meshmark.reference.model import Model, build_model
 from meshmark.spec.case import Case
-from meshmark.spec.model_config import Dataset
 from meshmark.spec.precision import Dtype, Precision
 
 if TYPE_CHECKING:  # a second, which only ranks should take

@@ -17,13 +17,13 @@ from meshmark.adapter.contract import Adapter, Capabilities, Feature
 from meshmark.adapter.engine import DataParallelEngine, Engine, RankContext, configure, initial_model
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
 from meshmark.adapters.fsdp2 import fill_shards, mesh_extra_memory
+from meshmark.models.module import Model, initial_value
+from meshmark.models.transformer.config import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
+from meshmark.models.transformer.module import Transformer
 from meshmark.reference.data import Batch
-from meshmark.reference.model import Model, initial_value
 from meshmark.reference.objective import build_optimizer
 from meshmark.reference.tensor_plan import parallelize_by
-from meshmark.reference.transformer import Transformer
 from meshmark.spec.case import Case
-from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.own_model import OwnModelConfig
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.memory import ExtraMemory

@@ -18,10 +18,10 @@ from meshmark.adapters.tensor_parallel import (
     num_split,
     summed_embedding,
 )
-from meshmark.reference.model import Model, parameter_shapes, skeleton
+from meshmark.models.module import Model, parameter_shapes, skeleton
+from meshmark.models.transformer.config import Family
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Axis
-from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe

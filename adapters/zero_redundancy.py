@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, ClassVar
 from meshmark.adapter.contract import Capabilities, Feature
 from meshmark.adapter.engine import Engine, Holdings, RankContext, optimizer_state_tensors
 from meshmark.adapters.ddp import DDP, DDPEngine
-from meshmark.reference.model import parameter_shapes
+from meshmark.models.module import parameter_shapes
+from meshmark.models.transformer.config import Family
 from meshmark.reference.objective import parameter_groups, reference_optimizer
 from meshmark.spec.case import Case
-from meshmark.spec.model_spec import Family
 from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.traffic import Purpose, TrafficException, by, exceptions_for, step_traffic
 

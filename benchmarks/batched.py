@@ -23,9 +23,9 @@ from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKi
 from meshmark.judge.tolerance_model import Comparisons, noise_run
 from meshmark.judge.truth import initial_values
 from meshmark.judge.twin import exact_model
+from meshmark.models.module import Model, random_bits
 from meshmark.passes.noise import num_chunks, num_ways
 from meshmark.reference.data import Batch, make_batch
-from meshmark.reference.model import Model, random_bits
 from meshmark.reference.objective import loss_share, reference_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec

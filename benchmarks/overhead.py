@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.goal import verdict
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.registry import load_adapter
+from meshmark.models.transformer.module import Transformer
 from meshmark.reference.data import Batch, make_batch
-from meshmark.reference.transformer import Transformer
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import workload

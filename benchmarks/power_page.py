@@ -15,10 +15,10 @@ from meshmark.conformance.clauses import CLAUSES
 from meshmark.conformance.finding import ClauseResult
 from meshmark.environment import Environment
 from meshmark.judge.tolerance_model import CLOSE, FALSE_ALARMS, SMALLEST_FACTORS, FalseAlarms, compare, kind_of, shown
+from meshmark.models.config import Dataset
 from meshmark.records.record import Record, Status
 from meshmark.report.table import table as markdown
 from meshmark.run.verdict import detection_limits
-from meshmark.spec.model_config import Dataset
 from tests.broken.narrow import HIDDEN_BY_BF16
 from tests.broken.sizes import SIZED
 

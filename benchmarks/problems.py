@@ -6,9 +6,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from meshmark.models.transformer.config import model_spec
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
-from meshmark.spec.model_spec import model_spec
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload, workload

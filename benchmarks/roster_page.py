@@ -12,6 +12,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import core_adapters
 from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.errors import LayoutError
+from meshmark.models.transformer.config import Family, ModelSpec
 from meshmark.records.record import Record, Status
 from meshmark.records.request import Task
 from meshmark.report.conformance import columns
@@ -19,7 +20,6 @@ from meshmark.report.table import Markup, inline, table
 from meshmark.run.throughput import throughput
 from meshmark.spec.case import Case
 from meshmark.spec.layout import AXES
-from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.precision import Precision
 from meshmark.text import pluralize
 

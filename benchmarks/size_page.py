@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from meshmark.judge.deviation import unsampled
+from meshmark.models.module import parameter_shapes
 from meshmark.records.record import Record
-from meshmark.reference.model import parameter_shapes
 from meshmark.report.table import Rows, bytes_text, inline, table
 from meshmark.text import pluralize
 

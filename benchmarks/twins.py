@@ -26,12 +26,12 @@ from meshmark.environment import describe
 from meshmark.errors import MeshmarkError
 from meshmark.launch.cluster import Cluster, ClusterSpec
 from meshmark.launch.launch import ForkserverLauncher, Launcher
+from meshmark.models.transformer.config import ModelSpec, gpt
 from meshmark.plan.calibrate import calibrate_here
 from meshmark.records.rank_report import RankReport
 from meshmark.records.request import Request, Task
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Coordinates, Layout
-from meshmark.spec.model_spec import ModelSpec, gpt
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload
 from meshmark.theory.memory import model_states

@@ -19,12 +19,32 @@ MOVED = {
     "meshmark.adapter.holdings": "meshmark.adapter.engine",
     "meshmark.adapter.traffic_source": "meshmark.adapter.engine",
     "meshmark.algorithms.replicas": "meshmark.algorithms.contract",
-    "meshmark.reference.build": "meshmark.reference.model",
+    "meshmark.reference.amoebanet": "meshmark.models.amoebanet.module",
+    "meshmark.reference.build": "meshmark.models.module",
+    "meshmark.reference.coatnet": "meshmark.models.coatnet.module",
+    "meshmark.reference.mixture": "meshmark.models.mixture.module",
+    "meshmark.reference.model": "meshmark.models.module",
     "meshmark.reference.optimizers": "meshmark.reference.objective",
+    "meshmark.reference.resnet": "meshmark.models.resnet.module",
+    "meshmark.reference.transformer": "meshmark.models.transformer.module",
+    "meshmark.reference.vision": "meshmark.models.vision_transformer.module",
+    "meshmark.spec.amoebanet_spec": "meshmark.models.amoebanet.config",
+    "meshmark.spec.coatnet_spec": "meshmark.models.coatnet.config",
+    "meshmark.spec.convolutional": "meshmark.models.convolutional",
+    "meshmark.spec.hub_config": "meshmark.models.hub_config",
+    "meshmark.spec.mixture_spec": "meshmark.models.mixture.config",
+    "meshmark.spec.model_config": "meshmark.models.config",
+    "meshmark.spec.model_spec": "meshmark.models.transformer.config",
+    "meshmark.spec.model_text": "meshmark.models.model_text",
+    "meshmark.spec.planned_config": "meshmark.models.planned_config",
+    "meshmark.spec.planned_model": "meshmark.models.planned_model",
+    "meshmark.spec.resnet_spec": "meshmark.models.resnet.config",
+    "meshmark.spec.vision_spec": "meshmark.models.vision_transformer.config",
     "meshmark.theory.flow": "meshmark.theory.traffic",
     "meshmark.theory.states": "meshmark.theory.memory",
 }
-"""New name of each module by its old one: those that docs/adapter.md and docs/algorithms.md showed in version 0.1."""
+"""New name of each module by its old one: those that docs/adapter.md and docs/algorithms.md showed in
+version 0.1, and the model families."""
 
 
 class MovedFinder(MetaPathFinder, Loader):

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from meshmark.measure.readings import wire_factor
+from meshmark.models.coatnet.config import CoAtNetSpec
+from meshmark.models.config import Dataset
 from meshmark.spec.case import Case
-from meshmark.spec.coatnet_spec import CoAtNetSpec
 from meshmark.spec.hardware import gpu
 from meshmark.spec.layout import Layout, Offload, Schedule
-from meshmark.spec.model_config import Dataset
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Loss, Workload
 from meshmark.theory.memory import model_states

@@ -35,8 +35,8 @@ from meshmark.compression.specification import linears
 from meshmark.environment import describe
 from meshmark.import_target import import_module_of
 from meshmark.measure.laps import in_rounds, ratio_interval
+from meshmark.models.module import build_model
 from meshmark.reference.data import make_batch
-from meshmark.reference.model import build_model
 from meshmark.reference.objective import build_optimizer
 from meshmark.report.table import table as markdown
 from meshmark.spec.workload import Workload

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from meshmark.models.module import parameter_shapes
 from meshmark.records.record import Record, Status
-from meshmark.reference.model import parameter_shapes
 from meshmark.run.runner import Runner
 from meshmark.run.verdict import (
     COUNT_BYTES,

@@ -18,12 +18,12 @@ from meshmark.adapter.registry import builtin_adapters
 from meshmark.environment import describe
 from meshmark.launch.cluster import Cluster, ClusterSpec
 from meshmark.launch.launch import ForkserverLauncher
+from meshmark.models.transformer.config import gpt
 from meshmark.report.kept_page import keep_page
 from meshmark.report.table import table_of
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule
-from meshmark.spec.model_spec import gpt
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.workload import Workload
 from studies.dry_run import DryRun, dry_run

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshmark.models.transformer.config import ModelSpec, gpt, llama
 from meshmark.plan.layout_table import batches
 from meshmark.plan.prediction import Prediction, predict_grid
 from meshmark.plan.rates import Rates
@@ -17,7 +18,6 @@ from meshmark.plan.stacks import contended, scaled, stack_of
 from meshmark.plan.step_time import step_time
 from meshmark.spec.hardware import GIB, Gpu, gpu
 from meshmark.spec.layout import Recompute, Schedule
-from meshmark.spec.model_spec import ModelSpec, gpt, llama
 from meshmark.theory.grid import RECOMPUTES, SCHEDULES, Grid, make_grid
 from meshmark.theory.recipe import TrainingRecipe, recipe
 from studies.papers import paper

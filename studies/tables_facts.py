@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from meshmark.models.transformer.config import model_spec
 from meshmark.plan.rows import Row, number
 from meshmark.spec.hardware import TERA, gpu
-from meshmark.spec.model_spec import model_spec
 from meshmark.theory.recipe import recipe
 from studies.papers import paper
 from studies.table import Cell, Table

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from meshmark.models.transformer.config import gpt
 from meshmark.plan.rows import Row, number
 from meshmark.spec.hardware import GIB
 from meshmark.spec.layout import Recompute
-from meshmark.spec.model_spec import gpt
 from meshmark.theory.activations import layer_activation_bytes
 from meshmark.theory.grid import RECOMPUTES, make_grid
 from meshmark.theory.memory import state_bytes

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from meshmark.models.transformer.config import ModelSpec, gpt, model_spec
 from meshmark.plan.rows import Row, number
-from meshmark.spec.model_spec import ModelSpec, gpt, model_spec
 from studies.papers import paper
 from studies.table import Cell, Table
 

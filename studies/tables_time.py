@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from meshmark.models.transformer.config import gpt
 from meshmark.plan.rates import rates
 from meshmark.plan.rows import number
 from meshmark.plan.simulator import simulate
 from meshmark.spec.hardware import gpu
 from meshmark.spec.layout import Layout, Schedule
-from meshmark.spec.model_spec import gpt
 from meshmark.theory.model_theory import hardware_flops_per_token, model_flops_per_token
 from studies.papers import paper
 from studies.published import TERA, korthikanti_table4, korthikanti_table5, megatron_flops, megatron_table1

@@ -21,13 +21,13 @@ from meshmark.adapter.loop import GREENLET
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.conformance.finding import ClauseResult
 from meshmark.judge.faults import Diagnosis, Fault
+from meshmark.models.transformer.config import Family
 from meshmark.records.record import Record
 from meshmark.records.record_file import read_records
 from meshmark.report.conformance import AdapterColumn, columns
 from meshmark.report.results import CaseResult, newest, results
 from meshmark.report.table import inline
 from meshmark.report.table import table as markdown
-from meshmark.spec.model_spec import Family
 from meshmark.text import clip, pluralize
 from studies.architectures import detection_range
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from meshmark.models.transformer.config import ModelSpec, gpt
 from meshmark.plan.prediction import Prediction, predict_grid
 from meshmark.plan.rates import HostRates, KernelRates, NetworkRates, Rates
 from meshmark.plan.rows import Row, number, read_rows
 from meshmark.spec.hardware import gpu
 from meshmark.spec.layout import Layout
-from meshmark.spec.model_spec import ModelSpec, gpt
 from meshmark.theory.grid import make_grid
 from meshmark.theory.memory import Overheads
 from meshmark.theory.model_theory import model_flops_per_token

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from meshmark.models.transformer.config import ModelSpec
 from meshmark.plan.rows import Row, number
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
-from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.precision import precision
 from meshmark.spec.workload import Workload
 from meshmark.theory.activations import layer_activation_bytes

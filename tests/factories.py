@@ -12,6 +12,7 @@ from meshmark.judge.tolerance_model import Way
 from meshmark.measure.laps import GpuPower
 from meshmark.measure.profile import ActivityKind, Bandwidth, Kernel, Profile
 from meshmark.measure.readings import AlikeSteps, Bytes, Collective, DeviceMemory, MemoryReading, TrafficReading
+from meshmark.models.transformer.config import Family, ModelSpec
 from meshmark.records.record import (
     ConformanceEvidence,
     EquivalenceEvidence,
@@ -33,7 +34,6 @@ from meshmark.records.request import Task
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Layout
-from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload

@@ -13,14 +13,14 @@ import pytest
 from meshmark.adapter.contract import Capabilities, Feature
 from meshmark.adapter.registry import load_adapter
 from meshmark.adapters import ADAPTERS
-from meshmark.algorithms.contract import Synchronous, Transition
+from meshmark.algorithms.contract import Synchronous, Tensors, Transition
 from meshmark.algorithms.local_sgd import LocalSGD
 from meshmark.conformance.clauses import CLAUSES, judge_clause
 from meshmark.conformance.finding import ClauseResult
 from meshmark.conformance.scenario import SCENARIOS, plain_cells
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.errors import InputError
-from meshmark.judge.deviation import Drift, Quantity, QuantityKind, Tensors, by_replica, replicas_of_ranks
+from meshmark.judge.deviation import Drift, Quantity, QuantityKind, by_replica, replicas_of_ranks
 from meshmark.judge.faults import Fault
 from meshmark.judge.replica_diagnosis import diagnose_replicas
 from meshmark.judge.tolerance_model import fit, noise_run

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.batched import Traces, assess_batched, train, train_batched
 from benchmarks.problems import SMALL, varied
-from meshmark.judge.deviation import Tensors
+from meshmark.algorithms.contract import Tensors
 from meshmark.judge.tolerance_model import noise_run
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import assess

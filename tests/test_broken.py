@@ -15,9 +15,9 @@ from meshmark.conformance.clauses import CLAUSES
 from meshmark.judge.deviation import OBSERVED_STEPS, Assess
 from meshmark.judge.faults import Fault
 from meshmark.launch.launch import ForkserverLauncher
+from meshmark.models.module import parameter_shapes
 from meshmark.passes.noise import NUM_RUNS
 from meshmark.records.record import Record
-from meshmark.reference.model import parameter_shapes
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.run.verdict import detection_limits
 from meshmark.spec.case import Case

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 
 from meshmark.launch.launch import ForkserverLauncher
 from meshmark.measure.readings import Bytes
+from meshmark.models.transformer.config import TEXT_FAMILIES, Family, ModelSpec
+from meshmark.models.transformer.module import Transformer
 from meshmark.records.record import Record, Verdict
 from meshmark.reference.data import make_batch
 from meshmark.reference.objective import loss_share
-from meshmark.reference.transformer import Transformer
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.run.verdict import judge_memory
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute, Schedule
-from meshmark.spec.model_spec import TEXT_FAMILIES, Family, ModelSpec
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Loss, Workload
 from meshmark.theory.backward_pass import RNG_STATE_BYTES

@@ -19,12 +19,12 @@ from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.adapter.single import SingleEngine
 from meshmark.measure.meters import Watch, read_memory
 from meshmark.measure.readings import MemoryReading
+from meshmark.models.module import parameter_shapes
+from meshmark.models.transformer.config import Family, ModelSpec, gpt, llama
 from meshmark.passes.observe import Observer
 from meshmark.records.request import Request, Task
-from meshmark.reference.model import parameter_shapes
 from meshmark.spec.case import Case, Tuning
 from meshmark.spec.layout import Layout
-from meshmark.spec.model_spec import Family, ModelSpec, gpt, llama
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload

@@ -15,8 +15,8 @@ from meshmark.adapter.single import SingleEngine
 from meshmark.errors import AdapterError
 from meshmark.judge.trace import host_gradients, host_parameters, local_holdings
 from meshmark.launch.launch import ForkserverLauncher
+from meshmark.models.module import parameter_shapes
 from meshmark.records.record import Record, Status
-from meshmark.reference.model import parameter_shapes
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout

@@ -8,9 +8,9 @@ import pytest
 
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.errors import LayoutError
+from meshmark.models.transformer.config import MODELS
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule
-from meshmark.spec.model_spec import MODELS
 from meshmark.spec.workload import WORKLOADS, Workload
 from meshmark.theory.memory import model_states
 from meshmark.theory.model_theory import local_parameters

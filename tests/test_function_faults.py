@@ -19,8 +19,8 @@ from meshmark.judge.faults import Diagnosis, Fault
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import ExactOptimizer, assess, exact_gradients
 from meshmark.judge.twin import Twin
+from meshmark.models.module import build_model
 from meshmark.reference.data import IGNORED, Batch, make_batch
-from meshmark.reference.model import build_model
 from meshmark.reference.objective import loss_share
 from meshmark.spec.precision import Precision
 from tests.test_diagnosis import CASE, STEPS, WEIGHT, examine, gradients, honest, without_hurry

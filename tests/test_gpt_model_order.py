@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from meshmark.judge.split_products import GPTModelOrder, split_loss_share
+from meshmark.models.module import build_model
 from meshmark.reference.data import make_batch
-from meshmark.reference.model import build_model
 from meshmark.reference.objective import loss_share
 from meshmark.spec.workload import workload
 

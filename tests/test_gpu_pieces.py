@@ -31,13 +31,13 @@ from meshmark.launch import rank as rank_module
 from meshmark.launch.cluster import Cluster, ClusterSpec
 from meshmark.launch.launch import ForkserverLauncher, LaunchResult
 from meshmark.launch.rank import RankInfo
+from meshmark.models.module import parameter_shapes
 from meshmark.passes import noise
 from meshmark.pytest_plugin.selection import add_options, expect_gpus
 from meshmark.records.rank_report import RankFailure
 from meshmark.records.record import Status
 from meshmark.records.record_file import RecordFile
 from meshmark.records.request import Request, Task
-from meshmark.reference.model import parameter_shapes
 from meshmark.run.runner import Runner, RunOptions, num_processes
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout

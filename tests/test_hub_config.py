@@ -12,11 +12,11 @@ import torch
 from meshmark.cli.commands import main
 from meshmark.cli.options import chosen_workloads
 from meshmark.errors import InputError
+from meshmark.models.model_text import describe, described_model
+from meshmark.models.planned_model import PlannedModel
+from meshmark.models.transformer.config import ModelSpec
+from meshmark.models.transformer.module import Transformer
 from meshmark.plan.model_names import plan_model
-from meshmark.reference.transformer import Transformer
-from meshmark.spec.model_spec import ModelSpec
-from meshmark.spec.model_text import describe, described_model
-from meshmark.spec.planned_model import PlannedModel
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -14,8 +14,8 @@ from meshmark.adapter.registry import load_adapter
 from meshmark.adapters import ADAPTERS
 from meshmark.conformance.scenario import plain_cells
 from meshmark.errors import CorpusError, InputError
+from meshmark.models.module import build_model
 from meshmark.reference.data import check_data, data_digest, load_images, make_batch, on_corpus
-from meshmark.reference.model import build_model
 from meshmark.spec.workload import Workload, workload
 
 VIT = workload("vit-digits")

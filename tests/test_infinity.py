@@ -15,8 +15,8 @@ from torch import Tensor
 from meshmark.adapter.engine import RankContext
 from meshmark.adapters.deepspeed.infinity import OPERATORS, DeepSpeedInfinity, InfinityEngine
 from meshmark.adapters.deepspeed.operators import missing
+from meshmark.models.module import initial_value
 from meshmark.reference.data import make_batch
-from meshmark.reference.model import initial_value
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Offload
 from tests.broken.mutant import GPT, WIDE

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from meshmark.adapter.engine import initial_model
 from meshmark.measure.meters import Watch
-from meshmark.reference import model
-from meshmark.reference.model import (
+from meshmark.models import module as model
+from meshmark.models.module import (
     _AT_ONCE_ELSEWHERE,
     Block,
     _counters,
@@ -26,8 +26,8 @@ from meshmark.reference.model import (
     parameter_shapes,
     random_bits,
 )
+from meshmark.models.transformer.config import MODELS
 from meshmark.spec.layout import Layout
-from meshmark.spec.model_spec import MODELS
 from tests.factories import make_case, make_model, make_workload
 
 TINY = MODELS["gpt-tiny"]

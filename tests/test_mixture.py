@@ -14,19 +14,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshmark.adapter.registry import load_adapter
 from meshmark.adapters import ADAPTERS
+from meshmark.algorithms.contract import Tensors
 from meshmark.errors import InputError
-from meshmark.judge.deviation import Tensors
 from meshmark.judge.faults import Fault
 from meshmark.judge.truth import NEAR, exact_gradients, followed, initial_values
 from meshmark.launch.launch import ForkserverLauncher
+from meshmark.models.mixture.config import MIXTURE_MINI
+from meshmark.models.mixture.module import Mixture
+from meshmark.models.module import build_model, parameter_shapes, skeleton
 from meshmark.reference.data import make_batch
-from meshmark.reference.mixture import Mixture
-from meshmark.reference.model import build_model, parameter_shapes, skeleton
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
-from meshmark.spec.mixture_spec import MIXTURE_MINI
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload
 from meshmark.theory.model_theory import local_parameters, theory_of

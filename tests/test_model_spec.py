@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from meshmark.errors import InputError, UnknownNameError
-from meshmark.reference.model import parameter_shapes
-from meshmark.reference.transformer import Transformer
-from meshmark.spec.model_spec import MODELS, Family, ModelSpec, model_spec
+from meshmark.models.module import parameter_shapes
+from meshmark.models.transformer.config import MODELS, Family, ModelSpec, model_spec
+from meshmark.models.transformer.module import Transformer
 from tests.factories import make_model
 
 VARIANTS = {

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from meshmark.models.module import initial_value
+from meshmark.models.transformer.config import gpt
 from meshmark.reference.data import IGNORED, load_corpus, load_digits
-from meshmark.reference.model import initial_value
 from meshmark.reference.objective import cross_entropy
 from meshmark.spec.algorithm import algorithm_named
-from meshmark.spec.model_spec import gpt
 from studies.convergence import nets, published, targets
 from studies.convergence.nets import Images, Net, Text
 from studies.convergence.published import HeldOut, MaskedText

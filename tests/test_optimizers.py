@@ -17,12 +17,12 @@ from meshmark.adapters import ADAPTERS
 from meshmark.errors import InputError
 from meshmark.judge.truth import ExactOptimizer
 from meshmark.launch.launch import ForkserverLauncher
-from meshmark.reference import model as model_module
+from meshmark.models import module as model_module
+from meshmark.models.transformer.config import Family, ModelSpec
 from meshmark.reference.objective import newton_schulz, reference_optimizer
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
-from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.spec.workload import WORKLOADS, workload

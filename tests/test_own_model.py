@@ -21,9 +21,9 @@ from meshmark.cli.options import chosen_workloads
 from meshmark.conformance.scenario import SCENARIOS, plain_cells
 from meshmark.errors import InputError
 from meshmark.judge.truth import ExactOptimizer, assess_replicas, initial_values
+from meshmark.models.module import block_of, build_model, parameter_shapes, sizes_by_block, skeleton
 from meshmark.records.record_file import read_records
 from meshmark.reference.data import make_batch, on_corpus
-from meshmark.reference.model import block_of, build_model, parameter_shapes, sizes_by_block, skeleton
 from meshmark.reference.objective import parameter_groups
 from meshmark.reference.own_model import OwnModel, describe, load_workload, reference_values
 from meshmark.serial import decode, encode

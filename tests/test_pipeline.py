@@ -15,12 +15,12 @@ from meshmark.conformance.clauses import CLAUSES
 from meshmark.conformance.scenario import plain_cells, plain_workload
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.launch.launch import ForkserverLauncher
+from meshmark.models.transformer.config import Family
 from meshmark.plan.simulator import task_order
 from meshmark.pytest_plugin.plugin import expect, expect_clause
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute, Schedule
-from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload
 from meshmark.theory.activations import chunk_in_flight, num_in_flight

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from meshmark.adapters.pipeline import Pipeline
+from meshmark.models.transformer.config import ModelSpec
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule
-from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.workload import Workload
 from meshmark.theory.activations import chunk_in_flight, num_in_flight
 from meshmark.theory.grid import SCHEDULES, make_grid

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from meshmark.measure.readings import Collective, wire_factor
-from meshmark.reference.model import parameter_shapes
-from meshmark.reference.transformer import Transformer
+from meshmark.models.module import parameter_shapes
+from meshmark.models.transformer.config import MODELS, Family, ModelSpec
+from meshmark.models.transformer.module import Transformer
 from meshmark.spec.layout import Layout
-from meshmark.spec.model_spec import MODELS, Family, ModelSpec
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Loss

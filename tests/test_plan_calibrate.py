@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from meshmark.cli.commands import main
 from meshmark.errors import InputError
+from meshmark.models.transformer.config import gpt
 from meshmark.plan.calibrate import (
     Microbenchmarks,
     calibrate_here,
@@ -26,7 +27,6 @@ from meshmark.plan.microbenchmarks import Measurement
 from meshmark.plan.prediction import predict_grid
 from meshmark.plan.rates import Rates, rates
 from meshmark.spec.hardware import Gpu, gpu, gpu_of_device
-from meshmark.spec.model_spec import gpt
 from meshmark.theory.grid import make_grid
 from meshmark.theory.recipe import recipe
 from studies.twins_calibrated import calibrated_twin

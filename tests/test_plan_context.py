@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from meshmark.cli.commands import main
 from meshmark.errors import InputError
+from meshmark.models.transformer.config import ModelSpec
 from meshmark.plan.model_names import plan_model
 from meshmark.plan.predict_file import predict_file
 from meshmark.plan.prediction import Prediction, predict_grid
@@ -20,7 +21,6 @@ from meshmark.plan.search import search
 from meshmark.plan.step_time import PARTS
 from meshmark.spec.hardware import GIB, gpu
 from meshmark.spec.layout import Layout, Recompute
-from meshmark.spec.model_spec import ModelSpec
 from meshmark.theory.grid import RECOMPUTES, Grid, SearchSpace, make_grid, searched_contexts
 from meshmark.theory.memory import CATEGORIES, model_states
 from meshmark.theory.recipe import recipe

@@ -11,10 +11,10 @@ import pytest
 
 from meshmark.cli.commands import main
 from meshmark.errors import InputError
+from meshmark.models.model_text import described_model
+from meshmark.models.planned_model import PlannedModel
 from meshmark.plan.model_names import PLAN_MODELS, plan_model
 from meshmark.plan.predict_file import predict_rows
-from meshmark.spec.model_text import described_model
-from meshmark.spec.planned_model import PlannedModel
 from meshmark.theory.model_theory import model_flops_per_token
 
 ROW = {"model": "mixtral-8x7b", "gpu": "h100", "framework": "nemo", "layout": "dp16.tp2.sp.zero1.mb8"}

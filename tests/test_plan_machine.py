@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshmark.cli.commands import main
+from meshmark.models.transformer.config import model_spec
 from meshmark.plan.frameworks import FRAMEWORKS
 from meshmark.plan.gpu_file import gpu_template, read_gpu
 from meshmark.plan.prediction import MEMORY_ERROR, predict_grid
@@ -17,7 +18,6 @@ from meshmark.plan.rates import rates
 from meshmark.plan.search import search
 from meshmark.plan.stacks import rates_for
 from meshmark.spec.hardware import GIB, GPUS, gpu
-from meshmark.spec.model_spec import model_spec
 from meshmark.theory.grid import SearchSpace, make_grid
 from meshmark.theory.recipe import RECIPES, recipe
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshmark.models.transformer.config import model_spec
 from meshmark.plan.frameworks import recipe_of
 from meshmark.plan.model_names import known_models, model_of_size, plan_model
 from meshmark.plan.rates import Rates, rates
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
-from meshmark.spec.model_spec import model_spec
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
 from meshmark.theory.activations import layer_activation_bytes, num_in_flight

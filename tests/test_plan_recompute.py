@@ -9,6 +9,7 @@ import pytest
 
 from meshmark.cli.commands import main
 from meshmark.errors import InputError
+from meshmark.models.transformer.config import llama
 from meshmark.plan.layout_columns import recomputed_columns
 from meshmark.plan.model_names import plan_model
 from meshmark.plan.predict_file import predict_rows
@@ -18,7 +19,6 @@ from meshmark.plan.stacks import rates_for, stack_of
 from meshmark.plan.step_time import step_time
 from meshmark.spec.hardware import gpu
 from meshmark.spec.layout import Layout, Offload, Recompute, RecomputeModule, Schedule
-from meshmark.spec.model_spec import llama
 from meshmark.theory.activations import held_bytes, layer_activation_bytes
 from meshmark.theory.grid import RECOMPUTES, Grid, make_grid, module_code
 from meshmark.theory.memory import Overheads, memory

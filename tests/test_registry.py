@@ -26,9 +26,9 @@ from meshmark.cli.commands import main
 from meshmark.cli.options import chosen_adapters
 from meshmark.environment import PACKAGES
 from meshmark.errors import AdapterError, InputError, UnknownNameError
+from meshmark.models.transformer.config import Family
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
-from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
 from tests.factories import make_case, make_model, make_workload

@@ -13,11 +13,11 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import load_adapter
 from meshmark.adapters import ROSTER
 from meshmark.adapters.fsdp2 import dealt_rows
+from meshmark.models.module import parameter_shapes
+from meshmark.models.transformer.config import ModelSpec, gpt, llama
 from meshmark.plan.model_names import known_models
-from meshmark.reference.model import parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
-from meshmark.spec.model_spec import ModelSpec, gpt, llama
 from meshmark.spec.workload import workload
 from meshmark.theory.grid import make_grid
 from meshmark.theory.memory import Overheads, memory, model_states

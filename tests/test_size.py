@@ -18,6 +18,7 @@ import torch
 from benchmarks import size, size_page
 from meshmark.adapter.engine import Gathered
 from meshmark.adapters import ADAPTERS
+from meshmark.algorithms.contract import Tensors
 from meshmark.conformance.scenario import SCENARIOS
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.judge import layered
@@ -27,7 +28,6 @@ from meshmark.judge.deviation import (
     Drift,
     QuantityKind,
     Sample,
-    Tensors,
     assess_of,
     global_norm,
     sample_of,

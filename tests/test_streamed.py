@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.launch.launch import ForkserverLauncher
+from meshmark.models.transformer.config import Family, ModelSpec
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
-from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.workload import workload
 from meshmark.theory.grid import layout_grid
 from meshmark.theory.memory import Overheads, eager_pass, memory, model_states

@@ -16,6 +16,8 @@ from meshmark.cli import plan_run, suite_file
 from meshmark.cli.commands import main
 from meshmark.cli.suite_file import CASES, OPTIONS, hold, read_suite, run_file
 from meshmark.errors import InputError, ResultsError
+from meshmark.models.model_text import describe, described_model
+from meshmark.models.transformer.config import MODELS
 from meshmark.plan.rates import rates
 from meshmark.plan.search import Search, search
 from meshmark.pytest_plugin.selection import add_options
@@ -23,8 +25,6 @@ from meshmark.records.record import SCHEMA, Outcome, Record, Status
 from meshmark.records.record_file import Attempt, Ending, RecordFile, Session, read_records
 from meshmark.regression import releases, side
 from meshmark.spec.hardware import gpu
-from meshmark.spec.model_spec import MODELS
-from meshmark.spec.model_text import describe, described_model
 from meshmark.theory.grid import SearchSpace
 from meshmark.theory.recipe import recipe
 from tests.factories import make_case, make_good, make_memory, make_memory_evidence, make_verdict

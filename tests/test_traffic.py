@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 
 from meshmark.measure.readings import wire_factor
-from meshmark.reference.model import parameter_shapes
+from meshmark.models.module import parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.optimizer import OptimizerSpec

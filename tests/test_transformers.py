@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshmark.cli.options import chosen_workloads
 from meshmark.errors import InputError
 from meshmark.judge.truth import exact_gradients, initial_values
+from meshmark.models.module import block_classes
 from meshmark.reference.data import make_batch
-from meshmark.reference.model import block_classes
 from meshmark.spec.own_model import OwnModelConfig
 
 ROOT = Path(__file__).parent.parent

@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 import torch
 
+from meshmark.algorithms.contract import Tensors
 from meshmark.errors import AdapterError
 from meshmark.judge import truth
-from meshmark.judge.deviation import Deviation, Tensors, deviation, global_norm
+from meshmark.judge.deviation import Deviation, deviation, global_norm
 from meshmark.judge.trace import Trace, host_copies
 from meshmark.judge.truth import ExactOptimizer, assess, exact_gradients, initial_values, norm_deviation
+from meshmark.models.module import initial_value
+from meshmark.models.transformer.config import Family
+from meshmark.models.transformer.module import Transformer
 from meshmark.reference.data import make_batch
-from meshmark.reference.model import initial_value
 from meshmark.reference.objective import loss_share
-from meshmark.reference.transformer import Transformer
-from meshmark.spec.model_spec import Family
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.workload import Loss, Workload
 from tests.factories import make_model, make_workload

@@ -12,10 +12,10 @@ import pytest
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.judge.deviation import Assess
 from meshmark.launch.launch import ForkserverLauncher
+from meshmark.models.transformer.config import ModelSpec, gpt
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
-from meshmark.spec.model_spec import ModelSpec, gpt
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
 from meshmark.theory.backward_pass import INDEX_BYTES, Widths, block_bytes

@@ -22,10 +22,13 @@ from meshmark.judge.deviation import QuantityKind
 from meshmark.judge.truth import exact_gradients, initial_values
 from meshmark.judge.twin import exact_buffers, initial_buffers
 from meshmark.launch.launch import ForkserverLauncher
+from meshmark.models.config import ImageModelConfig
+from meshmark.models.module import buffer_shapes, build_model, parameter_shapes, sizes_by_block
+from meshmark.models.transformer.config import MODELS, Family
+from meshmark.models.vision_transformer.config import VISION_MODELS
 from meshmark.records.record import Record
 from meshmark.reference import data
 from meshmark.reference.data import IGNORED, check_data, load_digits, make_batch
-from meshmark.reference.model import buffer_shapes, build_model, parameter_shapes, sizes_by_block
 from meshmark.reference.objective import loss_share
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.run.throughput import throughput
@@ -33,10 +36,7 @@ from meshmark.run.verdict import judge_communication, judge_memory
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
-from meshmark.spec.model_config import ImageModelConfig
-from meshmark.spec.model_spec import MODELS, Family
 from meshmark.spec.precision import Precision
-from meshmark.spec.vision_spec import VISION_MODELS
 from meshmark.spec.workload import Loss, Workload, workload
 from meshmark.theory.memory import ModelStates, model_states
 from meshmark.theory.traffic import bytes_by_kind, step_traffic

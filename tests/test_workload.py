@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from meshmark.errors import InputError, UnknownNameError
-from meshmark.spec.mixture_spec import MIXTURE_MINI
-from meshmark.spec.model_config import Dataset
-from meshmark.spec.model_spec import MODELS
-from meshmark.spec.vision_spec import VISION_MODELS
+from meshmark.models.config import Dataset
+from meshmark.models.mixture.config import MIXTURE_MINI
+from meshmark.models.transformer.config import MODELS
+from meshmark.models.vision_transformer.config import VISION_MODELS
 from meshmark.spec.workload import WORKLOADS, workload
 from tests.factories import make_model, make_workload
 

@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from meshmark.errors import InputError
 from meshmark.judge.truth import ExactOptimizer, exact_gradients, initial_values
+from meshmark.models.module import parameter_shapes
+from meshmark.models.transformer.module import Transformer
 from meshmark.reference.data import make_batch
-from meshmark.reference.model import parameter_shapes
 from meshmark.reference.objective import build_optimizer, build_schedule, loss_share, parameter_groups
-from meshmark.reference.transformer import Transformer
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.workload import Loss, Workload
 from tests.factories import make_model, make_workload

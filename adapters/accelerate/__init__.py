@@ -41,10 +41,10 @@ from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.config import prepare
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine, is_deepspeed
 from meshmark.adapters.fsdp2 import FSDP2, FSDP2Engine, fsdp2_exceptions, row_extra_memory
+from meshmark.models.module import block_classes
+from meshmark.models.transformer.config import Family
 from meshmark.reference.data import Batch
-from meshmark.reference.model import block_classes
 from meshmark.spec.case import Case
-from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe

@@ -19,10 +19,10 @@ from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.adapters.deepspeed.operators import load
 from meshmark.adapters.deepspeed.variants import DeepSpeedOffload
 from meshmark.errors import AdapterError
-from meshmark.reference.mixture import Mixture
+from meshmark.models.mixture.module import Mixture
+from meshmark.models.transformer.config import Family
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
-from meshmark.spec.model_spec import Family
 from meshmark.spec.optimizer import OptimizerKind
 
 _AUTO = ("train_batch_size", "gradient_accumulation_steps")

@@ -10,7 +10,7 @@ from meshmark.adapter.contract import Feature
 from meshmark.adapter.engine import RankContext
 from meshmark.adapters.accelerate import AccelerateFSDP2
 from meshmark.adapters.accelerate.prepare import sharding_accelerator
-from meshmark.reference.model import block_classes
+from meshmark.models.module import block_classes
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
 

@@ -29,10 +29,10 @@ from meshmark.adapters.accelerate.prepare import (
     runs_on_cpus,
     whole_batches,
 )
+from meshmark.models.transformer.config import Family
 from meshmark.reference.data import Batch
 from meshmark.reference.objective import build_optimizer, build_schedule, loss_share
 from meshmark.spec.case import Case
-from meshmark.spec.model_spec import Family
 from meshmark.spec.workload import Loss
 from meshmark.theory.backward_pass import RNG_STATE_BYTES
 from meshmark.theory.memory import ExtraMemory

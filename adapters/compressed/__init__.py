@@ -10,9 +10,9 @@ from meshmark.adapter.engine import Engine, RankContext, initial_model
 from meshmark.adapters.compressed.memory import held_besides
 from meshmark.algorithms import compressed, one_bit
 from meshmark.algorithms.compressed.compressor import SPARSE, CompressorKind
+from meshmark.models.transformer.config import TEXT_FAMILIES, Family
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
-from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.memory import ExtraMemory
 

@@ -9,9 +9,9 @@ from meshmark.adapter.contract import Adapter, Arithmetic, Capabilities, Casting
 from meshmark.adapter.engine import Engine, RankContext, initial_model
 from meshmark.adapters.decentralised.memory import held_besides
 from meshmark.algorithms import decentralised
+from meshmark.models.transformer.config import Family
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
-from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.memory import ExtraMemory
 

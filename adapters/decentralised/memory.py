@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from meshmark.algorithms.decentralised import Decentralised
-from meshmark.reference.model import parameter_shapes
+from meshmark.models.module import parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.theory.memory import ExtraMemory, model_states
 from meshmark.theory.recipe import TrainingRecipe

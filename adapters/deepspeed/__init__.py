@@ -25,12 +25,12 @@ from meshmark.adapters.deepspeed.traffic_exceptions import (
     state_shards,
     zero_exceptions,
 )
-from meshmark.reference.model import Model, parameter_shapes
+from meshmark.models.module import Model, parameter_shapes
+from meshmark.models.transformer.config import Family
 from meshmark.reference.objective import build_optimizer, build_schedule
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Recompute
-from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.model_theory import bucket_elements, local_parameters

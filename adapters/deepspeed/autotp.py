@@ -19,11 +19,11 @@ from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine, whole, whole_gradient
 from meshmark.adapters.deepspeed.traffic_exceptions import sharing_exceptions, state_shards
 from meshmark.errors import AdapterError
+from meshmark.models.module import parameter_shapes
+from meshmark.models.transformer.config import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.reference.data import Batch
-from meshmark.reference.model import parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Axis, Recompute
-from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.model_theory import local_parameters

@@ -15,7 +15,7 @@ from meshmark.adapter.contract import Feature
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.errors import AdapterError
-from meshmark.reference.model import Model, parameter_shapes, sizes_by_block
+from meshmark.models.module import Model, parameter_shapes, sizes_by_block
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
 from meshmark.theory.memory import ExtraMemory

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from meshmark.adapter.engine import DataParallelEngine, Gathered, Holdings, optimizer_state_tensors
 from meshmark.errors import AdapterError
-from meshmark.reference.model import initial_value
+from meshmark.models.module import initial_value
 from meshmark.reference.objective import Schedule
 
 TAG, _UNIVERSAL = "meshmark", "universal"

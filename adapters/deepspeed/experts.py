@@ -26,13 +26,13 @@ from meshmark.adapters.expert_ranks import (
     refusal_of_ranks,
 )
 from meshmark.errors import AdapterError
-from meshmark.reference.mixture import Mixture
-from meshmark.reference.model import Model, parameter_shapes
+from meshmark.models.mixture.config import MixtureSpec
+from meshmark.models.mixture.module import Mixture
+from meshmark.models.module import Model, parameter_shapes
+from meshmark.models.transformer.config import Family
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
-from meshmark.spec.mixture_spec import MixtureSpec
-from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.partition import reaching_elements

@@ -16,7 +16,7 @@ from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.deepspeed import STAGE_3_GAPS, DeepSpeed
 from meshmark.adapters.deepspeed.traffic_exceptions import zero_exceptions
 from meshmark.errors import AdapterError
-from meshmark.reference.model import parameter_shapes
+from meshmark.models.module import parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.traffic import Flow, OneTimeTraffic, Purpose, TrafficException, neighbours, step_traffic

@@ -18,7 +18,7 @@ from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.adapters.deepspeed.operators import load, missing
 from meshmark.adapters.deepspeed.variants import DeepSpeedOffload
 from meshmark.errors import AdapterError
-from meshmark.reference.model import Model, parameter_shapes
+from meshmark.models.module import Model, parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Offload
 from meshmark.spec.precision import Precision

@@ -25,10 +25,10 @@ from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.config import prepare
 from meshmark.adapters.deepspeed.engine import TAG, DeepSpeedEngine
 from meshmark.errors import AdapterError
+from meshmark.models.transformer.config import TEXT_FAMILIES
 from meshmark.reference.data import IGNORED, Batch
 from meshmark.reference.objective import build_optimizer, build_schedule, loss_share
 from meshmark.spec.case import Case
-from meshmark.spec.model_spec import TEXT_FAMILIES
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Loss
 from meshmark.theory.traffic import Flow, Purpose, TrafficException

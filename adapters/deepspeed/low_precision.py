@@ -16,7 +16,7 @@ from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.adapters.deepspeed.replicated import DeepSpeedZero0, ReplicatedEngine
 from meshmark.adapters.deepspeed.traffic_exceptions import keeps_whole_gradients
 from meshmark.errors import AdapterError
-from meshmark.reference.model import initial_value
+from meshmark.models.module import initial_value
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe

@@ -14,7 +14,7 @@ from meshmark.adapter.engine import Engine, Holdings, RankContext
 from meshmark.adapters.deepspeed import STAGE_3_GAPS, DeepSpeed
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.errors import AdapterError
-from meshmark.reference.model import parameter_shapes
+from meshmark.models.module import parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.precision import Precision

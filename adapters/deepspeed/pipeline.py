@@ -16,12 +16,12 @@ from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.config import ds_config, prepare
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.adapters.deepspeed.traffic_exceptions import zero_exceptions
+from meshmark.models.transformer.config import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
+from meshmark.models.transformer.module import Transformer
 from meshmark.reference.data import Batch
 from meshmark.reference.objective import build_optimizer, build_schedule, cross_entropy
-from meshmark.reference.transformer import Transformer
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Axis, Recompute, Schedule
-from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.memory import ExtraMemory, micro_batch_tokens
 from meshmark.theory.partition import reaching_elements

@@ -13,7 +13,7 @@ from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.adapters.deepspeed.traffic_exceptions import zero_exceptions
 from meshmark.errors import AdapterError
-from meshmark.reference.model import parameter_shapes
+from meshmark.models.module import parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
 from meshmark.theory.memory import ExtraMemory

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from fractions import Fraction
 
-from meshmark.reference.model import parameter_shapes
+from meshmark.models.module import parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Offload, Recompute
 from meshmark.spec.precision import Dtype

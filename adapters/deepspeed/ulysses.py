@@ -17,11 +17,11 @@ from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.adapters.deepspeed.traffic_exceptions import zero_exceptions
 from meshmark.errors import AdapterError
+from meshmark.models.module import Model
+from meshmark.models.transformer.config import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
+from meshmark.models.transformer.module import Attention, Transformer
 from meshmark.reference.data import Batch
-from meshmark.reference.model import Model
-from meshmark.reference.transformer import Attention, Transformer
 from meshmark.spec.case import Case
-from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.model_theory import bucket_elements

@@ -18,8 +18,8 @@ from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.adapters.deepspeed.operators import load, missing
 from meshmark.adapters.deepspeed.traffic_exceptions import WHOLE_BUCKETS, keeps_whole_gradients
 from meshmark.errors import AdapterError
+from meshmark.models.module import block_classes, parameter_shapes, skeleton
 from meshmark.reference.data import Batch
-from meshmark.reference.model import block_classes, parameter_shapes, skeleton
 from meshmark.reference.objective import parameter_groups, reference_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap

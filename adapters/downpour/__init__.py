@@ -11,9 +11,9 @@ from meshmark.adapter.contract import Adapter, Capabilities, Feature
 from meshmark.adapter.engine import Engine, RankContext, initial_model
 from meshmark.algorithms.compressed.traffic import trained_shapes
 from meshmark.algorithms.downpour import Downpour as DownpourAlgorithm
+from meshmark.models.transformer.config import TEXT_FAMILIES, Family
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
-from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.recipe import TrainingRecipe

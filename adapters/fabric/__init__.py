@@ -23,11 +23,11 @@ from meshmark.adapter.engine import AUTOCAST, DataParallelEngine, Engine, RankCo
 from meshmark.adapters.ddp import DDPEngine
 from meshmark.adapters.fsdp1 import FSDP1, FSDP1Engine
 from meshmark.errors import AdapterError
-from meshmark.reference.model import block_classes, block_of, buffer_shapes, parameter_shapes
+from meshmark.models.module import block_classes, block_of, buffer_shapes, parameter_shapes
+from meshmark.models.transformer.config import Family
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
-from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.traffic import Purpose, TrafficException, besides, step_traffic

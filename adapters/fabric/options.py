@@ -14,7 +14,7 @@ from meshmark.adapters.deepspeed.variants import DeepSpeedOffloadParams, DeepSpe
 from meshmark.adapters.fabric import FabricDDP, FabricFSDP
 from meshmark.adapters.fabric.deepspeed import FabricDeepSpeed, FabricDeepSpeedEngine, on_cpu
 from meshmark.adapters.fsdp1 import FSDP1Hybrid, FSDP1ShardGradOp
-from meshmark.reference.model import Model, block_classes
+from meshmark.models.module import Model, block_classes
 from meshmark.reference.objective import Schedule, build_schedule
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap

@@ -24,11 +24,11 @@ from meshmark.adapter.engine import (
     optimizer_state_tensors,
 )
 from meshmark.adapters.fairscale.on_cpu import StayOnCPU, run_without_cuda
-from meshmark.reference.model import parameter_shapes, sizes_by_block
+from meshmark.models.module import parameter_shapes, sizes_by_block
+from meshmark.models.transformer.config import Family
 from meshmark.reference.objective import build_optimizer, parameter_groups, reference_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
-from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe

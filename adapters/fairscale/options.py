@@ -18,7 +18,7 @@ from meshmark.adapter.contract import Feature
 from meshmark.adapter.engine import Engine, Gathered, RankContext
 from meshmark.adapters.fairscale import FairScaleFSDP, FairScaleOSS, FSDPEngine, OSSEngine, canonical
 from meshmark.errors import AdapterError
-from meshmark.reference.model import parameter_shapes
+from meshmark.models.module import parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Recompute

@@ -27,8 +27,8 @@ from meshmark.adapters.hf_trainer.loop import (
     HFOwnOptimizerLoop,
 )
 from meshmark.adapters.hf_trainer.rows import no_model_of_transformers, uncountable
+from meshmark.models.transformer.config import Family
 from meshmark.spec.case import Case
-from meshmark.spec.model_spec import Family
 from meshmark.spec.optimizer import OptimizerKind
 from meshmark.spec.precision import Precision
 from meshmark.theory.traffic import Flow, Purpose, Sharding, TrafficException

@@ -17,7 +17,7 @@ from meshmark.adapters.deepspeed.config import prepare as prepare_deepspeed
 from meshmark.adapters.deepspeed.engine import is_deepspeed
 from meshmark.adapters.hf_trainer.rows import collator, loss_function, model_collator
 from meshmark.errors import AdapterError
-from meshmark.reference.model import block_classes, skeleton
+from meshmark.models.module import block_classes, skeleton
 from meshmark.reference.objective import build_optimizer, build_schedule
 from meshmark.spec.case import Case
 from meshmark.spec.optimizer import OptimizerSpec

@@ -18,7 +18,7 @@ from meshmark.spec.own_model import HUGGING_FACE, OwnModelConfig
 from meshmark.spec.workload import Loss, Workload
 
 INPUTS = "x"
-"""Name of the argument of `meshmark.reference.model.Model.forward`."""
+"""Name of the argument of `meshmark.models.module.Model.forward`."""
 
 
 def uncountable(case: Case) -> str | None:

@@ -17,11 +17,11 @@ from meshmark.adapters.megatron.engine import MegatronEngine
 from meshmark.adapters.megatron.layers import initialize, parallelize, recompute
 from meshmark.adapters.megatron.on_cpu import seed
 from meshmark.adapters.megatron.random_states import random_states
+from meshmark.models.transformer.config import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
+from meshmark.models.transformer.module import Transformer
 from meshmark.reference.objective import build_optimizer
-from meshmark.reference.transformer import Transformer
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
-from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.backward_pass import RNG_STATE_BYTES, cast_weight_bytes
 from meshmark.theory.memory import ExtraMemory, micro_batch_tokens

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from meshmark.adapters.megatron.gpt_weights import dense
+from meshmark.models.transformer.config import Family, ModelSpec
 from meshmark.spec.case import Case
-from meshmark.spec.model_spec import Family, ModelSpec
 
 
 def default_elements(dp: int) -> int:

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from meshmark.adapter.engine import AUTOCAST, DataParallelEngine, Gathered, RankContext
 from meshmark.adapters.megatron.layers import split_dim
 from meshmark.adapters.megatron.on_cpu import CudaNamesOnCPU, checkpointing_on
+from meshmark.models.transformer.module import Transformer
 from meshmark.reference.data import Batch
-from meshmark.reference.transformer import Transformer
 from meshmark.spec.case import Case
 
 _STATES = ("exp_avg", "exp_avg_sq")

@@ -10,9 +10,9 @@ import torch
 
 from meshmark.adapters.megatron.gpt_engine import GPTModelEngine
 from meshmark.adapters.megatron.gpt_weights import initial_values, shard
+from meshmark.models.transformer.config import Family
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
-from meshmark.spec.model_spec import Family
 from meshmark.theory.traffic import Flow, Purpose, TrafficException, exceptions_for
 
 

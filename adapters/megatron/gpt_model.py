@@ -21,10 +21,10 @@ from meshmark.adapters.megatron.gpt_engine import GPTModelEngine
 from meshmark.adapters.megatron.gpt_weights import dense, fused_of, initial_values, partly_frozen, shard
 from meshmark.adapters.megatron.on_cpu import MarkedNorm, cuda_is, norms_marked, seed
 from meshmark.adapters.megatron.random_states import random_states
+from meshmark.models.transformer.config import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Recompute, Schedule
-from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.optimizer import OptimizerKind
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.memory import ExtraMemory

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from meshmark.reference.model import Block, drawn_name, initial_value
-from meshmark.reference.transformer import Attention, Transformer, products_of
+from meshmark.models.module import Block, drawn_name, initial_value
+from meshmark.models.transformer.module import Attention, Transformer, products_of
 
 
 def split_dim(parameter: nn.Parameter) -> int | None:

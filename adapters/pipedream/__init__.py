@@ -13,9 +13,9 @@ from meshmark.adapters.pipedream.mare import PipeMareEngine
 from meshmark.adapters.pipedream.two_buffered import TwoBufferedEngine
 from meshmark.adapters.pipeline import NO_IMAGES, Pipeline, PipelineEngine
 from meshmark.algorithms import pipedream
+from meshmark.models.transformer.config import TEXT_FAMILIES, Family
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Schedule
-from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.model_theory import local_parameters

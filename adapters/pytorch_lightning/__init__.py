@@ -20,10 +20,10 @@ from meshmark.adapter.loop import GREENLET, LOOP_LACKS, LoopEngine
 from meshmark.adapters.ddp import DDP
 from meshmark.adapters.fsdp1 import FSDP1, FSDP1Engine
 from meshmark.adapters.fsdp2 import FSDP2
-from meshmark.reference.model import block_classes, sizes_by_block
+from meshmark.models.module import block_classes, sizes_by_block
+from meshmark.models.transformer.config import Family
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
-from meshmark.spec.model_spec import Family
 from meshmark.spec.workload import Loss
 from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.recipe import TrainingRecipe

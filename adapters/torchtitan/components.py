@@ -11,8 +11,8 @@ from torch.utils.data import IterableDataset
 
 from meshmark.adapter.loop import GlobalRows, collate
 from meshmark.adapters.torchtitan.stand_ins import sum_gradients
+from meshmark.models.transformer.config import ModelSpec
 from meshmark.reference.data import Batch
-from meshmark.spec.model_spec import ModelSpec
 
 
 def llama(spec: ModelSpec) -> Any:  # noqa: ANN401

@@ -14,11 +14,11 @@ from torch import Tensor
 from meshmark.adapter.contract import Arithmetic, Casting, Feature, Requirement, Summing
 from meshmark.adapter.engine import AUTOCAST, Engine, RankContext, configure
 from meshmark.adapters.fsdp2 import FSDP2, FSDP2Engine, fill_shards
-from meshmark.reference.model import build_model, parameter_shapes
+from meshmark.models.module import build_model, parameter_shapes
+from meshmark.models.transformer.config import TEXT_FAMILIES, Family
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
-from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Dtype
 from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.traffic import Sharding

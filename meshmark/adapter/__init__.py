@@ -4,5 +4,5 @@ An `Adapter` says what its framework can do (`Capabilities`) and what it is know
 `Engine` in each rank; an engine trains and shows what it has, and neither times nor judges itself. What engines of
 whole replicas share is `DataParallelEngine`. docs/adapter.md says how to write one.
 
-May import: spec, reference, theory.
+May import: models, spec, reference, theory.
 """

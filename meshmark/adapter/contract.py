@@ -20,11 +20,11 @@ from packaging.version import Version
 
 from meshmark.environment import interpreter_of
 from meshmark.errors import AdapterError
+from meshmark.models.transformer.config import TEXT_FAMILIES, Family
 from meshmark.spec.algorithm import SYNCHRONOUS, Algorithm
 from meshmark.spec.case import Case, Knob
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import AXES, Axis, Layout, Offload, Recompute, Schedule
-from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.optimizer import OptimizerKind
 from meshmark.spec.precision import Precision
 from meshmark.theory.memory import ExtraMemory

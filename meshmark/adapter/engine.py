@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from meshmark.adapter.contract import Feature
+from meshmark.models.module import Model, Recomputer, build_model, drawn_name, parameter_shapes
 from meshmark.reference.data import Batch
-from meshmark.reference.model import Model, Recomputer, build_model, drawn_name, parameter_shapes
 from meshmark.reference.objective import Schedule, build_schedule, loss_share
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute

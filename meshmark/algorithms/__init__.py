@@ -6,5 +6,5 @@ given: in float64 they are the truth, in a run's own precision they are part of 
 which they are got wrong. Engines in `adapters/` do the same by messages, and are judged by these. Families are imported
 through `algorithm_classes`, never by name. docs/algorithms.md has the list.
 
-May import: spec, reference, theory.
+May import: models, spec, reference, theory.
 """

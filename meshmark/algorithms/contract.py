@@ -21,7 +21,7 @@ from meshmark.spec.workload import Workload
 # --- Interfaces of an algorithm: transitions, gradient rules, and ways to get them wrong.
 
 Tensors = Mapping[str, NDArray[np.floating]]
-"""Tensors by canonical name."""
+"""Full tensors by canonical name, in host memory outside PyTorch's allocator (which is being watched)."""
 ServerVersions = Sequence[int | None]
 """Versions at one step of one replica: the version that its push made, and the version that its fetch returned."""
 

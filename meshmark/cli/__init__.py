@@ -1,4 +1,4 @@
 """The command line: `meshmark doctor`, `cases`, `run`, `report`, `submit` and more.
 
-May import: spec, reference, adapter, plan, measure, check, judge, records, passes, launch, report, regression.
+May import: models, spec, reference, adapter, plan, measure, check, judge, records, passes, launch, report, regression.
 """

@@ -15,12 +15,12 @@ from meshmark.adapter.matrix import AUTO, LayoutChoice
 from meshmark.adapter.registry import core_adapters, known_adapters, outside_name, select
 from meshmark.errors import InputError, UnknownNameError
 from meshmark.judge.deviation import ENDURANCE_STEPS, ENDURANCE_TIME, LARGEST_FULL
+from meshmark.models.config import Dataset
+from meshmark.models.model_text import KEYS, described_model, is_description
+from meshmark.models.transformer.config import ModelSpec
 from meshmark.regression.gate import DEFAULT_GATE
 from meshmark.spec.case import NONE, WORDS
 from meshmark.spec.layout import GLOSSARY, parse_layout
-from meshmark.spec.model_config import Dataset
-from meshmark.spec.model_spec import ModelSpec
-from meshmark.spec.model_text import KEYS, described_model, is_description
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import DEFAULT_WORKLOAD, WORKLOADS, Workload, workload
 

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 
 from meshmark.cli.suite_file import run_pytest
 from meshmark.errors import InputError
+from meshmark.models.config import Dataset
+from meshmark.models.model_text import describe, described_model, is_description
 from meshmark.plan import cli
 from meshmark.plan.arguments import framework_given
 from meshmark.plan.frameworks import FRAMEWORKS
 from meshmark.plan.search import Search
 from meshmark.spec.case import Case, InvalidLayout, cell
 from meshmark.spec.layout import parse_layout
-from meshmark.spec.model_config import Dataset
-from meshmark.spec.model_text import describe, described_model, is_description
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload
 

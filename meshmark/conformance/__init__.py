@@ -3,5 +3,5 @@
 A scenario is a pass over a varied case, shared by the clauses that read it. A clause ends as yes, no, a known gap or
 unsupported, always with its evidence.
 
-May import: spec, reference, theory, adapter, judge, measure, records, passes, run, inference.
+May import: models, spec, reference, theory, adapter, judge, measure, records, passes, run, inference.
 """

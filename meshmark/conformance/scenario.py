@@ -12,14 +12,14 @@ from meshmark.adapter.contract import Adapter, Feature
 from meshmark.adapter.matrix import combinations, takes, variants
 from meshmark.adapter.matrix import layouts as matrix_layouts
 from meshmark.errors import AlgorithmError, LayoutError, MeshmarkError
+from meshmark.models.config import Dataset
+from meshmark.models.transformer.config import Family, ModelSpec
 from meshmark.records.record import Status
 from meshmark.records.request import Task
 from meshmark.reference.data import on_corpus
 from meshmark.spec.algorithm import SYNCHRONOUS, algorithm_presets
 from meshmark.spec.case import Case, InvalidLayout, cell
 from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
-from meshmark.spec.model_config import Dataset
-from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload, workload

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from meshmark.judge.deviation import Tensors
+from meshmark.algorithms.contract import Tensors
 from meshmark.judge.twin import doubles, exact_model, fresh_buffers
+from meshmark.models.module import random_bits
 from meshmark.reference.data import Batch, make_batch
-from meshmark.reference.model import random_bits
 from meshmark.spec.case import Case
 from meshmark.spec.workload import Workload
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,9 @@ from meshmark.spec.algorithm import Algorithm
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import LossScaling
+
+if TYPE_CHECKING:
+    from meshmark.algorithms.contract import Tensors  # which needs torch, and readers of records have none
 
 # --- Deviations of a run from the truth, and of replicas from one another, as values without torch.
 
@@ -147,10 +150,6 @@ def deviation(y: NDArray[np.floating] | None, x: NDArray[np.floating]) -> Deviat
         scale=scale,
         factor=float(np.sum(own * exact)) / scale**2 if scale else 0.0,
     )
-
-
-Tensors = Mapping[str, NDArray[np.floating]]
-"""Full tensors by canonical name, in host memory outside PyTorch's allocator (which is being watched)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,9 +23,9 @@ from torch.nn import functional as F
 from meshmark.adapter.contract import Casting
 from meshmark.judge.tolerance_model import WAYS
 from meshmark.judge.twin import Twin
+from meshmark.models.module import Model, random_bits
+from meshmark.models.transformer.module import Attention, FeedForward, rotate
 from meshmark.reference.data import Batch
-from meshmark.reference.model import Model, random_bits
-from meshmark.reference.transformer import Attention, FeedForward, rotate
 
 _HANDS = 3
 """Number of ways to write attention by hand."""

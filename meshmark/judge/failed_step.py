@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from meshmark.adapter.contract import Arithmetic, Casting
-from meshmark.judge.deviation import Tensors, global_norm
+from meshmark.algorithms.contract import Tensors
+from meshmark.judge.deviation import global_norm
 from meshmark.judge.faults import Fault
 from meshmark.judge.tolerance_model import ZERO
 from meshmark.judge.trace import Trace

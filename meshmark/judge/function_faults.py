@@ -20,13 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from meshmark.judge.deviation import Tensors
+from meshmark.algorithms.contract import Tensors
 from meshmark.judge.failed_step import SAME, Explanation, FailedStep, Fit
 from meshmark.judge.faults import Fault
 from meshmark.judge.truth import exact_loss
 from meshmark.judge.twin import Change
+from meshmark.models.module import Model
 from meshmark.reference.data import IGNORED, Batch
-from meshmark.reference.model import Model
 from meshmark.reference.objective import loss_share
 from meshmark.spec.workload import Loss
 

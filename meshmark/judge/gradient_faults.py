@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from meshmark.judge.deviation import Tensors
+from meshmark.algorithms.contract import Tensors
 from meshmark.judge.failed_step import LEFT_OVER, SAME, Explanation, FailedStep, Fit, block_of
 from meshmark.judge.faults import MOST_NAMES, Fault, named_factor
 from meshmark.judge.function_faults import (
@@ -49,10 +49,10 @@ from meshmark.judge.partial_faults import (
 )
 from meshmark.judge.trace import Trace, low_precisions
 from meshmark.judge.twin import Change, exact_buffers, known_parameters, replica_truth, together
+from meshmark.models.module import Model
+from meshmark.models.transformer.config import ModelSpec
 from meshmark.reference.data import Batch, make_batch
-from meshmark.reference.model import Model
 from meshmark.spec.case import Case
-from meshmark.spec.model_spec import ModelSpec
 from meshmark.text import pluralize
 
 # --- Gradients that are one rank's part only.

@@ -22,14 +22,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshmark import rank_progress
-from meshmark.judge.deviation import Deviation, QuantityKind, Tensors
+from meshmark.algorithms.contract import Tensors
+from meshmark.judge.deviation import Deviation, QuantityKind
 from meshmark.judge.deviation import Quantity as Q
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import ExactOptimizer, scalar_deviation
+from meshmark.models.module import Model, build_model, drawn_name, initial_value, parameter_shapes
+from meshmark.models.transformer.config import ModelSpec
 from meshmark.reference.data import Batch, make_batch
-from meshmark.reference.model import Model, build_model, drawn_name, initial_value, parameter_shapes
 from meshmark.reference.objective import loss_share
-from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.workload import Workload
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from meshmark.judge.deviation import Tensors
+from meshmark.algorithms.contract import Tensors
 from meshmark.judge.failed_step import LEFT_OVER, Explanation, FailedStep, Fit, block_of, rows_of
 from meshmark.judge.faults import MOST_NAMES, Fault, named_factor
 from meshmark.reference.data import IGNORED, Batch, make_batch

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshmark.models.transformer.config import ModelSpec
+from meshmark.models.transformer.module import Attention, Block, FeedForward, Transformer, products_of
 from meshmark.reference.data import Batch
-from meshmark.reference.transformer import Attention, Block, FeedForward, Transformer, products_of
-from meshmark.spec.model_spec import ModelSpec
 
 # --- The twin's model for tensor parallelism that splits products as Megatron-LM does (arXiv:1909.08053).
 

@@ -32,10 +32,10 @@ from torch import Tensor
 
 from meshmark import rank_progress
 from meshmark.adapter.engine import Engine, Holdings
-from meshmark.algorithms.contract import ObservedRun, ServerVersions
+from meshmark.algorithms.contract import ObservedRun, ServerVersions, Tensors
 from meshmark.errors import AdapterError
-from meshmark.judge.deviation import Drift, QuantityKind, Tensors
-from meshmark.reference.model import parameter_shapes
+from meshmark.judge.deviation import Drift, QuantityKind
+from meshmark.models.module import parameter_shapes
 from meshmark.spec.workload import Workload
 
 if TYPE_CHECKING:

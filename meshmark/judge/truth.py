@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from meshmark import rank_progress
-from meshmark.algorithms.contract import GradientRule
+from meshmark.algorithms.contract import GradientRule, Tensors
 from meshmark.errors import AdapterError
-from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind, Tensors, deviation, global_norm
+from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind, deviation, global_norm
 from meshmark.judge.trace import Trace, observed_run
 from meshmark.judge.twin import (
     UNCHANGED,
@@ -43,9 +43,9 @@ from meshmark.judge.twin import (
     fresh_buffers,
     together,
 )
+from meshmark.models.mixture.module import Mixture
+from meshmark.models.module import Model, initial_value, parameter_shapes, skeleton
 from meshmark.reference.data import Batch, make_batch
-from meshmark.reference.mixture import Mixture
-from meshmark.reference.model import Model, initial_value, parameter_shapes, skeleton
 from meshmark.reference.objective import loss_share, reference_optimizer
 from meshmark.spec.layout import Layout
 from meshmark.spec.optimizer import OptimizerSpec

@@ -37,16 +37,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshmark.adapter.contract import Arithmetic, Casting, Summing
 from meshmark.adapter.engine import AUTOCAST, compile_blocks
-from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind, Tensors, deviation
+from meshmark.algorithms.contract import Tensors
+from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind, deviation
 from meshmark.judge.split_products import GPTModelOrder, split, split_loss_share
 from meshmark.judge.trace import Trace
+from meshmark.models.config import Dataset
+from meshmark.models.module import Model, buffer_shapes, build_model, module_class, parameter_shapes, skeleton
+from meshmark.models.transformer.module import Transformer
 from meshmark.reference.data import Batch, make_batch
-from meshmark.reference.model import Model, buffer_shapes, build_model, module_class, parameter_shapes, skeleton
 from meshmark.reference.objective import loss_share
-from meshmark.reference.transformer import Transformer
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
-from meshmark.spec.model_config import Dataset
 from meshmark.spec.workload import Workload
 
 # --- Workloads whose rows affect each other's gradients within a micro-batch: batch norms and their statistics.

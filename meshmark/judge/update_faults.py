@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from meshmark.judge.deviation import Tensors, global_norm
+from meshmark.algorithms.contract import Tensors
+from meshmark.judge.deviation import global_norm
 from meshmark.judge.failed_step import Explanation, FailedStep, block_of, rows_of
 from meshmark.judge.faults import Fault, named_factor
 from meshmark.judge.gradient_faults import low_precision_in_region, rounding

@@ -275,7 +275,7 @@ _WAITS = re.compile(r"/torch/(distributed|autograd|futures|_ops\.py|cuda)\b")
 _PACKAGE = Path(meshmark.__file__).parent
 _ENGINES = ("adapters", "adapter", "suites")
 """Folders of the package whose code is an engine's, or runs for one."""
-_SHARED = ("reference", "algorithms", "spec", "theory")
+_SHARED = ("models", "reference", "algorithms", "spec", "theory")
 """Folders whose code engines and judge both call: the caller decides."""
 _LIBRARY = re.compile(r"/(torch|numpy|scipy)/|/lib/python[0-9.]+/(?!site-packages|dist-packages)|^<")
 

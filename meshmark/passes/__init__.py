@@ -2,5 +2,5 @@
 
 A pass drives an engine for some steps and returns a rank report.
 
-May import: spec, reference, theory, adapter, algorithms, judge, measure, records.
+May import: models, spec, reference, theory, adapter, algorithms, judge, measure, records.
 """

@@ -15,15 +15,16 @@ import torch
 from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import RankContext
-from meshmark.judge.deviation import Tensors, global_norm
+from meshmark.algorithms.contract import Tensors
+from meshmark.judge.deviation import global_norm
 from meshmark.judge.tolerance_model import ZERO
 from meshmark.judge.trace import Trace, gather_trace, host_copies, host_gradients, host_parameters
 from meshmark.judge.truth import assess, exact_gradients, initial_values
+from meshmark.models.module import build_model
 from meshmark.passes.observe import Observer, digests
 from meshmark.records.rank_report import RankReport
 from meshmark.records.request import Request
 from meshmark.reference.data import Batch, make_batch
-from meshmark.reference.model import build_model
 from meshmark.reference.objective import loss_share
 from meshmark.spec.workload import Workload
 

@@ -50,11 +50,11 @@ from meshmark.judge.tolerance_model import Comparisons, noise_run
 from meshmark.judge.trace import Trace, host_copies, stored_copies
 from meshmark.judge.truth import assess_replicas
 from meshmark.judge.twin import Twin
+from meshmark.models.module import Block, random_bits, row_blocks
 from meshmark.passes.observe import MOST_LEFT_OUT
 from meshmark.records.rank_report import RankReport
 from meshmark.records.request import Request
 from meshmark.reference.data import Batch, data_digest, make_batch
-from meshmark.reference.model import Block, random_bits, row_blocks
 from meshmark.serial import decode, encode
 from meshmark.spec.algorithm import SYNCHRONOUS
 from meshmark.spec.case import Attention, Case, Matmul, Tuning

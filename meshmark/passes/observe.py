@@ -29,9 +29,10 @@ from torch.profiler import ProfilerActivity, profile
 from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import DataParallelEngine, Engine, Holdings, RankContext, TrafficSource
+from meshmark.algorithms.contract import Tensors
 from meshmark.errors import AdapterError, TrafficError
 from meshmark.judge.beginning import Beginning, Recorder, first_deviation
-from meshmark.judge.deviation import Deviations, Tensors, replica_of, replicas_of_ranks
+from meshmark.judge.deviation import Deviations, replica_of, replicas_of_ranks
 from meshmark.judge.diagnosis import diagnose_sample
 from meshmark.judge.layered import all_cores, assess_pieces
 from meshmark.judge.replica_diagnosis import diagnose_replicas

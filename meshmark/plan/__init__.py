@@ -5,5 +5,5 @@ and predictions from these. Every formula works on a whole `Grid` (columns of la
 hundred thousand take the same path. Only `microbenchmarks`, and `calibrate` where it measures, import torch. No
 framework is imported.
 
-May import: spec, theory.
+May import: models, spec, theory.
 """

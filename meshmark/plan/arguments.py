@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshmark.errors import InputError
+from meshmark.models.transformer.config import Family
 from meshmark.plan.calibration_file import calibrated_at
 from meshmark.plan.frameworks import FRAMEWORKS, Framework, default_framework, framework, narrowed_on
 from meshmark.plan.gpu_file import named_gpu, read_gpu
@@ -16,7 +17,6 @@ from meshmark.plan.overlap import Overlap, overlap_of
 from meshmark.plan.rates import Rates, rates, read_rates
 from meshmark.plan.stacks import rates_for, stack_of
 from meshmark.spec.hardware import GIGA, Gpu
-from meshmark.spec.model_spec import Family
 from meshmark.theory.recipe import NARROW, RECIPES, TrainingRecipe, recipe
 
 DEFAULT_GPU = "h100"

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from meshmark.errors import InputError, UnknownNameError
+from meshmark.models.model_text import is_description
+from meshmark.models.transformer.config import Family, ModelSpec
 from meshmark.plan.arguments import (
     DEFAULT_GPU,
     GPU_HELP,
@@ -38,8 +40,6 @@ from meshmark.plan.search_text import print_paragraph, print_search, search_json
 from meshmark.plan.stacks import stack_of
 from meshmark.spec.hardware import GIB, Gpu
 from meshmark.spec.layout import AXES, Layout, Offload, Recompute, RecomputeModule, Schedule, glossary
-from meshmark.spec.model_spec import Family, ModelSpec
-from meshmark.spec.model_text import is_description
 from meshmark.theory.grid import SEARCHED_SCHEDULES, SearchSpace, module_code
 from meshmark.theory.recipe import NARROW, adapted
 

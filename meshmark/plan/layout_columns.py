@@ -11,11 +11,11 @@ from enum import StrEnum
 from typing import TypeVar
 
 from meshmark.errors import InputError, LayoutError, UnknownNameError
+from meshmark.models.transformer.config import TEXT_FAMILIES, Family, ModelSpec, gpt, llama
 from meshmark.plan.model_names import known_models, plan_model
 from meshmark.plan.rows import Row
 from meshmark.spec.hardware import MOST_GPUS
 from meshmark.spec.layout import AXES, Layout, Offload, Recompute, RecomputeModule, Schedule, parse_layout
-from meshmark.spec.model_spec import TEXT_FAMILIES, Family, ModelSpec, gpt, llama
 from meshmark.theory.activations import expect_modules
 from meshmark.theory.grid import module_code
 from meshmark.theory.recipe import NARROW

@@ -11,6 +11,8 @@ from typing import TypeVar
 import numpy as np
 
 from meshmark.errors import InputError
+from meshmark.models.planned_model import PlannedModel
+from meshmark.models.transformer.config import Family, ModelSpec
 from meshmark.plan.frameworks import Asked, Framework, framework, recipe_of
 from meshmark.plan.gpu_file import named_gpu
 from meshmark.plan.layout_columns import (
@@ -29,8 +31,6 @@ from meshmark.plan.model_names import known_models, size_note
 from meshmark.plan.rows import Row
 from meshmark.spec.hardware import MOST_GPUS, Gpu
 from meshmark.spec.layout import AXES, Layout
-from meshmark.spec.model_spec import Family, ModelSpec
-from meshmark.spec.planned_model import PlannedModel
 from meshmark.theory.grid import OFFLOADS, RECOMPUTES, SCHEDULES, Column, Grid, make_grid
 from meshmark.theory.recipe import TrainingRecipe, recipe
 

@@ -8,9 +8,9 @@ import re
 from typing import TypedDict
 
 from meshmark.errors import InputError, UnknownNameError
-from meshmark.spec.model_spec import MODELS, Dimensions, Family, ModelSpec, gpt, llama
-from meshmark.spec.model_text import described_model, is_description
-from meshmark.spec.planned_model import PlannedModel
+from meshmark.models.model_text import described_model, is_description
+from meshmark.models.planned_model import PlannedModel
+from meshmark.models.transformer.config import MODELS, Dimensions, Family, ModelSpec, gpt, llama
 
 
 class _Vocabulary(TypedDict):

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from meshmark.errors import InputError
+from meshmark.models.transformer.config import Family
 from meshmark.plan.frameworks import Framework, default_framework, narrowed_on
 from meshmark.plan.gpu_file import named_gpu
 from meshmark.plan.layout_table import LayoutRows, batches
@@ -22,7 +23,6 @@ from meshmark.plan.stacks import rates_for, stack_of
 from meshmark.plan.step_time import PARTS
 from meshmark.spec.hardware import GIB, Gpu
 from meshmark.spec.layout import Offload
-from meshmark.spec.model_spec import Family
 from meshmark.theory.grid import OFFLOADS, Column
 from meshmark.theory.memory import CATEGORIES
 from meshmark.theory.recipe import NARROW, TrainingRecipe, adapted

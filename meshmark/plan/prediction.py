@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshmark.models.transformer.config import ModelSpec
 from meshmark.plan.rates import Rates
 from meshmark.plan.stacks import Stack, stack_of
 from meshmark.plan.step_time import StepTime, step_time
 from meshmark.spec.hardware import Gpu
 from meshmark.spec.layout import Recompute, RecomputeModule
-from meshmark.spec.model_spec import ModelSpec
 from meshmark.theory.activations import repeated, skipped_weights
 from meshmark.theory.grid import MODULES, RECOMPUTES, Column, Grid
 from meshmark.theory.memory import Memory, memory

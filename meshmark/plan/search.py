@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmark.errors import InputError
+from meshmark.models.planned_model import PlannedModel
+from meshmark.models.transformer.config import ModelSpec
 from meshmark.plan.model_names import model_of_size
 from meshmark.plan.prediction import Prediction, predict_grid
 from meshmark.plan.rates import Rates
@@ -18,8 +20,6 @@ from meshmark.plan.simulator import simulated_bubble_seconds
 from meshmark.plan.step_time import PARTS, stage_seconds
 from meshmark.spec.hardware import GIB, MOST_GPUS, Gpu
 from meshmark.spec.layout import Offload, Recompute, Schedule
-from meshmark.spec.model_spec import ModelSpec
-from meshmark.spec.planned_model import PlannedModel
 from meshmark.spec.workload import MOST_ROWS
 from meshmark.theory.grid import (
     MODULES,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshmark.models.transformer.config import ModelSpec
 from meshmark.plan.bubble import host_lag, message_wait_seconds, waits_for_messages
 from meshmark.plan.network import (
     AttentionTime,
@@ -23,7 +24,6 @@ from meshmark.plan.rates import REACHED, Rates
 from meshmark.plan.update_time import StageLoad, data_seconds, optimizer_seconds, tied_seconds
 from meshmark.spec.hardware import GPUS, Gpu
 from meshmark.spec.layout import Recompute, RecomputeModule
-from meshmark.spec.model_spec import ModelSpec
 from meshmark.theory.activations import (
     layer_activation_bytes,
     repeated,

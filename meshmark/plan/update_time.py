@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshmark.models.transformer.config import ModelSpec
 from meshmark.plan.network import (
     DataGroup,
     crosses_nodes,
@@ -17,7 +18,6 @@ from meshmark.plan.network import (
 from meshmark.plan.rates import Rates
 from meshmark.spec.hardware import Gpu
 from meshmark.spec.layout import Offload
-from meshmark.spec.model_spec import ModelSpec
 from meshmark.theory.grid import OFFLOADS, Column, Grid
 from meshmark.theory.recipe import TrainingRecipe
 

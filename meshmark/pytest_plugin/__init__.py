@@ -1,4 +1,4 @@
 """The pytest plugin: options, the session's cases and runner, progress, and the summary in the terminal.
 
-May import: spec, reference, adapter, judge, records, inference, passes, launch, run, conformance, report, regression, cli.
+May import: models, spec, reference, adapter, judge, records, inference, passes, launch, run, conformance, report, regression, cli.
 """  # noqa: E501

@@ -25,6 +25,7 @@ from meshmark.judge.deviation import unsampled
 from meshmark.launch.cluster import Cluster
 from meshmark.launch.folders import private_caches
 from meshmark.launch.launch import LAUNCHERS
+from meshmark.models.config import Dataset
 from meshmark.pytest_plugin.entry import asks_for_suites
 from meshmark.pytest_plugin.progress import Progress
 from meshmark.pytest_plugin.selection import (
@@ -50,7 +51,6 @@ from meshmark.run.resume import KeptRecords, is_committed
 from meshmark.run.runner import Runner, profile
 from meshmark.run.throughput import values_of
 from meshmark.spec.case import CHOOSE, Case, Cell, InvalidLayout, expect_fit
-from meshmark.spec.model_config import Dataset
 from meshmark.spec.workload import Workload
 
 # --- Assertion helpers of the suites.

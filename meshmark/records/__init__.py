@@ -3,5 +3,5 @@
 A request says what a rank is to measure, and a rank report is its answer. A record is the gathered, versioned outcome
 of one pass over one case: one self-describing line of DIR/records.jsonl. Reading records needs no torch.
 
-May import: spec, theory, judge, measure.
+May import: models, spec, theory, judge, measure.
 """

@@ -36,6 +36,7 @@ from meshmark.environment import Environment
 from meshmark.errors import EvidenceError, ResultsError, refuse_device, refuse_pipe
 from meshmark.judge.deviation import Deviations
 from meshmark.judge.tolerance_model import Comparisons
+from meshmark.models.config import with_kind
 from meshmark.records.judged_case import OTHER_RECORD
 from meshmark.records.record import (
     SCHEMA,
@@ -50,7 +51,6 @@ from meshmark.records.record import (
 from meshmark.serial import decode, encode
 from meshmark.spec.algorithm import without_foreign_options
 from meshmark.spec.case import Case
-from meshmark.spec.model_config import with_kind
 from meshmark.text import clip, describe_error
 
 # --- Sessions of pytest: what was asked for, and how each test ended, including tests without a record.

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from meshmark.errors import CorpusError, InputError
-from meshmark.reference.model import random_bits
-from meshmark.spec.model_config import Dataset, ImageModelConfig
+from meshmark.models.config import Dataset, ImageModelConfig
+from meshmark.models.module import random_bits
 from meshmark.spec.workload import Workload
 
 # --- A folder of the user's images.

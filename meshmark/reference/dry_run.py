@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from meshmark.models.module import build_model
 from meshmark.reference.data import make_batch
-from meshmark.reference.model import build_model
 from meshmark.reference.own_model import OwnModel, OwnWorkload, arguments_of, layers_of, load_workload, returning
 from meshmark.reference.tensor_plan import Split, Style, split_dim
 from meshmark.spec.case import Case

@@ -33,11 +33,11 @@ from torch.utils import _pytree as pytree
 
 from meshmark.errors import InputError, UnknownNameError
 from meshmark.import_target import import_file_again, import_module_of
+from meshmark.models.config import Dataset, ModelConfig
+from meshmark.models.module import Block, Model, Recomputer, skeleton
 from meshmark.reference.data import Batch
-from meshmark.reference.model import Block, Model, Recomputer, skeleton
 from meshmark.reference.tensor_plan import Style, plan_of, split_dim, split_of
 from meshmark.spec.algorithm import SYNCHRONOUS, Algorithm, algorithm_presets
-from meshmark.spec.model_config import Dataset, ModelConfig
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.own_model import HUGGING_FACE, LayerCount, OwnModelConfig, TensorSplit
 from meshmark.spec.workload import Loss, Workload

@@ -3,5 +3,5 @@
 Reports have tables and plots, and compare plans with measurements. Nothing is launched, so a report can be made
 anywhere, also from records of other machines.
 
-May import: spec, theory, adapter, plan, judge, measure, records, inference, run, conformance.
+May import: models, spec, theory, adapter, plan, judge, measure, records, inference, run, conformance.
 """

@@ -15,6 +15,7 @@ from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.conformance.scenario import SCENARIOS
 from meshmark.environment import Environment
 from meshmark.errors import ResultsError
+from meshmark.models.config import Dataset
 from meshmark.records.record import Record, Status
 from meshmark.records.record_file import Reading
 from meshmark.report.guard import rendered, write_page
@@ -24,7 +25,6 @@ from meshmark.report.table import Markup, block, inline
 from meshmark.report.table import table as markdown
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
-from meshmark.spec.model_config import Dataset
 from meshmark.text import clip, describe_error, pluralize
 
 _MARKS = {

@@ -20,6 +20,7 @@ from meshmark.conformance.finding import ClauseResult
 from meshmark.conformance.reproducers import Reproducer, failed_clauses, read_reproducers
 from meshmark.environment import Environment
 from meshmark.errors import InputError, ResultsError
+from meshmark.models.transformer.config import ModelSpec
 from meshmark.plan.frameworks import framework
 from meshmark.plan.model_names import plan_model
 from meshmark.plan.search import NothingFitsError, Search, search, simulate_first
@@ -34,7 +35,6 @@ from meshmark.report.results import CaseResult, results
 from meshmark.report.table import Cell, Markup, Rows, block, bytes_cell, inline, one_line, table
 from meshmark.serial import decode
 from meshmark.spec.hardware import GIB, Gpu, gpu
-from meshmark.spec.model_spec import ModelSpec
 from meshmark.text import pluralize
 from meshmark.theory.grid import SearchSpace
 

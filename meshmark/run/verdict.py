@@ -29,8 +29,8 @@ from meshmark.judge.tolerance_model import (
 )
 from meshmark.measure.laps import Interval, mean_interval
 from meshmark.measure.readings import Collective, MemoryReading
+from meshmark.models.module import parameter_shapes
 from meshmark.records.record import Record, Verdict
-from meshmark.reference.model import parameter_shapes
 from meshmark.spec.own_model import OwnModelConfig
 from meshmark.text import pluralize
 from meshmark.theory.memory import ExtraMemory, ModelStates, declared_bytes, declared_peak

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Literal, TypedDict
 
 from meshmark.errors import LayoutError
-from meshmark.spec.model_config import ModelConfig
+from meshmark.models.config import ModelConfig
 
 # --- Layouts: how a workload is distributed over ranks.
 

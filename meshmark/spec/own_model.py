@@ -1,4 +1,4 @@
-"""Config of a user's own model: its location and the sizes of its parameters. No torch, like `model_config`."""
+"""Config of a user's own model: its location and the sizes of its parameters. Does not import torch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from meshmark.models.config import Dataset, ModelConfig
+from meshmark.models.transformer.config import Family
 from meshmark.spec.layout import Recompute
-from meshmark.spec.model_config import Dataset, ModelConfig
-from meshmark.spec.model_spec import Family
 
 if TYPE_CHECKING:
     from meshmark.spec.case import Case

@@ -7,13 +7,13 @@ from enum import StrEnum
 from typing import TypeVar
 
 from meshmark.errors import AlgorithmError, InputError, UnknownNameError
+from meshmark.models.config import Dataset, ImageModelConfig, ModelConfig
+from meshmark.models.mixture.config import MIXTURE_MINI, MixtureSpec
+from meshmark.models.transformer.config import MODELS, ModelSpec
+from meshmark.models.vision_transformer.config import VISION_MODELS
 from meshmark.spec.algorithm import SYNCHRONOUS, Algorithm, algorithm_presets
-from meshmark.spec.mixture_spec import MIXTURE_MINI, MixtureSpec
-from meshmark.spec.model_config import Dataset, ImageModelConfig, ModelConfig
-from meshmark.spec.model_spec import MODELS, ModelSpec
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.own_model import OwnModelConfig as OwnModelConfig  # a model family that records may hold
-from meshmark.spec.vision_spec import VISION_MODELS
 
 A = TypeVar("A", bound=Algorithm)
 MOST_ROWS = 2**24

@@ -4,5 +4,5 @@ The inputs are columns of layouts (`Grid`). The outputs are bytes of states and 
 FLOPs. A framework's choices (dtypes of copies, buckets, what is sharded) are a `TrainingRecipe`, which its adapter
 selects. The planner uses the same formulas.
 
-May import: spec.
+May import: models, spec.
 """

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshmark.errors import InputError
+from meshmark.models.transformer.config import Family, ModelSpec
 from meshmark.spec.layout import Recompute, RecomputeModule, Schedule
-from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.theory.backward_pass import (
     INDEX_BYTES,
     RNG_STATE_BYTES,

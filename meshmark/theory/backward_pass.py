@@ -1,6 +1,6 @@
 """Memory of one micro-batch in PyTorch's eager mode: what the forward pass saves, and what the backward pass has alive.
 
-The model is meshmark/reference/transformer.py, on a CPU, operation by operation, exact to the byte. No formulas of
+The model is meshmark/models/transformer/module.py, on a CPU, operation by operation, exact to the byte. No formulas of
 papers are used, because their models fuse and mask other things. What an operation saved is freed as soon as its own
 backward has run. A storage that two operations save counts once.
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshmark.spec.model_spec import Family, ModelSpec
+from meshmark.models.transformer.config import Family, ModelSpec
 from meshmark.spec.precision import Precision
 from meshmark.theory.grid import Column
 from meshmark.theory.partition import Stage

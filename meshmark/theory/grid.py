@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from meshmark.errors import InputError
+from meshmark.models.transformer.config import ModelSpec
 from meshmark.spec.layout import AXES, Axis, Layout, Offload, Recompute, RecomputeModule, Schedule
-from meshmark.spec.model_spec import ModelSpec
 
 Column = npt.NDArray[Any]
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from meshmark.models.transformer.config import ModelSpec
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
-from meshmark.spec.model_spec import ModelSpec
 from meshmark.theory.activations import (
     boundary_bytes,
     held_bytes,

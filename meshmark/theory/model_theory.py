@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from meshmark.models.config import ImageModelConfig, LayerSizes, ModelConfig
+from meshmark.models.mixture.config import MixtureSpec
+from meshmark.models.transformer.config import Family, ModelSpec
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute
-from meshmark.spec.mixture_spec import MixtureSpec
-from meshmark.spec.model_config import ImageModelConfig, LayerSizes, ModelConfig
-from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.own_model import LayerCount, OwnModelConfig
 from meshmark.spec.precision import Precision
 from meshmark.theory.grid import Column, Grid

@@ -15,9 +15,9 @@ from functools import lru_cache
 import numpy as np
 
 from meshmark.errors import LayoutError
+from meshmark.models.config import ImageModelConfig, LayerSizes
+from meshmark.models.transformer.config import Family, ModelSpec
 from meshmark.spec.layout import Layout
-from meshmark.spec.model_config import ImageModelConfig, LayerSizes
-from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.precision import Dtype
 from meshmark.theory.grid import Column

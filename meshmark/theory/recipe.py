@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from meshmark.errors import InputError, UnknownNameError
+from meshmark.models.transformer.config import ModelSpec
 from meshmark.spec.case import Case
-from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.backward_pass import Widths

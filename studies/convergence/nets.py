@@ -19,14 +19,14 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshmark.algorithms.contract import Transition
+from meshmark.models.config import ModelConfig
+from meshmark.models.module import Model, build_model, initial_value, parameter_shapes
+from meshmark.models.transformer.config import MODELS
+from meshmark.models.vision_transformer.config import VISION_MODELS
+from meshmark.models.vision_transformer.module import BatchNorm
 from meshmark.reference.data import IGNORED, load_corpus, load_digits
-from meshmark.reference.model import Model, build_model, initial_value, parameter_shapes
 from meshmark.reference.objective import cross_entropy
-from meshmark.reference.vision import BatchNorm
 from meshmark.spec.algorithm import Algorithm
-from meshmark.spec.model_config import ModelConfig
-from meshmark.spec.model_spec import MODELS
-from meshmark.spec.vision_spec import VISION_MODELS
 from studies.convergence.claim import GROUPS
 from studies.convergence.logistic import dealt_rows
 from studies.convergence.quadratics import Array, plain_transition

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from meshmark.algorithms.compressed import EF21, Compressing, DoubleSqueeze, ErrorFeedback
 from meshmark.algorithms.compressed.compressor import Compressor, CompressorKind
+from meshmark.models.transformer.config import MODELS
+from meshmark.models.vision_transformer.config import VISION_MODELS
 from meshmark.reference.data import FOUND_PERCENT, IGNORED, hidden, load_corpus, load_digits
 from meshmark.spec.algorithm import Algorithm, algorithm_named
-from meshmark.spec.model_spec import MODELS
-from meshmark.spec.vision_spec import VISION_MODELS
 from studies.convergence.logistic import dealt_rows
 from studies.convergence.nets import Images, Net, Text
 from studies.convergence.quadratics import Array

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from meshmark.adapter.engine import PYTORCHS_CHECKPOINT
-from meshmark.reference.amoebanet import Cell
-from meshmark.reference.coatnet import Bottleneck, RelativeAttention
+from meshmark.models.amoebanet.module import Cell
+from meshmark.models.coatnet.module import Bottleneck, RelativeAttention
+from meshmark.models.module import Model
+from meshmark.models.resnet.module import ResidualBlock
+from meshmark.models.vision_transformer.module import BatchNorm
 from meshmark.reference.data import Batch
-from meshmark.reference.model import Model
-from meshmark.reference.resnet import ResidualBlock
-from meshmark.reference.vision import BatchNorm
 from tests.broken.engine import Broken
 from tests.broken.vision import NormalisesWholeRank, RankKeepsStatistics, SharesStatistics
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshmark.reference.mixture import Mixture
+from meshmark.models.mixture.module import Mixture
 from tests.broken.engine import Broken
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from meshmark.reference.transformer import Transformer
+from meshmark.models.transformer.module import Transformer
 from tests.broken.engine import Broken
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.judge.faults import Fault
-from meshmark.spec.model_config import Dataset
+from meshmark.models.config import Dataset
 from meshmark.spec.precision import Precision
 from tests.broken import gradients as g
 from tests.broken import mixed as m

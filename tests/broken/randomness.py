@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
+from meshmark.models.transformer.module import Attention, Block
 from meshmark.reference.data import Batch
-from meshmark.reference.transformer import Attention, Block
 from meshmark.spec.case import Case
 from tests.broken.engine import Broken
 

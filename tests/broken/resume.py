@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshmark.reference.model import initial_value
+from meshmark.models.module import initial_value
 from tests.broken.engine import ONE_NORM, Broken, copy
 
 

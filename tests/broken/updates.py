@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshmark.reference.model import initial_value
+from meshmark.models.module import initial_value
 from tests.broken.engine import ONE_NORM, Broken
 
 

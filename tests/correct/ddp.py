@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import RankContext, skip_block
 from meshmark.adapters.ddp import DDP, DDPEngine
+from meshmark.models.transformer.module import Attention, rotate
 from meshmark.reference.data import Batch
-from meshmark.reference.transformer import Attention, rotate
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Dtype
 from meshmark.theory.memory import ExtraMemory, model_states

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from meshmark.adapter.engine import RankContext
 from meshmark.adapters.ddp import DDP, DDPEngine
+from meshmark.models.transformer.module import Attention, Block, FeedForward
 from meshmark.reference.data import Batch
-from meshmark.reference.transformer import Attention, Block, FeedForward
 from meshmark.spec.case import Case
 from meshmark.theory.recipe import TrainingRecipe
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from meshmark.adapter.contract import Adapter, Arithmetic, Capabilities, Casting
 from meshmark.adapter.engine import DataParallelEngine, Engine, Holdings, RankContext, initial_model, skip_block
 from meshmark.adapters.ddp import DDP
+from meshmark.models.module import parameter_shapes
 from meshmark.reference.data import Batch
-from meshmark.reference.model import parameter_shapes
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.theory.memory import ExtraMemory, model_states

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshmark.models.module import parameter_shapes
 from meshmark.reference.data import Batch
-from meshmark.reference.model import parameter_shapes
 from meshmark.reference.objective import build_optimizer, parameter_groups, reference_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Dtype

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmark.algorithms.compressed.compressor import Compressor, CompressorKind
-from meshmark.reference.model import random_bits
+from meshmark.models.module import random_bits
 
 Array = NDArray[np.floating]
 _DRAWN_BITS = 24

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 
 from meshmark.algorithms.compressed.compressor import Compressor, CompressorKind
-from meshmark.reference.model import parameter_shapes as reference_shapes
+from meshmark.models.module import parameter_shapes as reference_shapes
+from meshmark.models.transformer.config import ModelSpec
 from meshmark.spec.case import Case
-from meshmark.spec.model_spec import ModelSpec
 from meshmark.theory.partition import parameter_shapes, uniform_stages
 
 _INDEX, _SCALE = 4, 4

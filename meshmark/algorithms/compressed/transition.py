@@ -30,7 +30,7 @@ from meshmark.algorithms.compressed import Compressing
 from meshmark.algorithms.compressed.compressor import Compressor, CompressorKind
 from meshmark.algorithms.compressed.compressors import Array, Draw, compressed, signs
 from meshmark.algorithms.contract import Replicas, Tensors, UpdateRule, averaged, combined
-from meshmark.reference.model import random_bits
+from meshmark.models.module import random_bits
 from meshmark.spec.workload import Workload
 
 FORMATS = {CompressorKind.FP16: torch.float16, CompressorKind.BF16: torch.bfloat16}

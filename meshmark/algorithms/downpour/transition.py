@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from meshmark.algorithms.contract import ObservedRun, Replicas, ServerVersions, Tensors, UpdateRule
 from meshmark.algorithms.downpour import Downpour
 from meshmark.algorithms.downpour.parameter_server import ParameterServer
-from meshmark.reference.model import random_bits
+from meshmark.models.module import random_bits
 from meshmark.spec.workload import Workload
 
 EPSILON = 1e-10

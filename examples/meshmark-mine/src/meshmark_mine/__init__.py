@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from meshmark.adapter.contract import Adapter, Capabilities
 from meshmark.adapter.engine import Engine, Holdings, RankContext, initial_model, optimizer_state_tensors
 from meshmark.adapters.ddp import DDPEngine
-from meshmark.reference.model import parameter_shapes
+from meshmark.models.module import parameter_shapes
 from meshmark.reference.objective import parameter_groups, reference_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision

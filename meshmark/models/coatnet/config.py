@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import ClassVar
 
 from meshmark.errors import InputError
-from meshmark.spec.convolutional import Convolution, Convolutional, layer_of
-from meshmark.spec.model_config import LayerSizes
-from meshmark.spec.model_spec import Family
+from meshmark.models.config import LayerSizes
+from meshmark.models.convolutional import Convolution, Convolutional, layer_of
+from meshmark.models.transformer.config import Family
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class CoAtNetSpec(Convolutional):
     """
 
     kind: ClassVar[str] = "coatnet"
-    module: ClassVar[str] = "meshmark.reference.coatnet:CoAtNet"
+    module: ClassVar[str] = "meshmark.models.coatnet.module:CoAtNet"
     convolutions: tuple[int, ...]
     """Channels of each convolutional block. The first convolution has as many as the first block."""
     attentions: tuple[int, ...]

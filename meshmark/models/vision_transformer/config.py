@@ -1,4 +1,4 @@
-"""Vision transformers: dimensions and derived sizes. Does not import torch, like `model_spec`."""
+"""Vision transformers: dimensions and derived sizes. Does not import torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from functools import cached_property
 from typing import ClassVar
 
 from meshmark.errors import InputError
-from meshmark.spec.amoebanet_spec import AMOEBANET_MINI
-from meshmark.spec.coatnet_spec import COATNET_MINI
-from meshmark.spec.mixture_spec import MixtureSpec
-from meshmark.spec.model_config import ImageModelConfig, LayerSizes
-from meshmark.spec.model_spec import Family, ModelSpec
-from meshmark.spec.resnet_spec import RESNET_MINI
+from meshmark.models.amoebanet.config import AMOEBANET_MINI
+from meshmark.models.coatnet.config import COATNET_MINI
+from meshmark.models.config import ImageModelConfig, LayerSizes
+from meshmark.models.mixture.config import MixtureSpec
+from meshmark.models.resnet.config import RESNET_MINI
+from meshmark.models.transformer.config import Family, ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class VisionSpec(ImageModelConfig):
     """
 
     kind: ClassVar[str] = "vision-transformer"
-    module: ClassVar[str] = "meshmark.reference.vision:VisionTransformer"
+    module: ClassVar[str] = "meshmark.models.vision_transformer.module:VisionTransformer"
     theory: ClassVar[str] = "meshmark.theory.model_theory:LayeredTheory"
     patch_size: int
     """Height and width of the square patches that an image is cut into, in pixels."""

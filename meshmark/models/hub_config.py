@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from meshmark.errors import InputError
-from meshmark.spec.model_spec import Family
+from meshmark.models.transformer.config import Family
 
 Fields = dict[str, Family | float]
 """Fields of a `ModelSpec` by name."""
@@ -113,7 +113,7 @@ def read_config(path: Path, given: Mapping[str, object], *, planned: bool) -> Fi
     config = _read(path)
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _HONOURED:
-        from meshmark.spec.planned_config import PLANNED_TYPES  # which imports this module
+        from meshmark.models.planned_config import PLANNED_TYPES  # which imports this module
 
         known = ", ".join([*_HONOURED, *(PLANNED_TYPES if planned else ())])
         raise InputError(f"--model {str(path)!r}: model_type is {kind!r}, expected one of {known}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from meshmark.errors import InputError
-from meshmark.spec.model_config import ImageModelConfig, LayerSizes
+from meshmark.models.config import ImageModelConfig, LayerSizes
 
 
 @dataclass(frozen=True, kw_only=True)

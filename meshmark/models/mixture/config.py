@@ -1,4 +1,4 @@
-"""Mixture-of-experts models: dimensions and derived sizes. Does not import torch, like `model_spec`."""
+"""Mixture-of-experts models: dimensions and derived sizes. Does not import torch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from meshmark.errors import InputError
-from meshmark.spec.model_config import Dataset, ModelConfig
-from meshmark.spec.model_spec import Family, ModelSpec, gpt
+from meshmark.models.config import Dataset, ModelConfig
+from meshmark.models.transformer.config import Family, ModelSpec, gpt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class MixtureSpec(ModelConfig):
     """
 
     kind: ClassVar[str] = "mixture-of-experts"
-    module: ClassVar[str] = "meshmark.reference.mixture:MixtureTransformer"
+    module: ClassVar[str] = "meshmark.models.mixture.module:MixtureTransformer"
     theory: ClassVar[str] = "meshmark.theory.model_theory:MixtureTheory"
     routes: ClassVar[bool] = True
     num_layers: int

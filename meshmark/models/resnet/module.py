@@ -14,9 +14,9 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshmark.reference.model import Model
-from meshmark.reference.vision import BatchNorm
-from meshmark.spec.resnet_spec import ResidualSizes, ResNetSpec
+from meshmark.models.module import Model
+from meshmark.models.resnet.config import ResidualSizes, ResNetSpec
+from meshmark.models.vision_transformer.module import BatchNorm
 
 
 class Stem(nn.Module):

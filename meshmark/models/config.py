@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from meshmark.errors import InputError
 
 if TYPE_CHECKING:
+    from meshmark.models.transformer.config import Family
     from meshmark.spec.case import Case
-    from meshmark.spec.model_spec import Family
 
 UNKNOWN_THEORY = "meshmark.theory.model_theory:UnknownTheory"
 
@@ -53,7 +53,7 @@ class ModelConfig:
     """
     theory: ClassVar[str] = UNKNOWN_THEORY
     """Closed forms of parameters, traffic and FLOPs, as "package.module:Class"; see `meshmark.theory.model_theory`."""
-    initial_values: ClassVar[str] = "meshmark.reference.model:drawn_value"
+    initial_values: ClassVar[str] = "meshmark.models.module:drawn_value"
     """Function that makes the initial value of a parameter, or of a block of it, as "package.module:function"."""
     unit: ClassVar[str] = "tokens"
     """Unit of throughput: tokens, images or rows."""

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshmark.reference.model import Model
-from meshmark.reference.vision import BatchNorm, Classifier
-from meshmark.spec.coatnet_spec import CoAtNetSpec, HybridSizes
+from meshmark.models.coatnet.config import CoAtNetSpec, HybridSizes
+from meshmark.models.module import Model
+from meshmark.models.vision_transformer.module import BatchNorm, Classifier
 
 
 def norm_of(width: int, batch_norm: bool) -> nn.Module:

@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from meshmark.spec.model_config import ModelConfig
+from meshmark.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from meshmark.reference.data import Batch

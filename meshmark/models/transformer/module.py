@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshmark.reference.model import Model
-from meshmark.spec.mixture_spec import MixtureSpec
-from meshmark.spec.model_spec import Family, ModelSpec
-from meshmark.spec.vision_spec import TransformerSpec
+from meshmark.models.mixture.config import MixtureSpec
+from meshmark.models.module import Model
+from meshmark.models.transformer.config import Family, ModelSpec
+from meshmark.models.vision_transformer.config import TransformerSpec
 
 TextSpec = ModelSpec | MixtureSpec
 """Spec of a transformer over tokens."""

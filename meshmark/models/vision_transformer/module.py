@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshmark.reference.model import Model
-from meshmark.reference.transformer import Block
-from meshmark.spec.vision_spec import VisionSpec
+from meshmark.models.module import Model
+from meshmark.models.transformer.module import Block
+from meshmark.models.vision_transformer.config import VisionSpec
 
 
 class BatchNorm(nn.BatchNorm1d):

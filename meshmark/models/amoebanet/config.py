@@ -1,4 +1,4 @@
-"""AmoebaNet models: their dimensions and the sizes derived from them. Does not import torch, like `model_spec`."""
+"""AmoebaNet models: their dimensions and the sizes derived from them. Does not import torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import ClassVar
 
 from meshmark.errors import InputError
-from meshmark.spec.convolutional import Convolution, Convolutional, layer_of
-from meshmark.spec.model_config import LayerSizes
-from meshmark.spec.model_spec import Family
+from meshmark.models.config import LayerSizes
+from meshmark.models.convolutional import Convolution, Convolutional, layer_of
+from meshmark.models.transformer.config import Family
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class AmoebaNetSpec(Convolutional):
     """
 
     kind: ClassVar[str] = "amoebanet"
-    module: ClassVar[str] = "meshmark.reference.amoebanet:AmoebaNet"
+    module: ClassVar[str] = "meshmark.models.amoebanet.module:AmoebaNet"
     cells: tuple[int, ...]
     """Channels of one operation in each cell. The first convolution has as many as the first cell."""
     init_std: float = 0.1
@@ -113,7 +113,7 @@ class CellSizes:
 
     @property
     def convolutions(self) -> list[Convolution]:
-        """The convolutions, in the order of `meshmark.reference.amoebanet.Cell`."""
+        """The convolutions, in the order of `meshmark.models.amoebanet.module.Cell`."""
         before, after, w = self.side**2, self.next_side**2, self.width
         entries = [Convolution(inner=inner, outer=w, kernel=1, pixels=before) for inner in (self.skip, self.last)]
 

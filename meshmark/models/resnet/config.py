@@ -1,4 +1,4 @@
-"""Residual networks: dimensions and derived sizes. Does not import torch, like `model_spec`."""
+"""Residual networks: dimensions and derived sizes. Does not import torch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from meshmark.spec.convolutional import Convolution, Convolutional, layer_of
-from meshmark.spec.model_config import LayerSizes
-from meshmark.spec.model_spec import Family
+from meshmark.models.config import LayerSizes
+from meshmark.models.convolutional import Convolution, Convolutional, layer_of
+from meshmark.models.transformer.config import Family
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class ResNetSpec(Convolutional):
     """
 
     kind: ClassVar[str] = "residual-network"
-    module: ClassVar[str] = "meshmark.reference.resnet:ResNet"
+    module: ClassVar[str] = "meshmark.models.resnet.module:ResNet"
     widths: tuple[int, ...]
     """Channels of each block. The first convolution has as many as the first block."""
     init_std: float = 0.1

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import cast
 
 from meshmark.errors import InputError
-from meshmark.spec.hub_config import LARGEST, Fields, read_config
-from meshmark.spec.model_spec import TEXT_FAMILIES, Family, ModelSpec
-from meshmark.spec.planned_config import planned_model, planned_type
+from meshmark.models.hub_config import LARGEST, Fields, read_config
+from meshmark.models.planned_config import planned_model, planned_type
+from meshmark.models.transformer.config import TEXT_FAMILIES, Family, ModelSpec
 
 KEYS = {
     "family": "family",

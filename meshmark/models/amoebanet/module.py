@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshmark.reference.model import Model
-from meshmark.reference.resnet import MeanClassifier
-from meshmark.reference.vision import BatchNorm
-from meshmark.spec.amoebanet_spec import AmoebaNetSpec, CellSizes
+from meshmark.models.amoebanet.config import AmoebaNetSpec, CellSizes
+from meshmark.models.module import Model
+from meshmark.models.resnet.module import MeanClassifier
+from meshmark.models.vision_transformer.module import BatchNorm
 
 Size = int | tuple[int, int]
 

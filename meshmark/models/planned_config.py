@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from meshmark.errors import InputError
-from meshmark.spec.hub_config import LARGEST, SILENT
-from meshmark.spec.model_spec import Family
-from meshmark.spec.planned_model import PlannedModel
+from meshmark.models.hub_config import LARGEST, SILENT
+from meshmark.models.planned_model import PlannedModel
+from meshmark.models.transformer.config import Family
 
 _DENSE = {
     "num_layers": "num_hidden_layers",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from meshmark.errors import InputError
-from meshmark.spec.model_spec import ModelSpec
+from meshmark.models.transformer.config import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)

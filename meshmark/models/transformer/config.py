@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import ClassVar, TypedDict, Unpack
 
 from meshmark.errors import InputError, UnknownNameError
-from meshmark.spec.model_config import Dataset, ModelConfig
+from meshmark.models.config import Dataset, ModelConfig
 
 
 class Family(StrEnum):
@@ -61,7 +61,7 @@ class ModelSpec(ModelConfig):
     """
 
     kind: ClassVar[str] = "transformer"
-    module: ClassVar[str] = "meshmark.reference.transformer:Transformer"
+    module: ClassVar[str] = "meshmark.models.transformer.module:Transformer"
     theory: ClassVar[str] = "meshmark.theory.model_theory:TransformerTheory"
     family: Family
     num_layers: int
@@ -92,7 +92,7 @@ class ModelSpec(ModelConfig):
     def __post_init__(self) -> None:
         if self.family not in TEXT_FAMILIES:
             raise InputError(
-                f"model {self.name!r}: family {self.family} is not decoder-only; see `vision_spec` and `MixtureSpec`"
+                f"model {self.name!r}: family {self.family} is not decoder-only; see `VisionSpec` and `MixtureSpec`"
             )
         for field, most in _MOST.items():
             if not 1 <= (got := getattr(self, field)) <= most:

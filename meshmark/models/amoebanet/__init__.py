@@ -1,0 +1,1 @@
+"""AmoebaNet: `config` has the dimensions, `module` the layers."""

@@ -1,0 +1,1 @@
+"""CoAtNet, convolutions and attention: `config` has the dimensions, `module` the layers."""

@@ -1,0 +1,1 @@
+"""GPT with mixtures of experts: `config` has the dimensions, `module` the layers."""

@@ -1,0 +1,1 @@
+"""Residual networks: `config` has the dimensions, `module` the layers."""

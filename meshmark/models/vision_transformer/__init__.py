@@ -1,0 +1,1 @@
+"""Vision transformers: `config` has the dimensions, `module` the layers."""
