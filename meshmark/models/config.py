@@ -234,9 +234,10 @@ class LayerSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageModelConfig(ModelConfig):
-    """Fields that all image models share."""
+    """Base class of image models, which derives sizes from the model's `layers`."""
 
     unit: ClassVar[str] = "images"
+    theory: ClassVar[str] = "meshmark.theory.model_theory:LayeredTheory"
     num_channels: int = 1
     num_classes: int
     image_size: int
@@ -249,8 +250,48 @@ class ImageModelConfig(ModelConfig):
             """The embedding, the blocks and the head."""
 
         @property
-        def forward_flops(self) -> float:
-            """FLOPs of one image, a multiply-add counted as two."""
+        def batch_norm(self) -> bool:
+            """True if it normalises over the images of one micro-batch of one replica."""
+
+    @property
+    def couples_rows(self) -> bool:
+        return self.batch_norm
+
+    @property
+    def causal(self) -> bool:
+        """False: pixels have no order."""
+        return False
+
+    @property
+    def tied_embeddings(self) -> bool:
+        """False: pixels and classes share no weights."""
+        return False
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.layers[0].num_parameters
+
+    @property
+    def block_parameters(self) -> int:
+        """Parameters of the largest block."""
+        return max(layer.num_parameters for layer in self.layers[1:-1])
+
+    @property
+    def head_parameters(self) -> int:
+        return self.layers[-1].num_parameters
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(layer.num_parameters for layer in self.layers)
+
+    @property
+    def num_tensors(self) -> int:
+        return sum(layer.num_tensors for layer in self.layers)
+
+    @property
+    def forward_flops(self) -> float:
+        """FLOPs of one image: convolutions and matrix products, a multiply-add counted as two."""
+        return 2.0 * sum(layer.products for layer in self.layers)
 
     @property
     def datasets(self) -> frozenset[Dataset]:

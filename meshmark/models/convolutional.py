@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
 
 from meshmark.errors import InputError
 from meshmark.models.config import ImageModelConfig, LayerSizes
@@ -58,19 +56,14 @@ def layer_of(convolutions: Sequence[Convolution], outputs: int) -> LayerSizes:
 
 
 class Convolutional(ImageModelConfig):
-    """Base class that derives a model's sizes from the `layers` of its spec."""
-
-    theory: ClassVar[str] = "meshmark.theory.model_theory:LayeredTheory"
-
-    if TYPE_CHECKING:
-
-        @property
-        def batch_norm(self) -> bool: ...
+    """Base class of models whose layers are of unequal size and have no tokens."""
 
     @property
-    @abstractmethod
-    def layers(self) -> Sequence[LayerSizes]:
-        """The embedding, the blocks and the head."""
+    def batch_norm(self) -> bool:
+        """True: norms run over all pixels of the images of *one micro-batch of one replica*; see
+        `VisionSpec.batch_norm`.
+        """
+        return True
 
     def check_sizes(self, widths: Sequence[int], num_halved: int) -> None:
         """Raise `InputError` if sizes contradict each other. `num_halved` is how often the image side is halved."""
@@ -86,21 +79,6 @@ class Convolutional(ImageModelConfig):
             )
 
     @property
-    def couples_rows(self) -> bool:
-        """True if it normalises over the images of one micro-batch of one replica."""
-        return self.batch_norm
-
-    @property
-    def causal(self) -> bool:
-        """False: the model has no tokens."""
-        return False
-
-    @property
-    def tied_embeddings(self) -> bool:
-        """False: pixels and classes share no weights."""
-        return False
-
-    @property
     def dropout(self) -> float:
         """Always 0: norms take the place of dropout (arXiv:1512.03385 section 3.4)."""
         return 0.0
@@ -113,33 +91,6 @@ class Convolutional(ImageModelConfig):
     def seq_len(self) -> int:
         """Pixels of an image, which are the positions that the model computes."""
         return self.image_size**2
-
-    @property
-    def embedding_parameters(self) -> int:
-        """Parameters of the first convolution and its norm."""
-        return self.layers[0].num_parameters
-
-    @property
-    def block_parameters(self) -> int:
-        """Parameters of the largest block."""
-        return max(layer.num_parameters for layer in self.layers[1:-1])
-
-    @property
-    def head_parameters(self) -> int:
-        return self.layers[-1].num_parameters
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(layer.num_parameters for layer in self.layers)
-
-    @property
-    def num_tensors(self) -> int:
-        return sum(layer.num_tensors for layer in self.layers)
-
-    @property
-    def forward_flops(self) -> float:
-        """FLOPs of one image: convolutions and matrix products, a multiply-add counted as two."""
-        return 2.0 * sum(layer.products for layer in self.layers)
 
     def misfits(self, *, tp: int, num_stages: int, cp: int) -> list[str]:
         """Return why the model cannot be split this way, one reason each."""

@@ -567,11 +567,6 @@ class OwnModel(Model):
         return found
 
     @classmethod
-    def skeleton(cls, spec: ModelConfig) -> Model:
-        with torch.device("meta"):
-            return cls(spec)
-
-    @classmethod
     def block_classes_of(cls, spec: ModelConfig) -> set[type[nn.Module]]:
         blocks = skeleton(spec).blocks
         assert isinstance(blocks, BlocksOf)

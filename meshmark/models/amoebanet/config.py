@@ -71,13 +71,6 @@ class AmoebaNetSpec(Convolutional):
         return Family.AMOEBANET
 
     @property
-    def batch_norm(self) -> bool:
-        """True: norms run over all pixels of the images of *one micro-batch of one replica*; see
-        `VisionSpec.batch_norm`.
-        """
-        return True
-
-    @property
     def widest(self) -> int:
         """Largest number of values a layer handles per position: unfolded convolution patches, or both states."""
         return max(9 * max(self.cells), *(cell.skip + cell.last for cell in self.blocks))

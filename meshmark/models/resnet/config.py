@@ -58,13 +58,6 @@ class ResNetSpec(Convolutional):
         return Family.RESNET
 
     @property
-    def batch_norm(self) -> bool:
-        """True: norms run over all pixels of the images of *one micro-batch of one replica*; see
-        `VisionSpec.batch_norm`.
-        """
-        return True
-
-    @property
     def widest(self) -> int:
         """Largest number of values a layer handles per position: the unfolded patches of a convolution."""
         return 9 * max(self.widths)

@@ -27,7 +27,6 @@ class VisionSpec(ImageModelConfig):
 
     kind: ClassVar[str] = "vision-transformer"
     module: ClassVar[str] = "meshmark.models.vision_transformer.module:VisionTransformer"
-    theory: ClassVar[str] = "meshmark.theory.model_theory:LayeredTheory"
     patch_size: int
     """Height and width of the square patches that an image is cut into, in pixels."""
     num_layers: int
@@ -63,20 +62,6 @@ class VisionSpec(ImageModelConfig):
     @property
     def family(self) -> Family:
         return Family.VIT
-
-    @property
-    def couples_rows(self) -> bool:
-        return self.batch_norm
-
-    @property
-    def causal(self) -> bool:
-        """False: every patch sees all patches."""
-        return False
-
-    @property
-    def tied_embeddings(self) -> bool:
-        """False: pixels and classes share no weights."""
-        return False
 
     @property
     def seq_len(self) -> int:
@@ -148,24 +133,11 @@ class VisionSpec(ImageModelConfig):
         return (embedding, *[block] * self.num_layers, head)
 
     @property
-    def num_parameters(self) -> int:
-        return sum(layer.num_parameters for layer in self.layers)
-
-    @property
-    def num_tensors(self) -> int:
-        return sum(layer.num_tensors for layer in self.layers)
-
-    @property
     def widest(self) -> int:
         """Largest number of values a layer handles per position: four residual streams, or one row of scores per
         head.
         """
         return max(4 * self.hidden, self.num_heads * self.seq_len)
-
-    @property
-    def forward_flops(self) -> float:
-        """FLOPs of one image: matrix products, a multiply-add counted as two."""
-        return 2.0 * sum(layer.products for layer in self.layers)
 
     def misfits(self, *, tp: int, num_stages: int, cp: int) -> list[str]:
         """Return why the model cannot be split this way, one reason each."""
