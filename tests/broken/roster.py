@@ -41,12 +41,13 @@ from meshmark.adapters.pipeline_nd import PipelineFSDP2
 from meshmark.adapters.tensor_parallel import TensorParallel
 from meshmark.judge.faults import Fault
 from meshmark.spec.case import Case
-from meshmark.spec.layout import Layout, Recompute, Schedule
+from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload, workload
 from meshmark.theory.traffic import Sharding
 from tests.broken import experts as e
 from tests.broken import gradients as g
+from tests.broken import loops as y
 from tests.broken import reducing as h
 from tests.broken import titan as t
 from tests.broken import wrapped as w
@@ -56,6 +57,7 @@ from tests.broken.engine import Broken
 from tests.broken.fabric_options import FABRIC_OPTION_MUTANTS
 from tests.broken.megatron_gpt import MEGATRON_GPT_MUTANTS
 from tests.broken.mixed import ReduceDtypeOfAnother
+from tests.broken.modules import ForwardScaled
 from tests.broken.mutant import DEEP, GPT, MIXTURE, Mutant
 from tests.broken.pytorch_options import PYTORCH_OPTION_MUTANTS
 
@@ -69,6 +71,10 @@ SHARED = Layout(cp=2, zero_stage=3, num_micro_batches=4)
 REDUCED = Layout(dp=2, num_micro_batches=4)
 TWO, FOUR = Layout(dp=2, zero_stage=3, num_micro_batches=4), Layout(dp=4, zero_stage=3, num_micro_batches=2)
 
+EVEN = replace(GPT, name="gpt-mini-even", masked=False)
+"""Every row has as many targets: a mean of means is right."""
+NO_DECAY = replace(GPT, name="gpt-mini-no-decay", optimizer=replace(GPT.optimizer, weight_decay=0.0))
+"""For loops that choose by themselves what is decayed."""
 WARM, LLAMA = workload("gpt-mini-warmup"), workload("llama-mini")
 WARM_LLAMA = replace(LLAMA, name="llama-mini-warmup", optimizer=replace(LLAMA.optimizer, warmup_steps=8))
 TENSOR = Layout(tp=2, num_micro_batches=4)
@@ -709,6 +715,18 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("torchtitan", t.DividesByShards, F.SCALED, layout=TWO, problem=LLAMA),
     *_on("torchtitan-pp", t.ClipsByStage, F.CLIPPING, layout=PIPELINE, problem=LLAMA),
     *_on("torchtitan-tp", t.StepsScheduleTwice, F.UPDATE, layout=TENSOR, problem=WARM_LLAMA),
+    *_on("single", ForwardScaled, layout=Layout(num_micro_batches=4)),
+    *_on("plain-loop", ForwardScaled, layout=Layout(num_micro_batches=4)),
+    *_on("accelerate-deepspeed", g.OverMicroBatches, F.SCALED, layout=PARTED),
+    *_on("accelerate-deepspeed-file", g.OverMicroBatches, F.SCALED, layout=replace(PARTED, offload=Offload.CPU)),
+    *_on("accelerate-fsdp2-launched", g.OverMicroBatches, F.SCALED, layout=TWO),
+    *_on("accelerate-loop-recommended", y.ForgetsNumProcesses, F.SCALED, layout=REDUCED, problem=EVEN),
+    *_on("fsdp2-offload", g.OverMicroBatches, F.SCALED, layout=replace(TWO, offload=Offload.CPU)),
+    *_on("hf-trainer-rank-means", y.ClipsTwice, F.CLIPPING, layout=REDUCED, problem=EVEN),
+    *_on("hf-trainer-recommended", y.ClipsTwice, F.CLIPPING, layout=REDUCED, problem=NO_DECAY),
+    *_on("hf-trainer-deepspeed-given", ForwardScaled, layout=PARTED),
+    *_on("lightning-trainer-fsdp lightning-trainer-fsdp2", y.DividesByMicroBatches, F.SCALED, layout=TWO),
+    *_on("lightning-trainer-recommended", y.DividesByMicroBatches, F.SCALED, layout=REDUCED, problem=EVEN),
     *MEGATRON_GPT_MUTANTS,
     *CHECKPOINT_OPTION_MUTANTS,
     *PYTORCH_OPTION_MUTANTS,
