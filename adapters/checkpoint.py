@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def save_local(folder: Path, state: dict[str, Any]) -> None:
-    """All that this rank holds, which no other does. A collective call."""
+    """Write `state` to a file of this rank. A collective call."""
     torch.save(state, _local_file(folder))
     dist.barrier()
 
@@ -36,14 +36,14 @@ def _local_file(folder: Path) -> Path:
 
 
 def save_sharded(folder: Path, model: nn.Module, optimizer: Optimizer, schedule: Schedule | None) -> None:
-    """`schedule`: PyTorch's scheduler, or None. A collective call."""
+    """Write model, optimizer and schedule, if any, with torch.distributed.checkpoint. A collective call."""
     from torch.distributed.checkpoint.state_dict_saver import save
 
     save(_state(model, optimizer, schedule), checkpoint_id=folder)
 
 
 def load_sharded(folder: Path, model: nn.Module, optimizer: Optimizer, schedule: Schedule | None) -> None:
-    """Into objects built as those were that `save_sharded` was given. A collective call."""
+    """Load what `save_sharded` wrote into objects that were built in the same way. A collective call."""
     from torch.distributed.checkpoint.state_dict import set_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load
 

@@ -1,4 +1,4 @@
-"""PyTorch DistributedDataParallel: a replica a rank, gradients all-reduced in buckets (arXiv:2006.15704)."""
+"""PyTorch DistributedDataParallel: one replica per rank, gradients all-reduced in buckets (arXiv:2006.15704)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ from meshmark.theory.traffic import (
     step_traffic,
 )
 
-# Functions of its own, for DDP lets PyTorch's run on NCCL alone (it knows them by name), though gloo sums bf16 too.
+# The hook is wrapped in a lambda because DDP rejects PyTorch's own hook, by its name, on backends other than NCCL.
+# gloo sums bf16 as well.
 _HOOKS: dict[Dtype, Callable[[dist.ProcessGroup, Any], Future[Tensor]]] = {
     Dtype.BF16: lambda group, bucket: bf16_compress_hook(group, bucket),
 }
@@ -72,7 +73,7 @@ class DDP(Adapter):
     gradients_are_views: ClassVar[bool] = True
     """Whether gradients are views of the buckets in which they are reduced."""
     broadcasts_buffers: ClassVar[bool] = False
-    """Otherwise each replica keeps its own statistics, as the workload defines them."""
+    """Whether DDP broadcasts buffers. If not, each replica keeps its own statistics, as the workload defines them."""
     static_graph: ClassVar[bool] = False
 
     @classmethod
@@ -113,7 +114,7 @@ class DDPBuckets(DDP):
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
-        """A bucket is closed by the tensor that fills it, so it holds no more than that beyond its size."""
+        """Return exceptions for buckets, which exceed their size by at most the tensor that fills them."""
         sizes = [math.prod(shape) for shape in parameter_shapes(case.workload.model).values()]
 
         def several(flow: Flow) -> Flow:

@@ -36,7 +36,7 @@ Hook = Callable[["GradBucket"], Future[Tensor]]
 
 
 class CompressedDDPEngine(DDPEngine):
-    """Tells what each replica's gradients were before the hook had them."""
+    """Reports each replica's gradients as they were before the hook compressed them."""
 
     def __init__(
         self, case: Case, context: RankContext, module: DistributedDataParallel, optimizer: torch.optim.Optimizer
@@ -87,8 +87,10 @@ class CompressedDDPEngine(DDPEngine):
         return hook
 
     def start_factors(self, state: PowerSGDState, bucket: GradBucket) -> None:
-        """The first Q of every matrix, drawn by its name in the place of the hook's own draws, which it does not tell:
-        what a warm start finds."""
+        """Set the initial factor Q of every matrix, as a warm start would.
+
+        It is drawn by the matrix's name. The hook's own draws cannot be reproduced, because it does not expose them.
+        """
         compressor = self.case.workload.algorithm_as(Compressing).compressor
         assert compressor is not None
         by_shape: dict[tuple[int, int], list[Tensor]] = {}

@@ -1,4 +1,4 @@
-"""DiLoCo (arXiv:2311.08105): an optimizer a replica, and PyTorch's Nesterov SGD on what they come to on the average."""
+"""DiLoCo (arXiv:2311.08105): one optimizer per replica, and PyTorch's Nesterov SGD on their average change."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from meshmark.theory.model_theory import local_parameters
 
 
 class DiLoCoEngine(DataParallelEngine):
-    """`outer` steps on `met`, where all replicas stood together last."""
+    """The optimizer `outer` steps on `met`, the parameters that all replicas last had in common."""
 
     optimizer: torch.optim.Optimizer
 

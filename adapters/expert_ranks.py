@@ -24,7 +24,7 @@ def refusal_of_ranks(case: Case) -> str | None:
 
 
 def elements_elsewhere(case: Case) -> float:
-    """Return the number of parameters of experts that a rank has not got."""
+    """Return the number of expert parameters that a rank does not hold."""
     spec = mixture_of(case)
     return spec.num_layers * spec.num_experts * spec.expert_parameters * (1 - 1 / EXPERT_RANKS)
 

@@ -1,4 +1,4 @@
-"""FedAvg (arXiv:1602.05629): replicas with more rows and with fewer, whose parameters are averaged by these."""
+"""FedAvg (arXiv:1602.05629): replicas have different numbers of rows, which weight the average of parameters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FedAvgEngine(DataParallelEngine):
         return client_rows(batch, self.dp_rank, self.case.layout.dp)
 
     def differentiate(self, loss: Tensor) -> None:
-        """`loss` is for replicas with as many rows as one another."""
+        """Differentiate `loss`, which assumes equal shares of rows, after scaling it to this replica's share."""
         super().differentiate(loss / (self.case.layout.dp * self.weight))
 
     def update(self) -> Tensor | None:
@@ -82,7 +82,7 @@ class FedAvg(Adapter):
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
-        """Rows of the smallest share must make micro-batches."""
+        """Return why the case is not supported: the smallest share of rows must be divisible into micro-batches."""
         layout, rows = case.layout, case.workload.global_batch
         for replica, share in enumerate(client_shares(layout.dp)):
             if (rows * share / layout.num_micro_batches).denominator > 1:
@@ -94,7 +94,7 @@ class FedAvg(Adapter):
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
-        """Activations are planned of equal parts."""
+        """Return the recipe without a plan of activations, which theory has for equal shares of rows only."""
         return dataclasses.replace(super().recipe(case), activations_known=False)
 
     def build(self, case: Case, context: RankContext) -> Engine:

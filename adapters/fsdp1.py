@@ -111,7 +111,7 @@ def _pieces(handle: Any, shard: Tensor) -> list[Tensor]:  # noqa: ANN401
 
 
 def _handles(module: FullyShardedDataParallel) -> Iterator[tuple[str, Any]]:
-    """Every unit's path, and what knows its flat parameter."""
+    """Yield the path of every unit, and the handle of its flat parameter."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     for path, part in module.named_modules():
@@ -120,14 +120,16 @@ def _handles(module: FullyShardedDataParallel) -> Iterator[tuple[str, Any]]:
 
 
 def canonical(name: str) -> str:
-    """A parameter's name without the wrappers on its way."""
+    """Return a parameter's name without the names of wrapper modules."""
     wrappers = ("", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
     return ".".join(part for part in name.split(".") if part not in wrappers)
 
 
 class FSDP1(Adapter):
-    """FULL_SHARD. Every block is wrapped on its own, and the model with what is left, which FSDP1 keeps whole from
-    forward to backward."""
+    """FULL_SHARD, with one unit for every block and one for the rest of the model.
+
+    FSDP1 keeps the rest whole from its forward to its backward pass.
+    """
 
     arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, reduces_each=True)
     capabilities: ClassVar = Capabilities(
@@ -166,7 +168,7 @@ class FSDP1(Adapter):
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
-        """The norm of replicas is that of the shards of one."""
+        """Return exceptions: the norm over all replicas is that over the shards of one replica."""
         flows, replicas = step_traffic(case, rank), cls.sharding.replicas
         within = "a replica's ranks hold all gradients among them"
         return (
@@ -348,7 +350,7 @@ class FSDP1Casts(FSDP1):
 
 
 def _padding(case: Case, sharding: Sharding, units: dict[str, list[int]]) -> Padding:
-    """Within a flat tensor up to each next parameter's address, and at its end to a multiple of the shards."""
+    """Return the padding of flat tensors: up to the aligned address of each parameter, and to a multiple of shards."""
     shards = case.layout.dp // sharding.replicas
     aligned = _ALIGNED_BYTES // case.precision.compute.itemsize
 

@@ -47,8 +47,10 @@ ROWS = "a tensor's rows are padded to a multiple of the ranks"
 
 
 class FSDP2Engine(DataParallelEngine):
-    """Gradients are reduce-scattered after every micro-batch, fully_shard's default, unless the sharding puts it off,
-    which keeps them whole on every rank."""
+    """Reduce-scatters gradients after every micro-batch, which is the default of `fully_shard`.
+
+    If the sharding delays the reduction, gradients stay whole on every rank until then.
+    """
 
     sharding: Sharding = Sharding()
 
@@ -180,7 +182,7 @@ class FSDP2Sums(FSDP2):
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
-        """A rank that is alone divides gradients by the factor into one more copy, which is not planned."""
+        """Return the recipe. With one rank, dividing gradients makes one more copy, so the peak is not planned."""
         using = super().recipe(case)
         return dataclasses.replace(using, peak_known=using.peak_known and case.layout.dp > 1)
 
@@ -232,17 +234,19 @@ class FSDP2Offload(FSDP2):
         return row_extra_memory(case, rank, cls.sharding, super().recipe(case).states)
 
     def build(self, case: Case, context: RankContext) -> Engine:
-        """On a CPU nothing that is measured would tell whether the policy was heeded."""
+        """Build the engine, and check that the policy is in effect, which no measurement on a CPU would show."""
         engine = super().build(case, context)
         units = sharded_units(engine)
         if not units or not all(p.offload_to_cpu for unit in units for p in _sharded_parameters(unit)):
-            raise AdapterError(f"rank {context.rank}: fully_shard offloads not everything, which it was asked for")
+            raise AdapterError(f"rank {context.rank}: fully_shard does not offload all parameters, as requested")
         return engine
 
 
 class FSDP2Recommended(FSDP2):
-    """As PyTorch's tutorial has it: `fully_shard(block)` and `fully_shard(model)` with nothing else said, which keeps
-    what is in no block whole from forward to backward."""
+    """PyTorch's tutorial: `fully_shard(block)` and `fully_shard(model)` without further arguments.
+
+    Parameters outside of blocks stay whole from their forward to their backward pass.
+    """
 
     track: ClassVar = Track.AUTHORS
     sharding: ClassVar = Sharding(reshards_root=False)
@@ -257,15 +261,18 @@ def row_extra_memory(case: Case, rank: int, sharding: Sharding, states: StateByt
 
 
 def mesh_extra_memory(case: Case) -> ExtraMemory:
-    """PyTorch's, which ranks of thousands notice."""
+    """Return the memory of PyTorch's device mesh, which matters with thousands of ranks."""
     return ExtraMemory(category="steady", num_bytes=4.0 * case.world_size, reason="a device mesh lists all ranks")
 
 
 def dealt_rows(
     shapes: Mapping[str, tuple[int, ...]], shards: int, index: int, states: StateBytes
 ) -> tuple[ExtraMemory, ...]:
-    """Beyond an even share: rows are dealt out whole, as many to each shard until there are none left, and parameters
-    and gradients are padded to that many on all. A thousand ranks notice: few tensors have a multiple of their rows."""
+    """Return the memory of one shard beyond an even share of the tensors.
+
+    Each shard gets ceil(rows / shards) whole rows until none are left. Parameters and gradients are padded to as many
+    on all shards. This matters with a thousand ranks, which divide the rows of few tensors.
+    """
     padded = dealt = 0.0
     for rows, *row in shapes.values():
         most = -(-rows // shards)

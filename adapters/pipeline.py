@@ -108,7 +108,7 @@ class PipelineEngine(Engine):
         return total
 
     def reduce_over_replicas(self) -> None:
-        """Sums, for losses are shares of the mean over the global batch."""
+        """Sum gradients over replicas. They are not averaged, because losses are shares of the global mean."""
         for parameter in self.model.parameters():
             if self.replicas is not None and parameter.grad is not None:
                 dist.all_reduce(parameter.grad, group=self.replicas)
@@ -123,7 +123,10 @@ class PipelineEngine(Engine):
         return total
 
     def _run(self, pipeline: Callable[..., object], batch: Batch) -> Tensor:
-        """This pipeline's shard of `batch` through one of the schedule's ways to run; this rank's share of the loss."""
+        """Run this pipeline's shard of `batch`, and return this rank's share of the loss.
+
+        `pipeline` is a method of the schedule, `step` or `eval`.
+        """
         shard = batch.shard(self.stands.dp, self.case.layout.dp).to(self.context.device)
         self.total_weight = shard.total_weight
         for chunk in self.chunks:
@@ -181,7 +184,7 @@ class PipelineEngine(Engine):
         load_sharded(folder, self.model, self.optimizer, self.learning_rates)
 
     def enter_fake_world(self) -> None:
-        """Tell stages the shapes that their neighbours would: before the first step they ask for them."""
+        """Set the shapes that stages would receive from their neighbours before the first step."""
         set_shapes(self.case, self.stages)
 
     def holdings(self) -> Holdings:
@@ -212,7 +215,7 @@ def _schedule(
     interleaving: str,
     choices: dict[str, Any],
 ) -> PipelineScheduleSingle | PipelineScheduleMulti:
-    """PyTorch's. On one stage nothing is gained by holding all micro-batches."""
+    """Return PyTorch's schedule. A single stage uses 1F1B, because holding all micro-batches would gain nothing."""
     from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
     from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -260,8 +263,11 @@ class Pipeline(Adapter):
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
-        """PyTorch's 1F1B takes a micro-batch a stage. What is no multiple of the ranks it interleaves in other rounds
-        than the paper's."""
+        """Return why the case is not supported, or None.
+
+        PyTorch's 1F1B needs at least one micro-batch per stage. If the number of micro-batches is not a multiple of the
+        ranks, PyTorch interleaves them in other rounds than the paper.
+        """
         layout = case.layout
         if refusal := case.workload.model.stage_refusal:
             return refusal
@@ -282,8 +288,11 @@ class Pipeline(Adapter):
 
     @classmethod
     def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
-        """Stages vote on whether shapes are known, and then tell each other those of activations and gradients: a
-        number, and a pickled description with its size, across each boundary between two stages, both ways."""
+        """Return the traffic by which stages learn the shapes of activations and gradients in the first step.
+
+        Stages vote on whether shapes are known. Then a number, and a pickled description with its size, cross each
+        boundary between two stages in both directions.
+        """
         boundaries = 2 * case.layout.virtual_stages - 1
         return tuple(
             OneTimeTraffic(
@@ -298,7 +307,10 @@ class Pipeline(Adapter):
 
     @classmethod
     def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
-        """PyTorch's last stage keeps its outputs, the logits, as the others keep theirs (which are on the wire)."""
+        """Return the memory of the logits, which the last stage keeps until their backward pass.
+
+        The other stages also keep their outputs, but as messages.
+        """
         layout = case.layout
         if layout.coordinates(rank).pp < layout.pp - 1:
             return ()

@@ -83,7 +83,7 @@ class PipelineNDEngine(PipelineEngine):
         return total if self.stands.tp == 0 else torch.zeros(())
 
     def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-        """FSDP2 takes the mean over replicas of what is to be summed."""
+        """Return the loss share, scaled by the number of replicas if FSDP2 averages gradients over them."""
         share = super()._loss(logits_BTV, targets_BT)
         share = share.to_local() if hasattr(share, "to_local") else share
         return share * self.case.layout.dp if self.case.layout.zero_stage else share
@@ -94,7 +94,7 @@ class PipelineNDEngine(PipelineEngine):
                 dist.all_reduce(gradient, group=self.replicas)
 
     def _local_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Every gradient, and what this rank holds of it."""
+        """Yield every gradient together with this rank's part of it."""
         for parameter in self.model.parameters():
             if (gradient := parameter.grad) is not None:
                 yield gradient, cast("DTensor", gradient).to_local() if hasattr(gradient, "to_local") else gradient
@@ -102,8 +102,8 @@ class PipelineNDEngine(PipelineEngine):
     def _clip(self, max_norm: float) -> Tensor:
         """Clip by the norm over all stages and shards.
 
-        PyTorch's own function knows the norm of one stage and one mesh. Here the squares are summed: all of what only
-        one rank has, and the first rank's of what several have.
+        PyTorch's function computes the norm of one stage and one mesh only. Here squares are summed over all ranks.
+        Parts that several ranks hold count on the first of these ranks only.
         """
         square = torch.zeros(())
         for gradient, local in self._local_gradients():
@@ -162,7 +162,7 @@ class PipelineTensorParallel(Pipeline):
 
     @classmethod
     def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
-        """To know shapes, stages compute a micro-batch once more, forward and backward, before the first step."""
+        """Return the traffic of a micro-batch that stages compute before the first step to learn shapes."""
         count = case.layout.num_micro_batches
         tensor = [flow for flow in step_traffic(case, rank) or () if flow.axes == "tp"]
         again = (
@@ -187,8 +187,10 @@ class PipelineTensorParallel(Pipeline):
 
 
 class PipelineFSDP2(PipelineTensorParallel):
-    """A pipeline whose stages FSDP2 shards over its replicas, block by block, of tensor-parallel layers or whole ones.
-    PyTorch's schedules gather weights before every pass of a stage, and reduce gradients once, after the last."""
+    """A pipeline whose stages FSDP2 shards over replicas, block by block. Layers may be tensor-parallel.
+
+    PyTorch's schedules gather weights before every pass of a stage, and reduce gradients once, after the last pass.
+    """
 
     capabilities: ClassVar = dataclasses.replace(PipelineTensorParallel.capabilities, zero_stages=frozenset({3}))
     axes: ClassVar[frozenset[Axis]] = frozenset({"pp", "dp"})
@@ -199,8 +201,11 @@ class PipelineFSDP2(PipelineTensorParallel):
 
     @classmethod
     def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
-        """Weights are gathered for that micro-batch: of blocks for its backward pass too, which the first stage has
-        not, for it sends no gradients."""
+        """Return the traffic of that micro-batch, including the gathers of weights.
+
+        Blocks are gathered for its backward pass too, except on the first stage, which sends no gradients and so skips
+        that pass.
+        """
         ends, blocks, num_layers = _held(case, rank)
         times = 1 if case.layout.coordinates(rank).pp == 0 else 2
         gathered = OneTimeTraffic(
@@ -236,7 +241,7 @@ class PipelineFSDP2(PipelineTensorParallel):
 
 
 def _held(case: Case, rank: int) -> tuple[int, int, int]:
-    """Elements that a stage holds outside of its blocks and in them, and the number of these."""
+    """Return a stage's number of elements outside of blocks, that in blocks, and the number of blocks."""
     layout, model = case.layout, case.workload.transformer
     stage = uniform_stages(model, layout.pp)[layout.coordinates(rank).pp]
     ends = int(stage_parameters(model, dataclasses.replace(stage, num_layers=0), layout.tp))
@@ -254,7 +259,7 @@ def _gathers(stages_left: int, num_micro_batches: int) -> int:
 
 
 def _split_over(tensor: Tensor) -> set[str]:
-    """The mesh's axes along which ranks hold other parts of it."""
+    """Return the mesh axes along which `tensor` is sharded."""
     if not hasattr(tensor, "placements"):
         return set()
     sharded = cast("DTensor", tensor)
@@ -263,7 +268,7 @@ def _split_over(tensor: Tensor) -> set[str]:
 
 
 def _unsplit(case: Case, rank: int) -> int:
-    """Elements of the embedding's gradient beyond a rank's share; the first stage has it."""
+    """Return the elements of the embedding's gradient beyond a rank's share; 0 on all stages but the first."""
     model, layout = case.workload.transformer, case.layout
     first = layout.coordinates(rank).pp == 0
     return model.vocab_size * model.hidden // layout.tp * (layout.tp - 1) if first else 0

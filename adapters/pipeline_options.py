@@ -47,7 +47,7 @@ class TracedEngine(PipelineEngine):
         cut = traced.get_stage_module(index)
         for name, parameter in part.layers.named_parameters():
             path, _, leaf = name.rpartition(".")
-            parameter.data = cut.get_parameter(name).data  # as a trace holds on to what it was made of
+            parameter.data = cut.get_parameter(name).data  # a trace keeps the tensors that it was made from
             cut.get_submodule(path)._parameters[leaf] = parameter
         stage: Any = traced.build_stage(index, self.context.device, self.pipeline)
         # Otherwise it keeps the whole model (adapters/gaps/pipelining_traced_whole_model.py).
@@ -88,14 +88,14 @@ class PipelineTraced(Pipeline):
 
 
 class SequenceFirst(Part):
-    """The first stage is given tokens as [T, B], if it is told so."""
+    """A part whose first stage can take tokens as [T, B], depending on a flag."""
 
     def forward(self, x: Tensor, *, sequence_first: bool = False) -> Tensor:
         return super().forward(x.T if sequence_first and self.layers.embedding is not None else x)
 
 
 class SplitEngine(PipelineEngine):
-    """Tells PyTorch along which dimension each argument is split, and takes the outputs of evaluation together."""
+    """Specifies along which dimension PyTorch splits each argument, and merges the outputs of evaluation."""
 
     def make_part(self, chunk: Model) -> Part:
         return SequenceFirst(chunk, self.case.precision, self.context.device)
@@ -112,7 +112,7 @@ class SplitEngine(PipelineEngine):
         return {**specs, "defer_pp_recv": True} if self.case.layout.virtual_stages > 1 else specs
 
     def make_stage(self, part: Part, index: int) -> PipelineStage:
-        """Tell PyTorch the shapes of what a stage takes and makes, and of its gradients, so that it asks nobody."""
+        """Return a stage with given shapes of inputs, outputs and gradients, so that PyTorch need not exchange them."""
         from torch.distributed.pipelining import PipelineStage
 
         case, layout = self.case, self.case.layout

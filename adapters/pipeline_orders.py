@@ -26,8 +26,10 @@ _HANDED = "outputs, and their gradients, that go from one stage to the next on t
 
 
 class LoopedBFS(Pipeline):
-    """Breadth first (arXiv:2211.05953): a stage's micro-batches one after the other, then those of the rank's next
-    stage; all are held when the backward passes begin."""
+    """Looped breadth-first (arXiv:2211.05953): all micro-batches of a stage, then all of the rank's next stage.
+
+    The activations of all are held when the backward passes begin.
+    """
 
     capabilities: ClassVar = dataclasses.replace(
         Pipeline.capabilities,
@@ -40,7 +42,7 @@ class LoopedBFS(Pipeline):
 
     @classmethod
     def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
-        """Activations of other forward passes than 1F1B's; and on the last rank logits of as many micro-batches."""
+        """Return how the activations in flight differ from 1F1B's, and the logits that the last rank holds."""
         layout, index = case.layout, case.layout.coordinates(rank).pp
         model, using = theory_of(case.workload.model).transformer, cls.recipe(case)
         if model is None:  # whose activations are not planned in chunks
@@ -63,7 +65,7 @@ class LoopedBFS(Pipeline):
 
     @classmethod
     def logits_held(cls, layout: Layout) -> int:
-        """Micro-batches whose logits are there then."""
+        """Return the number of micro-batches whose logits are held when the first backward pass begins."""
         return layout.num_micro_batches
 
 

@@ -84,8 +84,10 @@ def _example(case: Case, rows: int, layer: int) -> Tensor:
 
 
 def set_shapes(case: Case, stages: Sequence[PipelineStage]) -> None:
-    """Tell stages of texts what they take and make of a micro-batch, as `examples` tells those of images, and that all
-    other stages know it too."""
+    """Set the shapes that text stages take and return for a micro-batch, and let them assume that all stages know them.
+
+    For images, `examples` does the same.
+    """
     try:
         from torch.distributed.pipelining._utils import _StageMeta, extract_tensor_metas
     except ImportError:

@@ -75,7 +75,7 @@ class TensorParallelEngine(DataParallelEngine):
             super().differentiate(loss)
 
     def finish_gradients(self) -> None:
-        """Means over replicas, as the loss is scaled for."""
+        """Average gradients over replicas. The loss is scaled for that."""
         for gradient in self._local_gradients():
             if self.replicas is not None:
                 dist.all_reduce(gradient, group=self.replicas)
@@ -110,7 +110,7 @@ class TensorParallelEngine(DataParallelEngine):
 
 
 def _by_mesh(tensors: Iterable[tuple[nn.Parameter, Tensor]]) -> list[list[nn.Parameter]]:
-    """Group parameters by how the tensor beside each is split: PyTorch's lists take one kind at a time."""
+    """Group parameters by how their tensors are sharded, because PyTorch's list functions need equal sharding."""
     from torch.distributed.tensor import DTensor
 
     found: dict[object, list[nn.Parameter]] = {}
@@ -140,7 +140,7 @@ def summed_embedding(case: Case) -> tuple[ExtraMemory, ...]:
 
 
 class TensorParallel(Adapter):
-    """Colwise for what goes into attention and feed-forward, Rowwise for what comes out."""
+    """Input projections of attention and feed-forward are Colwise, output projections Rowwise."""
 
     engine: ClassVar[type[TensorParallelEngine]] = TensorParallelEngine
     capabilities: ClassVar = Capabilities(
@@ -222,7 +222,7 @@ class TensorParallel(Adapter):
         return model
 
     def shard(self, model: Model, mesh: DeviceMesh, case: Case) -> None:
-        """Over the mesh of data-parallel ranks: replicas share nothing."""
+        """Do nothing, because replicas share nothing. Subclasses shard the model over data-parallel ranks here."""
 
 
 class TensorParallelWholeLoss(TensorParallel):
@@ -257,8 +257,10 @@ class TensorParallelWholeLoss(TensorParallel):
 
 
 def num_split(case: Case) -> tuple[int, int]:
-    """Return how many tensors tensor parallelism splits along their first and along their second dimension, whose norms
-    are reduced: not the embedding that is split by its vocabulary, whose gradient is whole."""
+    """Return how many tensors tensor parallelism splits along their first and along their second dimension.
+
+    Only tensors whose norms are reduced count. The embedding is left out, because its gradient is whole.
+    """
     model = case.workload.model
     if isinstance(model, OwnModelConfig):
         split = model.split
@@ -278,7 +280,7 @@ def _unsplit(case: Case) -> int:
 
 
 def split(model: Model, mesh: DeviceMesh, case: Case) -> None:
-    """Split a model over tensor-parallel ranks: by its own plan where it brings one, as it has its values then."""
+    """Split a model over tensor-parallel ranks, by the model's own plan if it has one."""
     if not case.workload.model.brings_plan:
         parallelize(cast(Transformer, model), mesh, sequence_parallel=case.layout.sequence_parallel)
     elif case.layout.tp > 1:
@@ -286,9 +288,11 @@ def split(model: Model, mesh: DeviceMesh, case: Case) -> None:
 
 
 def parallelize(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, whole_logits: bool = False) -> None:
-    """`parallelize_module` of a model, or of a stage's part of it, in PyTorch's own styles. Between regions the
-    residual stream is whole on every rank or, with sequence parallelism, split by tokens. `whole_logits`: gathered for
-    a loss that knows of no axis."""
+    """Parallelize a model, or a stage's part of it, in place by PyTorch's `parallelize_module` and styles.
+
+    Between parallel regions the residual stream is whole on every rank. With `sequence_parallel` it is split by tokens.
+    With `whole_logits` logits are gathered, for a loss that is not parallel.
+    """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -324,13 +328,13 @@ def parallelize(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool
     # None: no rank's weights are sent to the others, which draw their own.
     parallelize_module(model, mesh, plan, src_data_rank=None if whole_logits else 0)  # type: ignore[arg-type]
     if model.spec.tied_embeddings and model.head is not None and model.embedding is not None:
-        # which replacing parameters module by module has undone
+        # parallelize_module replaces parameters module by module, which unties them
         model.head.output.weight = model.embedding.tokens.weight
 
 
 @torch.no_grad()
 def fill(model: Transformer, case: Case) -> None:
-    """Initial values: of what is split each rank its own part alone."""
+    """Fill `model` with its initial values. Each rank fills only its part of sharded parameters."""
     from torch.distributed.tensor import DTensor
 
     for name, parameter in model.named_parameters():

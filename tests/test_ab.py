@@ -256,7 +256,7 @@ def test_a_commit_is_run_in_the_folder_that_it_was_called_in(
     monkeypatch.chdir(tmp_path / "below")
     with sides.open_side("HEAD", tmp_path / "sides", "A") as side:
         assert (side.folder / "mine.py").is_file() and (side.paths[0] / "planted.json").is_file()
-    with pytest.raises(InputError, match="has no folder 'below/', in which this was called"):
+    with pytest.raises(InputError, match="has no folder 'below/', the current folder"):
         with sides.open_side(repository[0], tmp_path / "sides", "A"):
             pass
 
@@ -323,7 +323,7 @@ def test_mistakes_are_told(repository: list[str], capsys: pytest.CaptureFixture[
         assert words in capsys.readouterr().err
     for options in ([], ["--"]):
         assert main(["ab", "--a", "HEAD", "--b", "HEAD", *options]) == 2
-        assert "expected what to run behind --" in capsys.readouterr().err
+        assert "expected a command after --" in capsys.readouterr().err
     assert main(["ab", "--a", "HEAD", "--b=--target=elsewhere", "--", "-k", "x"]) == 2
     assert "begins with a dash" in capsys.readouterr().err
     assert main(["ab", "--a", "HEAD", "--b", "./no/such/package", "--", "-k", "x"]) == 2

@@ -353,7 +353,7 @@ def test_neither_ranks_nor_recordings_outlive_the_command(
         wait_until(lambda: len(list((tmp_path / "ranks").iterdir())) == num_ranks, seconds=120)
         wait_until(lambda: any((tmp_path / "temporary").glob("meshmark-check-*/rank*-step*.pt")), seconds=60)
         running.send_signal(ending)
-        running.wait(timeout=60)
+        running.wait(timeout=180)
         wait_until(lambda: not processes_of(str(tmp_path)), seconds=30)
         assert list((tmp_path / "temporary").glob("meshmark-check-*")) == []
     finally:

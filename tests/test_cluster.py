@@ -229,7 +229,7 @@ def test_nodes_that_are_left_go_on_where_they_stand_alike(monkeypatch: pytest.Mo
     told = ["of 0", "of 2", "of 4"]
     for place, rank in enumerate((0, 2, 4)):
         assert ended[rank] == ([0, 2, 4], place, 3, told, 2, "; node 1, 3 of 5 is lost")
-    assert str(ended[3]).endswith(", and without node 3 goes on who is left: [0, 2, 4]")
+    assert str(ended[3]).endswith(". Nodes that continue without node 3: [0, 2, 4]")
 
 
 def test_a_node_that_comes_back_when_the_others_have_gone_on_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +256,7 @@ def test_a_node_that_comes_back_when_the_others_have_gone_on_is_told_so(monkeypa
                 with pytest.raises(NodeLostError, match="node 3 of 4 has given no sign of life"):
                     for what in ("result", "launch"):  # to the first the others had come before they missed it
                         node.exchange(what, "", seconds=60)
-                with pytest.raises(ClusterError, match=r"without node 3 goes on who is left: \[0, 1, 2\]"):
+                with pytest.raises(ClusterError, match=r"Nodes that continue without node 3: \[0, 1, 2\]"):
                     node.regroup("case 7", room=2, seconds=30)
                 ended[rank] = time.monotonic() - began
                 return
@@ -357,7 +357,7 @@ def test_a_wait_for_nodes_is_told_and_has_an_end(monkeypatch: pytest.MonkeyPatch
     with socket.create_server(("127.0.0.1", 0)) as silent:
         started = time.monotonic()
         spec = ClusterSpec(nnodes=2, node_rank=1, rdzv=f"127.0.0.1:{silent.getsockname()[1]}")
-        with pytest.raises(ClusterError, match="what listens at .* is not this run's store"):
+        with pytest.raises(ClusterError, match="the program at .* is not this run's store"):
             Cluster(spec).__enter__()
         assert 2 <= time.monotonic() - started < 12
 

@@ -178,7 +178,7 @@ def test_steps_in_which_an_algorithm_sends_otherwise_are_left_out_and_said_to_be
     trained = dataclasses.replace(usual.case.workload, algorithm=LocalSGD(period=2))
     local = dataclasses.replace(usual, case=dataclasses.replace(usual.case, workload=trained), traffic=traffic, steps=5)
     assert judge_communication(local).passed  # type: ignore[union-attr]
-    assert "communication: steps 1, 3, in which others are due" in not_judged(local, DDP)
+    assert "communication: steps 1, 3, whose planned traffic differs" in not_judged(local, DDP)
     assert not any(text.startswith("communication: steps") for text in not_judged(usual, DDP) if "others" in text)
 
 

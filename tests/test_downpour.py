@@ -229,7 +229,7 @@ def test_a_replica_that_stops_is_named() -> None:
     assert [served.push(replica, [torch.ones(2)]) for replica in (0, 2)] == [1, 2]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server_module, "PATIENCE_SECONDS", 0.05)
-        with pytest.raises(RuntimeError, match="replica 1 has stopped: after 0 pushes nothing came of it for 0[.]"):
+        with pytest.raises(RuntimeError, match="replica 1 has stopped: after 0 pushes it sent nothing for 0[.]"):
             served.push(0, [torch.ones(2)])
 
 

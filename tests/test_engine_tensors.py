@@ -144,8 +144,8 @@ def test_a_tensor_without_values_ends_a_pass_with_its_name(runner: Runner) -> No
         (
             "departsfromnothing",
             "communication",
-            "Adapter.traffic_exceptions raised ValueError: departs from reduce of gradients over ranks 0, 1: none of "
-            "theory's",
+            "Adapter.traffic_exceptions raised ValueError: replaces reduce of gradients over ranks 0, 1, which theory "
+            "lacks",
         ),
     ],
 )

@@ -244,7 +244,7 @@ def test_a_baseline_beside_fake_worlds_alone_is_a_usage_error(tmp_path: Path, mo
     words = [str(ROOT / "suites" / "test_scale.py"), "--world=8", "--global-batch=16", "--adapters=ddp"]
     asked_for = [*words, "--baseline=here", "--across"]
     done = subprocess.run([sys.executable, "-m", "pytest", *asked_for], capture_output=True, text=True, timeout=120)
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR and "this session has fake worlds alone" in done.stderr
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR and "this session has only fake worlds" in done.stderr
 
 
 _COLLECTIVES = """

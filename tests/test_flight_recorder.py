@@ -235,10 +235,10 @@ def test_what_a_callback_asked_for_where_nobody_saw_is_told_as_it_was_issued() -
     "source, reason",
     [
         (traffic([asked("allreduce_", 48)]), "1 collectives asked for, 0 in the flight recorder"),
-        (traffic([asked("conjure_", 48)], entry("conjure", [[1]])), "c10d::conjure_ is none that Meshmark knows"),
+        (traffic([asked("conjure_", 48)], entry("conjure", [[1]])), "c10d::conjure_ is unknown to Meshmark"),
         (
             traffic([asked("allreduce_", 48)], entry("all_reduce", [[12]], process_group=("7", "gone"))),
-            "all_reduce went over a process group that is gone",
+            "all_reduce used a process group that was destroyed",
         ),
         (traffic([asked("send", 48)]), "1 sends and receives, whose ends were not all seen"),
     ],

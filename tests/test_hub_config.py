@@ -76,7 +76,7 @@ def written(folder: Path, config: dict[str, object]) -> str:
         (LLAMA, {"model_type": "qwen3"}, ["qwen3", "normed"]),
         (GPT2, {"activation_function": "relu"}, ['activation_function "relu"', "gelu_new"]),
         (GPT2, {"activation_function": "gelu"}, ['activation_function "gelu"']),
-        (GPT2, {"resid_pdrop": WITHOUT}, ["resid_pdrop 0.1", "dropout=0 behind the file"]),
+        (GPT2, {"resid_pdrop": WITHOUT}, ["resid_pdrop 0.1", "add dropout=0 after the file"]),
         (GPT2, {"scale_attn_weights": False}, ["scale_attn_weights false"]),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx true"]),
         (GPT2, {"add_cross_attention": True}, ["add_cross_attention true"]),
@@ -91,7 +91,7 @@ def test_what_would_be_another_model_is_refused_and_a_plan_tells_it(
     file = written(tmp_path, base | change)
     with pytest.raises(InputError) as raised:
         chosen_workloads("gpt-tiny", file, None)
-    for word in (*words, "another model that is trained"):
+    for word in (*words, "Another model would be trained"):
         assert word in str(raised.value)
     with pytest.warns(UserWarning, match="planned without") as told:
         assert plan_model(file).num_layers == 2

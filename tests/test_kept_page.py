@@ -46,7 +46,7 @@ def test_numbers_of_a_kept_page_are_numbers(tmp_path: Path) -> None:
 
 
 def test_a_page_that_its_record_would_not_render_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ResultsError, match="not the 2 cells of its head: \\| 1 \\|"):
+    with pytest.raises(ResultsError, match="not have the 2 cells of the header: \\| 1 \\|"):
         keep_page("| a | b |\n|---|---|\n| 1 |\n", tmp_path / "page.md")
     with pytest.raises(ResultsError, match="rendered differently"):
         keep_page("| a | b |\n|:--|---|\n| 1 | 2 |\n", tmp_path / "page.md")

@@ -90,7 +90,7 @@ def _failed(evidence: str):  # noqa: ANN202
         ("gap = 3", "expected a table [[gap]]"),
         (GOOD.replace("clause", "clasue"), "unknown key in {path}: [[gap]] number 1 'clasue': did you mean 'clause'"),
         (GOOD.replace('"memory"', '"memroy"'), "unknown clause or suite in {path}: [[gap]] number 1 'memroy'"),
-        (GOOD.replace('"activations"', '" "'), "symptom is ' ', expected a text; without it any failure would do"),
+        (GOOD.replace('"activations"', '" "'), "symptom is ' ', expected a text; else any failure would match"),
         (GOOD + "zero-stages = [5]", "zero-stages is [5], expected a list of (0, 1, 2, 3)"),
         ("x = ", "cannot read {path}"),
     ],

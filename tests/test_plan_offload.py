@@ -60,7 +60,7 @@ def test_offloading_more_than_a_node_has_does_not_fit_and_says_by_how_much() -> 
             NANOTRON,
             given,
         )
-    with pytest.raises(InputError, match="nothing can be offloaded: what a node of p100 has"):
+    with pytest.raises(InputError, match="nothing can be offloaded: the host of a node of p100 is not known"):
         search(
             plan_model("gpt3-1.3b"),
             SearchSpace(num_gpus=8, global_batch=256, offload=Offload.CPU),

@@ -192,7 +192,7 @@ def test_a_search_is_narrowed_by_what_is_asked_for(capsys: pytest.CaptureFixture
     for name, values in (asked | {"dp": {8, 16}, "zero_stage": {1}}).items():
         assert {layout[name] for layout in found} == values, name
     assert main([*plan, "--tp", "3"]) == 2
-    assert "--tp 3: no layout that is left has it; there are 1, 2, 4, 8" in capsys.readouterr().err
+    assert "--tp 3: no remaining layout has it; they have 1, 2, 4, 8" in capsys.readouterr().err
     assert main([*plan, "--pp", "x"]) == 2 and "--pp 'x': expected whole numbers" in capsys.readouterr().err
     assert main([*plan, "--recompute", "ful"]) == 2 and "did you mean 'full'" in capsys.readouterr().err
 
@@ -392,7 +392,7 @@ def test_predict_does_not_read_measured_columns(tmp_path: Path) -> None:
         ({"family": "gtp"}, "row 2: family is 'gtp', expected one of gpt, llama"),
         ({"recompute": "some"}, "row 2: recompute is 'some', expected one of none, selective, full"),
         ({"virtual_stages": "2", "schedule": "1f1b"}, "row 2: .*need the interleaved schedule"),
-        ({"layout": "dp2"}, "row 2: dp stands beside the layout 'dp2'"),
+        ({"layout": "dp2"}, "row 2: dp is also part of the layout 'dp2'"),
         ({"recipe": "zero", "framework": "fsdp2"}, "row 2: recipe 'zero' is not framework 'fsdp2'"),
         ({"recomput": "full"}, r"unknown column 'recomput' \(did you mean 'recompute'\?\). Read are .*zero_stage"),
         ({"gpu": ""}, "row 2: missing column gpu"),

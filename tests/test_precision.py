@@ -58,7 +58,7 @@ def test_what_the_formats_of_a_preset_say_of_it() -> None:
 
 
 def test_another_arithmetic_under_the_name_of_a_preset_is_refused() -> None:
-    with pytest.raises(InputError, match="precision 'bf16' is a preset of another arithmetic"):
+    with pytest.raises(InputError, match="precision 'bf16' is a preset with other arithmetic"):
         dataclasses.replace(NARROW, name="bf16")
 
 

@@ -85,7 +85,7 @@ def test_what_is_given_by_hand_goes_with_what_the_scheduler_says() -> None:
     [
         (SLURM, {"nnodes": 3}, "--nnodes 3, but this command was started as 2 nodes: leave --nnodes out"),
         (TORCHRUN, {"nnodes": 4}, "--nnodes 4, but this command was started as 2 nodes"),
-        (SLURM, {"node_rank": 0}, "--node-rank 0, but this command was started as number 1"),
+        (SLURM, {"node_rank": 0}, "--node-rank 0, but this command was started as node 1"),
         (
             {**SLURM, "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "2,1"},
             {},

@@ -363,7 +363,7 @@ def test_advice_asks_what_bytes_grow_with_before_it_mentions_a_declaration() -> 
     asked = [summary.index(word) for word in ("depth", "micro-batches", "steps", "`Adapter.extra_memory`")]
     assert asked == sorted(asked)
     leak = lived(*(100 * step for step in range(-2, 48))).summary
-    assert "no declaration covers" in leak and "extra_memory" not in leak
+    assert "cannot be declared" in leak and "extra_memory" not in leak
 
 
 def lived(*growth: int, **changes: object) -> Verdict:

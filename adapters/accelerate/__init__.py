@@ -2,8 +2,8 @@
 
 Everything goes through the `Accelerator`'s own `prepare`, `accumulate`, `backward` and `clip_grad_norm_`. It divides
 the loss by the number of micro-batches, so the shares, which add up to the mean, are multiplied by it first
-(Accelerate's recipe for batches of unequal numbers of tokens). With `cpu=True` Accelerate ignores both plugins without
-a word: every adapter here proves that it got what it asked for.
+(Accelerate's recipe for batches of unequal numbers of tokens). With `cpu=True` Accelerate silently ignores both
+plugins, so every adapter here checks that its choices are in effect.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _ThroughAccelerate(DataParallelEngine):
         self.accelerator, self.schedule = accelerator, schedule
 
     def make_schedule(self) -> None:
-        """`prepare` wraps it."""
+        """Make no schedule, because `prepare` wraps the one that it is given."""
 
     def save(self, folder: Path) -> None:
         self.accelerator.save_state(str(folder))
@@ -96,7 +96,7 @@ class AccelerateEngine(_ThroughAccelerate):
         return logits
 
     def finish_gradients(self) -> None:
-        """Reduced by DDP or FSDP2, and never scaled."""
+        """Do nothing: DDP or FSDP2 has reduced the gradients, and they are not scaled."""
 
     def update(self) -> Tensor | None:
         max_norm = self.case.workload.optimizer.clip_norm
@@ -361,8 +361,10 @@ class AccelerateHSDP(AccelerateFSDP2):
 
 
 class _StepLater:
-    """A DeepSpeed engine whose `step` waits: Accelerate's `backward` calls it at once after the last micro-batch, when
-    gradients are still to be looked at."""
+    """Proxy of a DeepSpeed engine whose `step` does nothing.
+
+    Accelerate's `backward` calls `step` right after the last micro-batch, but the gradients must be read first.
+    """
 
     def __init__(self, engine: Any) -> None:  # noqa: ANN401
         self._engine = engine

@@ -23,8 +23,8 @@ def prove(accelerator: Any, expected: str, active: bool, module: nn.Module) -> N
     mode = str(accelerator.distributed_type.value)
     if mode != expected or not active:
         raise AdapterError(
-            f"Accelerate runs {mode} with a {type(module).__name__} where {expected} was asked for: it is not measured "
-            f"under that name"
+            f"Accelerate runs {mode} with a {type(module).__name__} where {expected} was requested; it must not be "
+            f"measured under that name"
         )
 
 
@@ -70,7 +70,7 @@ def inner_of(module: nn.Module) -> nn.Module:
 
 
 def choose_device(context: RankContext) -> None:
-    """Accelerate by itself picks a GPU where there is one, and by local rank; this tells it which."""
+    """Make Accelerate use the context's device. By default it picks a GPU by local rank if there is one."""
     os.environ["ACCELERATE_TORCH_DEVICE"] = str(context.device)
 
 
@@ -79,8 +79,11 @@ def mixed_precision(case: Case) -> str:
 
 
 def whole_batches() -> Any:  # noqa: ANN401
-    """Says that a batch is the global one. Otherwise Accelerate steps a schedule once for every rank, since each rank
-    brings a batch of its own: a warm-up over 100 optimizer steps is over after 100 / ranks."""
+    """Return a data loader configuration which says that batches are global ones.
+
+    Otherwise Accelerate steps a schedule once for every rank, because it assumes that each rank has a separate batch. A
+    warm-up over 100 optimizer steps would end after 100 / ranks.
+    """
     from accelerate import DataLoaderConfiguration
 
     return DataLoaderConfiguration(split_batches=True)
@@ -112,7 +115,7 @@ def sharding_accelerator(
 
 
 def backend_arguments(context: RankContext) -> Any:  # noqa: ANN401
-    """Tells Accelerate which backend the process group has."""
+    """Return the arguments that name the process group's backend to Accelerate."""
     from accelerate import InitProcessGroupKwargs
 
     return InitProcessGroupKwargs(backend=context.backend)
@@ -133,8 +136,11 @@ def name_as_on_gpu(context: RankContext) -> None:
 
 
 def deepspeed_plugin(config: dict[str, Any] | str, **arguments: Any) -> Any:  # noqa: ANN401
-    """Accelerate's plugin by DeepSpeed's configuration, or a file of it. It must not want `transformers`: it leaves its
-    configuration there for `from_pretrained`, which nobody calls here, and fails when the package is not installed."""
+    """Return Accelerate's plugin for a DeepSpeed configuration, given as a dict or as a file.
+
+    The plugin does not register the configuration with `transformers`. That is needed for `from_pretrained` only, which
+    is not used here, and fails if the package is not installed.
+    """
     from accelerate import DeepSpeedPlugin
 
     class Plugin(DeepSpeedPlugin):  # type: ignore[misc]
@@ -150,8 +156,10 @@ def prepare_parts(
     context: RankContext,
     loaders: Sequence[DataLoader[Any]] = (),
 ) -> tuple[Any, ...]:
-    """The model with its initial values, its optimizer and its schedule (or None), as Accelerate wraps them. `loaders`
-    are prepared with them, for Accelerate to read sizes of batches from."""
+    """Return the model with its initial values, the optimizer and the schedule (or None), as Accelerate wraps them.
+
+    `loaders` are prepared together with them, so that Accelerate can read batch sizes from them.
+    """
     model, spec = initial_model(case, context.device), case.workload.optimizer
     optimizer = build_optimizer(spec, model.named_parameters())
     schedule = build_schedule(spec, optimizer)

@@ -1,5 +1,7 @@
-"""Data parallelism that sends less than gradients, over collectives of `torch.distributed`. Ours, for no kept library
-does it on CPU: PyTorch's own hooks are `ddp-compressed`."""
+"""Data parallelism with compressed gradients, over collectives of `torch.distributed`.
+
+These engines are Meshmark's own, because no maintained library runs on a CPU. PyTorch's hooks are `ddp-compressed`.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Codec(ABC):
 
     @abstractmethod
     def pack(self, x: Tensor, draw: Draw) -> list[Tensor]:
-        """`x` is flat."""
+        """Return the tensors that encode the flat tensor `x`."""
 
     @abstractmethod
     def unpack(self, message: Message, size: int, dtype: torch.dtype) -> Tensor:
@@ -47,15 +47,15 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def check(name: str, x: Tensor) -> None:
-    """Raises `InputError` for what has nothing to compress."""
+    """Raise `InputError` if `x` is empty or not of floating point."""
     if not x.numel():
-        raise InputError(f"{name!r} is empty, and of no elements none is the largest; leave it out of the optimizer")
+        raise InputError(f"{name!r} is empty, so it cannot be compressed; leave it out of the optimizer")
     if not x.is_floating_point():
         raise InputError(f"{name!r} holds {x.dtype}; gradients are compressed as floating-point numbers")
 
 
 class TopK(Codec):
-    """Values, and where they stand."""
+    """Sends the largest values with their indices."""
 
     def pack(self, x: Tensor, draw: Draw) -> list[Tensor]:
         assert self.compressor is not None
@@ -72,7 +72,7 @@ class TopK(Codec):
 
 
 class Votes(Codec):
-    """A bit an element."""
+    """Sends one sign bit per element."""
 
     def pack(self, x: Tensor, draw: Draw) -> list[Tensor]:
         bits = torch.nn.functional.pad((x >= 0).to(torch.uint8), (0, -x.numel() % 8)).view(-1, 8)
@@ -86,7 +86,7 @@ class Votes(Codec):
 
 
 class Sign(Votes):
-    """And the mean magnitude."""
+    """Sends one sign bit per element and the mean magnitude."""
 
     def pack(self, x: Tensor, draw: Draw) -> list[Tensor]:
         return [*super().pack(x, draw), self.scale(x)]
@@ -99,7 +99,7 @@ class Sign(Votes):
 
 
 class QSGD(Codec):
-    """A signed level an element, and the norm."""
+    """Sends one signed level per element and the norm."""
 
     def pack(self, x: Tensor, draw: Draw) -> list[Tensor]:
         assert self.compressor is not None

@@ -12,7 +12,7 @@ from meshmark.theory.recipe import TrainingRecipe
 
 
 def _holders(case: Case, rank: int, kind: str) -> int:
-    """Among how many ranks what a collective of `kind` brings together is divided: the server alone has all."""
+    """Return the number of ranks that share the result of a collective of `kind`. The server alone holds all of it."""
     return case.layout.dp if kind == "gather" and case.layout.coordinates(rank).dp else 1
 
 

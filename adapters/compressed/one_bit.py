@@ -74,13 +74,13 @@ class Rate:
     """Learning-rate factor of a tensor."""
 
     average: float = 0.0
-    """Over the warm-up's steps."""
+    """Moving average of the warm-up's rates."""
     factor: float = 1.0
     """Factor by which the rate is multiplied now."""
 
 
 class OneBitLAMBEngine(OneBitAdamEngine):
-    """`kept["fresh"]`: the variance of what squeezed momenta tell of gradients; it is what tensors' rates go by."""
+    """`kept["fresh"]` is the variance of gradients as derived from compressed momenta. It determines tensors' rates."""
 
     more = ("fresh",)
     rates: dict[str, Rate]
@@ -101,7 +101,7 @@ class OneBitLAMBEngine(OneBitAdamEngine):
         return found
 
     def follow(self, before: Tensors) -> None:
-        """Reads off the momentum, which was `before`, what gradient moved it."""
+        """Update `kept["fresh"]` with the gradient that changed the momentum, which was `before`."""
         beta = self.case.workload.optimizer.betas[0]
         moved = self.kept["momentum"]
         self.square(self.kept["fresh"], {n: m.sub(before[n], alpha=beta).div_(1 - beta) for n, m in moved.items()})
@@ -112,22 +112,23 @@ class OneBitLAMBEngine(OneBitAdamEngine):
             fresh.copy_(self.kept["variance"][name])
 
     def trusted(self, name: str, x: Tensor, update: Tensor) -> float:
-        """The warm-up's rate."""
+        """Return the rate factor during the warm-up, and update its average."""
         of, to = x.norm().item(), update.norm().item()
         ratio = min(max(of / to, RATIOS[0]), RATIOS[1]) if of and to else 1.0
         self.rates[name].average = AVERAGED * self.rates[name].average + (1 - AVERAGED) * ratio
         return ratio
 
     def adapted(self, name: str) -> float:
-        """The rate after it."""
+        """Return the rate factor after the warm-up, and update it."""
         rate = self.rates[name]
         grown = min(max(self.grown(name), FACTORS[0]), FACTORS[1])
         rate.factor = min(max(grown, (1 - NEAR) * rate.factor), (1 + NEAR) * rate.factor)
         return rate.factor * rate.average
 
     def grown(self, name: str) -> float:
-        """Return the largest factor by which an element's step would have grown by now: the one whose gradients shrank
-        most.
+        """Return the largest factor by which an element's step would have grown with the current variance.
+
+        It is that of the element whose gradients have shrunk most.
         """
         variance, fresh = self.kept["variance"][name], self.kept["fresh"][name]
         eps = self.case.workload.optimizer.eps

@@ -1,5 +1,7 @@
-"""An engine an algorithm, written after the equations of `meshmark.algorithms`, of which it shares nothing but the
-graph: states are PyTorch's tensors, and what others know comes by message."""
+"""Engines of decentralised algorithms, one each, written from the equations of `meshmark.algorithms`.
+
+They share only the graph with that code. States are PyTorch's tensors, and other ranks' values come in messages.
+"""
 
 from __future__ import annotations
 
@@ -158,7 +160,7 @@ class GradientTrackingEngine(DSGDEngine):
 
 
 class ExactDiffusionEngine(DSGDEngine):
-    """`kept["before"]`: where the step before came to by itself. Of what is heard, half as much counts."""
+    """`kept["before"]` is the result of the step before, without mixing. Received values count half."""
 
     @torch.no_grad()
     def train(self) -> Tensor | None:

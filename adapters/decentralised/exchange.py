@@ -25,8 +25,10 @@ class Exchange:
         self.works = dist.batch_isend_irecv(operations) if operations else []
 
     def mixed(self, weights: Mapping[int, float] | None = None) -> list[Tensor]:
-        """The sum over all of weight times what they sent, by tensor, in the place of what was sent; `weights`: other
-        ones than the graph's. To be asked for once."""
+        """Return the weighted sum of all neighbours' tensors and this rank's own.
+
+        `weights` override those of the graph. Call this once, because the sum is computed in the sent buffer.
+        """
         for work in self.works:
             work.wait()
         chosen = weights or self.weights

@@ -88,7 +88,7 @@ class DeepSpeed(Adapter):
 
     @classmethod
     def environment(cls, device: str) -> dict[str, str]:
-        """Otherwise DeepSpeed looks for accelerators, and says so."""
+        """Return the variables that name the accelerator, so that DeepSpeed does not search for one and log it."""
         return {"DS_ACCELERATOR": device}
 
     @classmethod
@@ -108,10 +108,13 @@ class DeepSpeed(Adapter):
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
-        """In float32 too, weights and masters are two copies (at stage 3 two shards: DeepSpeed means to share them, but
-        compares a `torch.device` with a string). In bf16, stage 1 is another optimizer, `BF16_Optimizer`, which keeps
-        the whole float32 gradient for life and the bf16 one besides. Where autograd keeps a view of a weight that
-        stage 3 gathers for every run of a module, how many copies stay is not known."""
+        """Return the recipe.
+
+        Weights and masters are two copies even in float32. At stage 3 they are two shards: DeepSpeed intends to share
+        them, but compares a `torch.device` with a string. In bf16, stage 1 is another optimizer, `BF16_Optimizer`. It
+        permanently keeps the whole float32 gradient and the bf16 gradient. If autograd keeps views of weights that
+        stage 3 gathers for every run of a module, the number of copies is unknown.
+        """
         using = eager_recipe(case, f"eager-deepspeed-{case.layout.zero_stage}", casts_weights=True)
         model = case.workload.model
         if case.layout.zero_stage == 3 and model.indexed and model.runs > 1:
@@ -125,7 +128,10 @@ class DeepSpeed(Adapter):
 
     @classmethod
     def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
-        """Beyond ZeRO's closed form, or short of it: stage 1 does not keep reduced gradients of other ranks either."""
+        """Return the memory beyond ZeRO's closed form, which may be negative.
+
+        Stage 1 does not keep reduced gradients of other ranks either.
+        """
         return (*cls._states_beyond(case, rank), *_kept_weights(case, rank))
 
     @classmethod
@@ -207,7 +213,7 @@ class DeepSpeed(Adapter):
         return ds_config(case, self.zero_options(case, context))
 
     def zero_options(self, case: Case, context: RankContext) -> dict[str, Any]:
-        """Its choices of `zero_optimization`."""
+        """Return the options of the section `zero_optimization`."""
         return closed_form_options(case)
 
     def optimizer(self, case: Case, model: nn.Module) -> torch.optim.Optimizer:

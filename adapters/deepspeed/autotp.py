@@ -70,7 +70,7 @@ class AutoTPEngine(DeepSpeedEngine):
         return self._joined({name: functools.partial(whole_gradient, p, 1.0) for name, p in trained.items()})
 
     def _joined(self, parts: Mapping[str, Gather]) -> Gathered:
-        """With what the other tensor-parallel ranks have."""
+        """Return tensors that are joined with the parts of the other tensor-parallel ranks."""
         from deepspeed.utils import groups
 
         group = groups.get_tensor_model_parallel_group()
@@ -239,7 +239,7 @@ def _norms(case: Case, rank: int) -> tuple[Flow, ...]:
 
 
 def _shared(case: Case, rank: int, flows: list[Flow], sizes: list[int]) -> tuple[TrafficException, ...]:
-    """ZeRO's, of what a rank has: exceptions from what theory says of split embeddings and heads."""
+    """Return ZeRO's exceptions for a rank's tensors. Theory plans split embeddings and heads, which are whole here."""
     share = sum(sizes) / (local_parameters(case.workload.model, case.layout, rank) or 1)
     real = {
         dataclasses.replace(flow, num_bytes=round(flow.num_bytes * share)): flow

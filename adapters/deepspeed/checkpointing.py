@@ -73,7 +73,10 @@ class DeepSpeedCheckpointing(DeepSpeed):
         return model
 
     def build(self, case: Case, context: RankContext) -> Engine:
-        """Raises `AdapterError` where DeepSpeed's checkpointing is not as was asked for, which losses do not tell."""
+        """Build the engine. Raises `AdapterError` if DeepSpeed's checkpointing is not set as requested.
+
+        Losses would not show that.
+        """
         engine = super().build(case, context)
         if case.layout.recompute is not Recompute.FULL:
             return engine

@@ -62,8 +62,11 @@ def gradient_tensors(zero: Any, parameters: list[nn.Parameter]) -> list[Tensor]:
 
 
 def bucket_buffers(zero: Any) -> list[Tensor]:  # noqa: ANN401
-    """The buckets that gradients are copied into to be reduced: one of stage 3's for life, of stages 1 and 2 none
-    between steps. Under offload, what passes between host and device."""
+    """Return the buckets that gradients are copied into before they are reduced.
+
+    Stage 3 keeps one bucket permanently; stages 1 and 2 keep none between steps. Under offload, the buffers that pass
+    between host and device are included.
+    """
     buffers = [bucket.buffer for bucket in getattr(zero, "ipg_buckets", {}).values()]
     buffers.append(getattr(zero, "param_buffer_of_bit16_for_cpu_offload_groups", None))
     buffers += [getattr(zero, f"temp_grad_buffer_for_{device}_offload", None) for device in ("cpu", "gpu")]
@@ -71,7 +74,7 @@ def bucket_buffers(zero: Any) -> list[Tensor]:  # noqa: ANN401
 
 
 def whole(parameter: nn.Parameter) -> list[Tensor]:
-    """Brought together from the ranks that share its states."""
+    """Return the whole parameter, gathered from the ranks that share its states."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -117,7 +120,7 @@ class DeepSpeedEngine(DataParallelEngine):
         self.module.backward(loss, scale_wrt_gas=False)  # shares add up to the mean: no division by their number
 
     def finish_gradients(self) -> None:
-        """Reduced inside `backward`; kept scaled by fp16's loss scale until the update."""
+        """Do nothing: `backward` has reduced the gradients. Under fp16 they stay scaled until the update."""
 
     def update(self) -> Tensor | None:
         self.module.step()
@@ -172,7 +175,7 @@ class DeepSpeedEngine(DataParallelEngine):
         return Gathered(([name], functools.partial(whole_gradient, parameter, scale)) for name, parameter in trained)
 
     def holdings(self) -> Holdings:
-        """On this rank's device: what is offloaded from a GPU is not in its memory."""
+        """Return the holdings in the memory of this rank's device, without states that are offloaded from a GPU."""
         parameters = [parameter for _, parameter in self.named_parameters()]
 
         def here(tensors: list[Tensor]) -> list[Tensor]:
@@ -189,8 +192,8 @@ class DeepSpeedEngine(DataParallelEngine):
         """Give the fp32 masters the workload's initial values: DeepSpeed makes them from weights that it has already
         rounded to bf16 or fp16. A collective call.
 
-        Of stage 3 each rank sets its own part, padded as DeepSpeed pads it, for its function for whole tensors fails
-        where the ranks do not divide one (adapters/gaps/deepspeed_zero3_set_uneven_parameter.py).
+        At stage 3 each rank sets its own part, padded as DeepSpeed pads it. DeepSpeed's function for whole tensors
+        fails if their size is not divisible by the ranks (adapters/gaps/deepspeed_zero3_set_uneven_parameter.py).
         """
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 

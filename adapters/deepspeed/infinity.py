@@ -1,5 +1,7 @@
-"""ZeRO-Infinity (arXiv:2104.07857): stage 3, whose states and weights' shards live in files, and are in memory while
-they are used. Files are in the case's scratch folder: NVMe is wherever the user's results are."""
+"""ZeRO-Infinity (arXiv:2104.07857): stage 3 with optimizer states and weight shards in files, loaded when needed.
+
+Files are in the case's scratch folder, so the user chooses the NVMe disk by the place of the results.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,10 @@ class InfinityEngine(DeepSpeedEngine):
         return [p for p in parameters if p.ds_tensor.final_location == "nvme"]
 
     def prove(self) -> None:
-        """Raise `AdapterError` unless states of every group that is large enough, and the shards of every tensor that
-        is, are in files of their size: nothing else that is measured on a CPU would tell."""
+        """Raise `AdapterError` unless the states of all large enough groups and tensors are in files of their size.
+
+        No other measurement on a CPU would show whether they are.
+        """
         rank, found = self.context.rank, {path: numel for path, numel in self.files()}
         expected = sum(num_bytes >= SMALLEST for num_bytes in shard_bytes(self.case))
         swapped, groups = len(self.swapped()), len(self.zero.optimizer_swapper.swap_params_info)
@@ -93,7 +97,7 @@ class DeepSpeedInfinity(DeepSpeedOffload):
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
-        """Refuses what would not be swapped at all: it would run as something else."""
+        """Return why the case is not supported, such as that DeepSpeed would swap nothing, or None."""
         if reason := super(DeepSpeedOffload, cls).supports(case, device, backend) or missing(*OPERATORS):
             return reason
         largest = max(shard_bytes(case))
@@ -142,10 +146,10 @@ class DeepSpeedInfinity(DeepSpeedOffload):
 
 
 def _at_odd_addresses(case: Case) -> str | None:
-    """Why gradients would not be read back (adapters/gaps/deepspeed_async_io_alignment.py).
+    """Return why gradients cannot be read back, or None (adapters/gaps/deepspeed_async_io_alignment.py).
 
-    Each is read to where it stands among those
-    of its group, a multiple of a disk's sectors or nothing."""
+    Each gradient is read to its place among those of its group, which must be at a multiple of a disk's sectors.
+    """
     names, starts = [*parameter_shapes(case.workload.model)], dict.fromkeys((False, True), 0.0)
     for name, num_bytes in zip(names, shard_bytes(case), strict=True):
         if not case.workload.trains(name):

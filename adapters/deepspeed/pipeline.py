@@ -62,7 +62,10 @@ class PipelineModuleEngine(DeepSpeedEngine):
         self.module.module.loss_fn = self._loss
 
     def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-        """Shares add up to the global mean: undone is that DeepSpeed divides by micro-batches and by replicas."""
+        """Return the loss share times the micro-batches and replicas, by which DeepSpeed divides.
+
+        Shares add up to the global mean.
+        """
         share = cross_entropy(logits_BTV, targets_BT) / self.total_weight
         self.losses.append(share.detach())
         layout = self.case.layout
@@ -97,7 +100,7 @@ class PipelineModuleEngine(DeepSpeedEngine):
             yield name.partition(".")[2], parameter
 
     def enter_fake_world(self) -> None:
-        """Tell this stage the shape that the one before would, which DeepSpeed sends before the first activations."""
+        """Set the shape of the activations, which DeepSpeed would receive from the stage before."""
         model, layout = self.case.workload.transformer, self.case.layout
         rows = self.case.workload.global_batch // (layout.dp * layout.num_micro_batches)
         shape = [rows, model.seq_len, model.hidden]
@@ -182,7 +185,7 @@ class DeepSpeedPipeline(DeepSpeed):
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
-        """Every rank is told the loss, by its pipeline's last; the norm is summed along one axis after the other."""
+        """Return exceptions: the last stage sends the loss to its pipeline, and the norm is summed along each axis."""
         layout = case.layout
 
         def scalar(axis: Axis, purpose: Purpose, kind: str = "all_reduce", num_bytes: int = 4) -> list[Flow]:

@@ -128,7 +128,7 @@ class DeepSpeedRecommended(DeepSpeed):
         return {"overlap_comm": True} if case.layout.zero_stage == 2 else {}
 
     def build(self, case: Case, context: RankContext) -> Engine:
-        """Nothing that is measured would tell whether stage 2 was told to overlap."""
+        """Build the engine, and check that stage 2 overlaps, which no measurement would show."""
         engine = super().build(case, context)
         assert isinstance(engine, DeepSpeedEngine)
         if (asked := case.layout.zero_stage > 1) != engine.module.zero_overlap_comm():

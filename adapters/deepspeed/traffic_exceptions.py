@@ -117,8 +117,10 @@ def _sharded(case: Case, flows: list[Flow], shards: int, sizes: list[int]) -> tu
 
 
 def _recomputed(case: Case, flows: list[Flow], shards: int) -> tuple[TrafficException, ...]:
-    """Modules gather once more, to run a block again. Not where a module's backward pass, which has gathered its
-    weights, begins that."""
+    """Return the gathers of modules for running a block again.
+
+    There are none if a module's backward pass, which has gathered its weights, starts the recomputation.
+    """
     found, width = theory_of(case.workload.model).recomputed_gathers(), case.precision.weights.itemsize
     rounds = case.layout.num_micro_batches
     more = sum((size + -size % shards) * times for size, times in found) * rounds * width
@@ -142,7 +144,7 @@ def _for_modules(case: Case, flows: list[Flow], shards: int) -> tuple[TrafficExc
 
 
 def _norm(case: Case, rank: int, flows: list[Flow]) -> tuple[TrafficException, ...]:
-    """Computed whether or not anything is clipped, of each of the optimizer's groups by itself."""
+    """Return the reductions of norms, one for each optimizer group. They are made even if nothing is clipped."""
     if keeps_whole_gradients(case):
         return exceptions_for(flows, Purpose.NORM, "BF16_Optimizer keeps whole gradients on every rank")
     width = 8 if case.layout.zero_stage == 3 and case.layout.offload is Offload.NONE else 4
@@ -162,7 +164,7 @@ def _norm(case: Case, rank: int, flows: list[Flow]) -> tuple[TrafficException, .
 
 
 def _overflow(case: Case, rank: int, flows: list[Flow]) -> tuple[TrafficException, ...]:
-    """Asked for in bf16 too, up to stage 2."""
+    """Return the reductions of the overflow flag. Up to stage 2 it is reduced in bf16 too."""
     told = tuple(scalar_flows(case, rank, Purpose.OVERFLOW, 1))
     asks = case.layout.zero_stage < 3 and not keeps_whole_gradients(case)
     if asks and case.precision.compute is Dtype.BF16 and told:

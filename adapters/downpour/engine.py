@@ -79,13 +79,13 @@ class DownpourEngine(DataParallelEngine):
         torch._foreach_add_(self.gathered, [p.grad for p in self.trained if p.grad is not None])
 
     def push(self) -> int:
-        """Returns the version that it made."""
+        """Push the gathered gradients, and return the server's new version."""
         made: int = self.call(server.push, self.gathered)
         torch._foreach_zero_(self.gathered)
         return made
 
     def fetch(self) -> int:
-        """Returns the version that is taken."""
+        """Copy the server's weights, and return their version."""
         version: int
         weights: list[Tensor]
         version, weights = self.call(server.fetch)
@@ -107,7 +107,7 @@ class DownpourEngine(DataParallelEngine):
         return dataclasses.replace(held, optimizer_states=[*held.optimizer_states, *self.gathered, *served])
 
     def save(self, folder: Path) -> None:
-        """When all replicas have come here, nothing is on its way."""
+        """Save this replica's state. The barrier ensures that no push is in flight."""
         dist.barrier()
         save_local(folder, self.state())
 
@@ -127,6 +127,6 @@ class DownpourEngine(DataParallelEngine):
             self.server.load_state(state["server"])
 
     def close(self) -> None:
-        """When no replica calls any more."""
+        """Shut RPC down. No replica may call the server any more."""
         rpc.shutdown()
         server.HERE.pop(self.name, None)

@@ -20,7 +20,7 @@ _SLOWER = 10.0
 
 
 class Server:
-    """Its methods are called from threads of the RPC's, by any replica."""
+    """Parameter server. Any replica calls its methods, from threads of the RPC framework."""
 
     def __init__(self, spec: ParameterServer, start: Sequence[Tensor], num_replicas: int) -> None:
         self.spec = spec
@@ -47,7 +47,7 @@ class Server:
             return self.version
 
     def fetch(self, replica: int) -> tuple[int, list[Tensor]]:
-        """The version that is there, and a copy of it."""
+        """Return the current version and a copy of its weights."""
         with self.turn:
             return self.version, [w.detach().clone() for w in self.weights]
 
@@ -64,7 +64,7 @@ class Server:
             if not self.turn.wait(patience):
                 slowest = self.pushes.index(min(self.pushes))
                 raise RuntimeError(
-                    f"replica {slowest} has stopped: after {min(self.pushes)} pushes nothing came of it for "
+                    f"replica {slowest} has stopped: after {min(self.pushes)} pushes it sent nothing for "
                     f"{patience:g} seconds, and replica {replica} may be {self.spec.lead} ahead at most"
                 )
 

@@ -91,8 +91,10 @@ class FabricFSDPEngine(ThroughFabric, FSDP1Engine):
 
 
 def launched(context: RankContext, strategy: Any, precision: str) -> Any:  # noqa: ANN401
-    """A `Fabric` in processes that are there already, as under torchrun. Raises `AdapterError` if it made another
-    strategy's."""
+    """Return a `Fabric` for processes that already run, as under torchrun.
+
+    Raises `AdapterError` if it has another strategy.
+    """
     from lightning_fabric import Fabric
     from lightning_fabric.plugins.environments import TorchElasticEnvironment
 

@@ -225,7 +225,7 @@ def _flats(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def canonical(name: str) -> str:
-    """A parameter's name without the wrappers on its way."""
+    """Return a parameter's name without the names of wrapper modules."""
     return ".".join(part for part in name.split(".") if part and part not in ("_fsdp_wrapped_module", "_fpw_module"))
 
 

@@ -138,7 +138,7 @@ class HFLoop(Loop):
         accelerator.clip_grad_norm_ = clip_grad_norm_
 
     def complete(self) -> None:
-        """Stop with the loss that was differentiated, of which every wrapper here averages the gradients over ranks."""
+        """Stop with the loss that was differentiated. Every wrapper here averages its gradients over ranks."""
         total = torch.stack(self._losses).sum() / self.case.layout.dp
         self._losses.clear()
         self.gradients_complete(total)
@@ -250,7 +250,7 @@ class HFFSDP2Loop(HFLoop):
         }
 
     def trainer_class(self) -> type[Any]:
-        """An optimizer that it is given the Trainer refuses under FSDP."""
+        """Return a Trainer that makes the workload's optimizer. Under FSDP it refuses a given one."""
         return making_optimizer(super().trainer_class(), self.case)
 
     def optimizers(self, model: nn.Module) -> tuple[Any, Any]:
@@ -293,7 +293,7 @@ class HFDeepSpeedLoop(HFLoop):
         return {**super().training_arguments(), "deepspeed": ds_config(self.case)}
 
     def trainer_class(self) -> type[Any]:
-        """An optimizer that it is given the Trainer drops under DeepSpeed, without a word."""
+        """Return a Trainer that makes the workload's optimizer. Under DeepSpeed it silently drops a given one."""
         return making_optimizer(super().trainer_class(), self.case)
 
     def optimizers(self, model: nn.Module) -> tuple[Any, Any]:

@@ -113,7 +113,7 @@ class Horovod(Adapter):
 
 
 class HorovodFP16Engine(HorovodEngine):
-    """Tells what each replica's gradients were before they were made smaller."""
+    """Reports each replica's gradients as they were before compression."""
 
     local: dict[str, Tensor]
 

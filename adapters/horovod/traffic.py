@@ -52,7 +52,7 @@ class HorovodTraffic:
 
 
 class _Watched:
-    """The library, whose asynchronous calls are told of."""
+    """Proxy of the library that reports every asynchronous call."""
 
     def __init__(self, library: ModuleType, note: Any) -> None:  # noqa: ANN401
         self._library, self._note = library, note

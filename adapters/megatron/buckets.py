@@ -15,10 +15,13 @@ def default_elements(dp: int) -> int:
 
 
 def bucket_sizes(case: Case, rank: int, chunk: int, elements: int | None) -> list[int]:
-    """With padding, of one of a rank's chunks: a bucket is full with the tensor that reaches so many `elements`; None:
-    all are one. So are those of chunks after the first, and of a pipeline after its first rank, whose backward passes
-    are over while others' are not. Under the distributed optimizer tensors, last ones first, begin at multiples of 64,
-    and buckets end at one of 128 and of the replicas (`_ParamAndGradBuffer`)."""
+    """Return the sizes of the buckets of one of a rank's chunks, in elements with padding.
+
+    A bucket ends with the tensor that reaches `elements`; None means a single bucket. Chunks after the first, and
+    pipeline ranks after the first, also have a single bucket, because their backward passes end before those of others.
+    Under the distributed optimizer tensors are laid out from the last to the first and begin at multiples of 64.
+    Buckets then end at a multiple of 128 and of the replicas (`_ParamAndGradBuffer`).
+    """
     whole = elements is None or chunk > 0 or case.layout.coordinates(rank).pp > 0
     shares = case.layout.zero_stage > 0
     tensor, unit = (64, math.lcm(case.layout.dp, 128)) if shares else (1, 1)

@@ -59,7 +59,7 @@ class GPTModelEngine(Engine):
         return total
 
     def _run(self, batch: Batch, *, forward_only: bool) -> Tensor:
-        """This replica's rows through Megatron's schedule; this rank's share of the loss."""
+        """Run this replica's rows through Megatron's schedule, and return this rank's share of the loss."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         layout, workload = self.case.layout, self.case.workload
@@ -86,7 +86,10 @@ class GPTModelEngine(Engine):
         return output, functools.partial(self._loss, micro)
 
     def _loss(self, micro: Batch, loss_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Shares add up to the global mean: undone is that Megatron divides by micro-batches and by replicas."""
+        """Return the loss share times the micro-batches and replicas, by which Megatron divides.
+
+        Shares add up to the global mean.
+        """
         share = (loss_BT * micro.weights).sum() / micro.total_weight
         layout = self.case.layout
         return share * (layout.num_micro_batches * layout.dp), {"share": share.detach()}
@@ -185,7 +188,7 @@ class GPTModelEngine(Engine):
         return Gathered((each.names, functools.partial(self._joined, each, values[p])) for each, p in fused)
 
     def _joined(self, fused: Fused, value: Callable[[], Tensor]) -> list[Tensor]:
-        """Those of the model's tensors that are one here."""
+        """Return the model's tensors that one of megatron-core's contains, gathered over its ranks."""
         from megatron.core import parallel_state
 
         own = value().contiguous()

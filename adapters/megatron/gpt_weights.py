@@ -90,7 +90,7 @@ def partly_frozen(workload: Workload) -> list[str]:
 
 
 def split(spec: ModelSpec, fused: Fused, shards: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The model's tensors, by canonical name, of all ranks' parts of one of megatron-core's."""
+    """Return the model's tensors, by canonical name, that all ranks' `shards` of one megatron-core tensor contain."""
     if len(fused.names) == 1:
         whole = shards[0] if fused.dim is None else torch.cat([*shards], fused.dim)
         return {fused.names[0]: whole}
@@ -106,7 +106,7 @@ def split(spec: ModelSpec, fused: Fused, shards: Sequence[Tensor]) -> dict[str, 
 
 
 def shard(spec: ModelSpec, fused: Fused, values: Callable[[str], Tensor], rank: int, num_ranks: int) -> Tensor:
-    """A rank's part of one of megatron-core's tensors, of the model's `values`: what `split` undoes."""
+    """Return a rank's part of one megatron-core tensor, made from the model's `values`. `split` is the inverse."""
     parts = [values(name) for name in fused.names]
     if len(parts) == 3:  # by group of heads that share a key: its queries, then the key, then the value
         by_group = [part.view(spec.num_kv_heads, -1, spec.head_dim, *part.shape[1:]) for part in parts]
@@ -122,6 +122,6 @@ def dense(workload: Workload) -> ModelSpec:
 
 
 def initial_values(spec: ModelSpec | MixtureSpec, seed: int) -> Callable[[str], Tensor]:
-    """The workload's, whole, by canonical name."""
+    """Return a function from canonical names to the workload's whole initial tensors."""
     shapes: Mapping[str, Sequence[int]] = parameter_shapes(spec)
     return lambda name: initial_value(spec, name, shapes[name], seed=seed)

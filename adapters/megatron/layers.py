@@ -51,7 +51,7 @@ def parallelize(model: Transformer, config: Any, group: ProcessGroup) -> None:  
 
 
 def _draw_locally(attention: Attention) -> None:
-    """Dropout of attention weights from this rank's own random state, for it holds other heads than the others do."""
+    """Draw dropout of attention weights from this rank's own random state, because every rank has different heads."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     forward = attention.forward
@@ -64,8 +64,12 @@ def _draw_locally(attention: Attention) -> None:
 
 
 def recompute(block: nn.Module, x_BTC: Tensor) -> Tensor:
-    """Run `block` by megatron-core's checkpoint. PyTorch's would draw other masks again: of Megatron's random states it
-    knows nothing. Megatron's knows nothing of autocast, and gives no gradient where its input needs none."""
+    """Run `block` with megatron-core's activation checkpointing.
+
+    PyTorch's would draw different dropout masks when it recomputes, because it does not restore Megatron's random
+    states. Megatron's does not restore autocast, and gives no gradients if its input needs none, so both are handled
+    here.
+    """
     from megatron.core import tensor_parallel
 
     kind = x_BTC.device.type
@@ -91,7 +95,7 @@ def _column(layer: nn.Linear, config: Any, group: ProcessGroup, disable_grad_red
 
 
 def _row(layer: nn.Linear, config: Any, group: ProcessGroup) -> Any:  # noqa: ANN401
-    """`layer` split along its inputs, which come split; its outputs are summed over ranks."""
+    """Return `layer` split along its inputs, which must be split already. Its outputs are summed over ranks."""
     from megatron.core.tensor_parallel import RowParallelLinear
 
     return _split(RowParallelLinear, 1, layer, config, group, input_is_parallel=True, skip_bias_add=False)

@@ -59,7 +59,10 @@ def without_streams(device: torch.device) -> Iterator[None]:
 
 
 def _within(run: Callable[..., object]) -> Callable[..., object]:
-    """`run` within the mode: PyTorch leaves it for the length of a backward pass, in which checkpoints make masks."""
+    """Return `run` wrapped in `CudaNamesOnCPU`.
+
+    PyTorch disables such modes during a backward pass, in which checkpoints make masks.
+    """
 
     def running(*args: object, **kwargs: object) -> object:
         with CudaNamesOnCPU():
@@ -69,8 +72,12 @@ def _within(run: Callable[..., object]) -> Callable[..., object]:
 
 
 class MarkedNorm:
-    """megatron-core's norm by PyTorch's kernels. It refuses sequence parallelism, under which ranks norm other tokens
-    and sum their gradients where a parameter is marked so: its fused norm, which takes CUDA, marks its own."""
+    """megatron-core's norm with PyTorch's kernels, usable under sequence parallelism.
+
+    Under sequence parallelism each rank normalises different tokens, and ranks sum the gradients of parameters that are
+    marked. megatron-core's fused norm, which needs CUDA, marks its parameters. The norm with PyTorch's kernels refuses
+    sequence parallelism instead, so this class builds it without and marks the parameters.
+    """
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5) -> nn.Module:  # type: ignore[misc] # noqa: ANN401
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -84,7 +91,7 @@ class MarkedNorm:
 
 
 def norms_marked() -> contextlib.AbstractContextManager[object]:
-    """The last norm, which no specification names, is one of these too."""
+    """Return a context in which megatron-core's last norm is a `MarkedNorm` too. No specification sets it."""
     from megatron.core.transformer import transformer_block
 
     return _replaced(transformer_block, LayerNormImpl=MarkedNorm)
@@ -100,15 +107,20 @@ def route_without_transformer_engine() -> None:
 
 
 def checkpointing_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Checkpoints wait for CUDA and put a flag on its current device; without CUDA, neither."""
+    """Return a context in which megatron-core's checkpoints run without CUDA.
+
+    They call `torch.cuda.synchronize`, and create a tensor on the current CUDA device.
+    """
     if device.type == "cuda":
         return contextlib.nullcontext()
     return _replaced(torch.cuda, synchronize=lambda *_: None, current_device=lambda: "cpu")
 
 
 def seed(device: torch.device, number: int) -> None:
-    """Megatron's random states: one shared by all tensor-parallel ranks, one of each rank's own. They are states of
-    CUDA's generator; without CUDA, of the CPU's."""
+    """Seed Megatron's random states: one that all tensor-parallel ranks share, and one for each rank.
+
+    They are states of CUDA's generator, or of the CPU's without CUDA.
+    """
     from megatron.core.tensor_parallel import random
 
     if device.type == "cuda":

@@ -19,7 +19,7 @@ BUCKET_ELEMENTS = 10_000
 
 
 class MegatronGPTOverlap(MegatronGPT):
-    """Interleaved stages were not tried."""
+    """GPTModel whose gradient buckets are reduced during the backward pass. Untested with interleaved stages."""
 
     overlaps_reduction: ClassVar = True
     capabilities: ClassVar = dataclasses.replace(

@@ -49,8 +49,10 @@ class MegatronGPTUneven(MegatronGPT):
 
 class GathersEarlyEngine(GPTModelEngine):
     def update(self) -> Tensor | None:
-        """Step, and wait on a CPU until the first chunk is there: what gloo keeps of a gather is otherwise alive for as
-        long as the other replica takes to begin it, which no plan tells."""
+        """Step, and on a CPU wait until the first chunk is gathered.
+
+        Otherwise gloo's buffers live until the other replica begins the gather, which no memory plan can predict.
+        """
         norm = super().update()
         if self.context.device.type == "cpu":
             for group in self.chunks[0].bucket_groups:

@@ -1,5 +1,7 @@
-"""A pipeline whose micro-batches update weights one by one, each by those that it found; and the same with the version
-at all stages that the first stage had."""
+"""PipeDream: a pipeline whose weights are updated after every micro-batch, by gradients at the version that it used.
+
+A variant uses the same version at all stages: the one that the first stage had.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,7 @@ class PipeDreamEngine(PipelineEngine):
 
     @torch.no_grad()
     def step_on(self, gradients: Weights) -> None:
-        """The next version."""
+        """Append the next version of the weights, one step of `gradients` after the newest."""
         rate, newest = self.case.workload.optimizer.learning_rate, self.versions[-1]
         moved = {n: newest[n].sub(g, alpha=rate).requires_grad_() for n, g in gradients.items()}
         self.versions.append({**newest, **moved})
@@ -120,7 +122,7 @@ class PipeDreamEngine(PipelineEngine):
             parameters[name].grad = gradient if before is None else before.add_(gradient)
 
     def forget(self, done: int) -> None:
-        """Versions that no forward pass after `done` backward passes will take."""
+        """Free the versions that no forward pass after `done` backward passes will use."""
         oldest = min(self.version_of(done + self.stages_after), len(self.versions) - 1)
         for index in range(oldest):
             self.versions[index] = {}
@@ -148,7 +150,7 @@ class PipeDreamEngine(PipelineEngine):
 
 
 class VerticalEngine(PipeDreamEngine):
-    """At every stage the version that the first stage found."""
+    """PipeDream with vertical sync: every stage uses the version that the first stage used."""
 
     def version_of(self, micro_batch: int) -> int:
         return max(0, micro_batch - (self.case.layout.pp - 1))

@@ -45,7 +45,7 @@ class PipeMareEngine(PipeDreamEngine):
         return 0
 
     def forget(self, done: int) -> None:
-        """There is but one."""
+        """Do nothing, because there is only one version."""
 
     def pass_back(self, micro_batch: int) -> None:
         self.newest = {name: w.detach().clone() for name, w in self.versions[0].items()}
@@ -53,12 +53,12 @@ class PipeMareEngine(PipeDreamEngine):
         super().pass_back(micro_batch)
 
     def correct(self, micro_batch: int) -> None:
-        """Back to about what the forward pass found."""
+        """Set the weights back to approximately those of the forward pass."""
         for name, w in self.versions[0].items():
             w.data.sub_(self.velocity[name], alpha=self.lateness(micro_batch))
 
     def lateness(self, micro_batch: int) -> int:
-        """Updates since its forward pass."""
+        """Return the number of updates since the forward pass of `micro_batch`."""
         return min(micro_batch, self.delay)
 
     @torch.no_grad()
@@ -74,7 +74,7 @@ class PipeMareEngine(PipeDreamEngine):
         self.keep(gradients)
 
     def rate(self) -> float:
-        """This stage's, in this step."""
+        """Return this stage's learning rate in this step."""
         power = 1 - min(self.steps_done / self.case.workload.algorithm_as(PipeMare).annealing_steps, 1)
         return self.case.workload.optimizer.learning_rate / float(self.delay**power)
 

@@ -51,7 +51,7 @@ def signal_broadcast(case: Case) -> TrafficException:
 
 
 def gradients_stay(case: Case) -> tuple[ExtraMemory, ...]:
-    """Lightning forgets gradients when those of the next step are about to be computed."""
+    """Return the memory of gradients between steps. Lightning frees them just before the next step's are computed."""
     num_bytes = case.precision.accumulation.itemsize * case.workload.model.num_parameters / case.layout.dp
     reason = "gradients are there until the first backward pass of the next step"
     planned = "of which the peak has a plan of its own"

@@ -180,7 +180,8 @@ class TorchTitanLoop(Loop):
     def complete(self) -> None:
         """Stop with the loss that was differentiated: of this rank's tokens, divided by the number of all.
 
-        Of ranks that compute the same, the first tells it; stages before the last return -1 and have none.
+        If several ranks compute the same loss, the first of them reports it. Stages before the last have no loss and
+        return -1.
         """
         stands, layout = self.case.layout.coordinates(self.context.rank), self.case.layout
         total = torch.stack(self._losses).sum()

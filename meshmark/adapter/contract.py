@@ -1,8 +1,8 @@
-"""The one interface that every framework is put behind.
+"""The interface that every framework's adapter implements.
 
-An `Adapter` says what its framework can do (`Capabilities`) and how it computes what a precision leaves open
-(`Arithmetic`), and builds an `Engine` inside each rank; an engine trains. Neither times nor judges itself: meters watch
-from outside.
+An `Adapter` declares what its framework supports (`Capabilities`), and how it computes where a precision leaves a
+choice (`Arithmetic`). It builds an `Engine` in each rank, which trains. Neither of them times or judges itself: meters
+measure from outside.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Casting(StrEnum):
 
 
 class Summing(StrEnum):
-    """Where gradients of a tensor that is read several times are added up first, each sum rounded to its format."""
+    """Where the gradients of a tensor with several readers are summed first. Each sum is rounded to its dtype."""
 
     TENSORS = "tensors"
-    """All in turn, as autograd meets them."""
+    """One after another, in autograd's order."""
     BLOCKS = "blocks"
     """Once for every block that reads the tensor. An autograd node at the block's inputs shows when it is done."""
     MODULES = "modules"
@@ -62,27 +62,36 @@ class Summing(StrEnum):
 class Arithmetic:
     """Arithmetic that an adapter declares for a case in mixed precision, besides the precision itself.
 
-    The order of rows, products fused or in parts and the attention kernel stay open. Under autocast the micro-batches
-    do too.
+    It leaves open the order of rows, the attention kernel, and whether products are fused or split. Under autocast it
+    also leaves the micro-batches open.
     """
 
     casting: Casting
     averages: bool = True
-    """Losses are multiplied by the number of data-parallel ranks and their gradients averaged; else added up."""
+    """True if losses are multiplied by the number of data-parallel ranks and gradients averaged.
+
+    False if gradients are summed.
+    """
     divides: bool = False
-    """Losses are multiplied by the number of micro-batches, for the framework divides by it again."""
+    """True if losses are multiplied by the number of micro-batches, because the framework divides by it again."""
     reduces_each: bool = False
-    """The gradients of every micro-batch are reduced, not their sum once a step: the same where nothing is rounded on
-    the way."""
+    """True if gradients are reduced after every micro-batch, not once per step as a sum.
+
+    Both give the same result unless the reduction rounds.
+    """
     sums: Summing = Summing.TENSORS
-    """At ZeRO's stage 3, where frameworks watch modules; without it, all in turn."""
+    """Order of sums at ZeRO stage 3, where frameworks observe modules. It has no effect at other stages."""
     splits_products: bool = False
-    """Linear layers and loss are in parts, one a tensor-parallel rank, as Megatron-LM's: summed over ranks in the
-    narrow format behind products by rows and before the head; and biases are added wide, by one rank alone too."""
+    """True if linear layers and the loss are split over tensor-parallel ranks, as in Megatron-LM.
+
+    Sums over ranks after row-parallel products, and of the gradient of the head's input, are in the narrow dtype.
+    Biases are added in the wide dtype, also on a single rank.
+    """
     gpt_model_order: bool = False
-    """Layers and loss are those of megatron-core's own GPTModel: queries, keys and values are one product, attention is
-    unfused, with its softmax in float32, sequences come first, and biases of row-parallel products are added by
-    themselves.
+    """True if layers and loss follow megatron-core's own GPTModel.
+
+    Queries, keys and values are one product. Attention is unfused, with its softmax in float32. Sequences come first.
+    Biases of row-parallel products are added separately.
     """
 
 
@@ -134,9 +143,9 @@ class Capabilities:
     """Cases that an adapter supports. Anything else is skipped with its reason, and never run as something else."""
 
     degrees: frozenset[Axis] = frozenset()
-    """The axes whose degree may exceed one, by any number of ranks."""
+    """Axes whose degree may exceed one. Any number of ranks is allowed."""
     combinations: frozenset[frozenset[Axis]] | None = None
-    """Which of them may do so together, in the largest sets; None: all."""
+    """Largest sets of these axes that may be combined. None allows every combination."""
     zero_stages: frozenset[int] = frozenset({0})
     schedules: frozenset[Schedule] = frozenset({Schedule.GPIPE})
     """Schedules of a pipeline, if `pp` is among the degrees."""
@@ -152,15 +161,15 @@ class Capabilities:
     tunings: frozenset[Knob] = frozenset()
     """Tunings built by `configure`, `build_optimizer` and `loss_share`. Every run checks that they are in use."""
     families: frozenset[Family] = TEXT_FAMILIES
-    """Models that it can train; an adapter takes images only where it says so."""
+    """Model families that it can train. The default has only transformers over tokens."""
     algorithms: frozenset[str] = frozenset({SYNCHRONOUS.kind})
-    """Kinds of algorithms that it trains by, as `Algorithm.kind` has them."""
+    """Kinds of algorithms that it supports, as in `Algorithm.kind`."""
     compressors: frozenset[str] = frozenset()
     """Kinds of compressors that it has, for algorithms that compress."""
     dtensors: bool = False
     """Whether its parameters are PyTorch's DTensors."""
     lacks: Mapping[Feature | Precision | Family | Knob, str] = field(default_factory=dict)
-    """Features that are missing, each with its reason, and the reasons of missing precisions, families and tunings."""
+    """Missing features, precisions, families and tunings, each with the reason why it is missing."""
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
 
     def __post_init__(self) -> None:
@@ -197,7 +206,7 @@ class Capabilities:
         return found + [what for what, supported in asked.items() if not supported]
 
     def refusal(self, case: Case, device: str, backend: str) -> str | None:
-        """Why `case` cannot run on `device` over `backend` under these capabilities; None when it can."""
+        """Return why `case` cannot run on `device` over `backend` under these capabilities, or None if it can."""
         model, unsupported = case.workload.model, self.beyond(case.layout)
         if case.precision not in self.precisions:
             reason = self.lacks.get(case.precision)
@@ -242,7 +251,7 @@ class Capabilities:
         return algorithm.kind in self.algorithms and (compressor is None or compressor in self.compressors)
 
     def lacking(self, needs: frozenset[Feature]) -> list[str]:
-        """Which of `needs` are missing, each with its reason."""
+        """Return the missing features among `needs`, each with its reason."""
         return [f"{feature} ({self.lacks[feature]})" for feature in Feature if feature in self.lacks.keys() & needs]
 
 
@@ -276,10 +285,10 @@ class Requirement:
 
 
 PYTORCH_2_13 = Requirement(module="torch", distribution="torch", at_least="2.13")
-"""For what PyTorch 2.11, which Meshmark takes, does not have."""
+"""Requirement of adapters that need more than PyTorch 2.11, the oldest version that Meshmark supports."""
 
 
-# --- The one interface that every framework is put behind.
+# --- The interface that every framework's adapter implements.
 
 
 class Track(StrEnum):
@@ -296,7 +305,7 @@ _RENAMED = {"remainders": "extra_memory", "departures": "traffic_exceptions"}
 
 
 class Adapter(ABC):
-    """An adapter for one framework, with its choices made.
+    """Adapter for one framework with one set of choices.
 
     Its module must be importable without the framework: the framework is imported in `build`.
     """
@@ -304,10 +313,13 @@ class Adapter(ABC):
     track: ClassVar[Track] = Track.THEORY
     requires: ClassVar[tuple[Requirement, ...]] = ()
     virtual_environment: ClassVar[str] = ""
-    """Name of the virtual environment that ranks start in, for a framework whose pins do not fit Meshmark's own; empty
-    for the one that Meshmark runs in. `make env NAME=...` makes it, with environments/NAME.txt for its constraints."""
+    """Name of the virtual environment that ranks start in. Empty for the environment that Meshmark runs in.
+
+    It is for frameworks whose pinned dependencies conflict with Meshmark's. `make env NAME=...` creates it under the
+    constraints of environments/NAME.txt.
+    """
     preload: ClassVar[tuple[str, ...]] = ()
-    """Modules that `build` will import besides, slow enough to be worth importing once for all ranks."""
+    """Further modules that `build` imports. They are slow, so they are imported once for all ranks."""
     arithmetic: ClassVar[Arithmetic | None] = None
     """How it computes what a mixed precision leaves open. A twin in one process does the same.
 
@@ -318,11 +330,11 @@ class Adapter(ABC):
 
     @abstractmethod
     def build(self, case: Case, context: RankContext) -> Engine:
-        """An engine ready for its first step, holding the workload's initial values."""
+        """Return an engine that holds the workload's initial values and is ready for its first step."""
 
     @classmethod
     def environment(cls, device: str) -> dict[str, str]:
-        """Variables that the framework reads when it is imported."""
+        """Return the environment variables that the framework reads when it is imported."""
         return {}
 
     @classmethod
@@ -334,11 +346,11 @@ class Adapter(ABC):
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
-        """How this framework keeps a model in training: what the planner's memory follows from."""
+        """Return how this framework stores a model in training. Its planned memory follows from this."""
         return eager_recipe(case)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:  # noqa: ANN401
-        """Take what an adapter written for an older version calls by its old name, with a `DeprecationWarning`."""
+        """Accept methods of older adapters under their old names, with a `DeprecationWarning`."""
         super().__init_subclass__(**kwargs)
         for old, new in _RENAMED.items():
             if old in cls.__dict__ and new not in cls.__dict__:
@@ -359,24 +371,24 @@ class Adapter(ABC):
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
-        """Return where this framework is known to send otherwise than theory says.
+        """Return the known differences between this framework's traffic and the planned traffic of `rank`.
 
-        Theory is `meshmark.theory.traffic.step_traffic`, which every case is held to. Where steps differ, the
-        exceptions are those of that module's `METERED_STEP`.
+        Every case is compared with the plan of `meshmark.theory.traffic.step_traffic`. If steps differ, the exceptions
+        describe that module's `METERED_STEP`.
         """
         return ()
 
     @classmethod
     def plans_traffic(cls, case: Case) -> bool:
-        """Return whether it is known what this framework sends; what is not is *not judged*."""
+        """Return whether this framework's traffic is known. Unknown traffic is reported as *not judged*."""
         return True
 
     @classmethod
     def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
-        """Return what this framework sends in some steps besides what it sends in all, to set itself up.
+        """Return the additional traffic of `rank` in the steps in which this framework sets itself up.
 
-        All steps of a run must send what the metered step sends, and this. `rank` is the rank that is asked about. By
-        default it is what PyTorch's DistributedDataParallel sends in the second step, for many frameworks wrap it.
+        Every step of a run must send what the metered step sends, plus this traffic. The default is what PyTorch's
+        DistributedDataParallel sends in the second step, because many frameworks wrap it.
         """
         from meshmark.adapter.engine import rebuilt_buckets  # loads torch, which a planner does without
 
@@ -396,14 +408,19 @@ class Adapter(ABC):
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
-        """Why the framework cannot run `case` on `device` ("cpu" or "cuda") over `backend` ("gloo" or "nccl"); None
-        when it can. Its capabilities know, unless an adapter has more to say."""
+        """Return why the framework cannot run `case` on `device` over `backend`, or None if it can.
+
+        `device` is "cpu" or "cuda", and `backend` is "gloo" or "nccl". The default checks `capabilities`. Override it
+        for conditions that capabilities cannot express.
+        """
         return cls.capabilities.refusal(case, device, backend)
 
     @classmethod
     def refusal(cls, case: Case, device: str, backend: str, needs: frozenset[Feature] = frozenset()) -> str | None:
-        """Why `case` must be skipped: unsupported, or not installed. None when it can run. `needs`: what the pass takes
-        beyond the case."""
+        """Return why `case` must be skipped (it is unsupported, or a package is missing), or None if it can run.
+
+        `needs` is the features that the pass needs beyond those of the case.
+        """
         reason, lacking = cls.supports(case, device, backend), cls.capabilities.lacking(needs)
         if reason or lacking:
             return ", ".join([reason or f"{case.adapter} does not support {lacking.pop(0)}", *lacking])

@@ -80,8 +80,10 @@ class Transfer:
 
 
 class TrafficSource(Protocol):
-    """Tells what a communication library did in a stretch of time, from the library's own log: not from the algorithm
-    that is to be judged by it."""
+    """Source that reports the traffic of a communication library over intervals of a step.
+
+    It reads the library's own log, not the algorithm that is judged by the result.
+    """
 
     def start(self) -> None:
         """Start counting, until `stop`. A step has several such intervals."""
@@ -103,8 +105,8 @@ class TrafficSource(Protocol):
 class Holdings:
     """The tensors that a rank holds right now, by category. Meters count their storages, each once.
 
-    An engine only *names* storages here: the meter's totals come from the allocator, and what is alive without being
-    named shows as `other`.
+    An engine only *names* storages here. The meter takes its totals from the allocator, and counts live storages
+    without a name as `other`.
     """
 
     parameters: list[Tensor] = field(default_factory=list)
@@ -117,7 +119,7 @@ class Holdings:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Address and size of every distinct storage behind `tensors`, empty ones left out."""
+    """Return the size in bytes of every distinct, non-empty storage behind `tensors`, by address."""
     storages = (t.untyped_storage() for t in tensors)
     return {s.data_ptr(): s.nbytes() for s in storages if s.nbytes()}
 
@@ -127,7 +129,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext:
-    """Where an engine finds itself. The default process group is up before `build` is called."""
+    """Rank, device and backend that an engine is built for. The default process group exists before `build`."""
 
     rank: int
     world_size: int
@@ -135,7 +137,7 @@ class RankContext:
     backend: str
     """gloo or nccl."""
     scratch: Path
-    """A folder of this case's own, removed after it."""
+    """Folder for this case alone. It is removed after the case."""
 
 
 _MISSING = "this engine has no `{}`: write it, or name Feature.{} in its adapter's `Capabilities.lacks`"
@@ -146,20 +148,25 @@ class Engine(ABC):
 
     @abstractmethod
     def backward(self, batch: Batch) -> Tensor:
-        """Forward and backward over a whole *global* batch (on the CPU), of which the engine trains its part.
+        """Run the forward and backward passes of this rank's part of a global batch, and reduce the gradients.
 
-        Afterwards every reduction over ranks is done: the gradient is that of the mean over all unmasked tokens of the
-        global batch, not yet clipped. Returns this rank's share of the loss, a scalar on any device: the shares of all
-        ranks add up to the global mean (a rank that computes none, or the same as another, returns zero).
+        `batch` is a whole *global* batch on the CPU. Afterwards, all reductions over ranks are done. The gradient is
+        that of the mean over all unmasked tokens of the global batch, before clipping.
 
-        Under an algorithm whose replicas may differ, in a step that they take alone: the gradient is that of dp times
-        this replica's share of the loss, reduced over the ranks of the replica alone.
+        Returns this rank's share of the loss, a scalar on any device. The shares of all ranks add up to the global
+        mean. A rank that computes no loss, or the same loss as another rank, returns zero.
+
+        Under an algorithm whose replicas may differ, replicas take some steps alone. The gradient of such a step is
+        that of dp times this replica's share of the loss, reduced over the ranks of the replica only.
         """
 
     @abstractmethod
     def update(self) -> Tensor | None:
-        """Clip, step the optimizer, do what the workload's algorithm does besides, forget the gradients. Returns the
-        global norm before clipping of the gradients that are stepped on, where the framework tells it."""
+        """Clip, step the optimizer, run what the workload's algorithm adds to a step, and clear the gradients.
+
+        Returns the global norm, before clipping, of the gradients that were stepped on. Returns None if the framework
+        does not report it.
+        """
 
     def step(self, batch: Batch) -> Tensor:
         """Run one whole optimizer step, which is what is timed. Returns what `backward` returns."""
@@ -169,13 +176,15 @@ class Engine(ABC):
 
     @abstractmethod
     def parameters(self) -> Mapping[str, Tensor]:
-        """The full value, by canonical name, of every parameter of which this rank holds any part; a collective call.
-        Master weights if there are any. A replica that has all of a tensor returns its own, and asks no other replica.
+        """Return the full value of every parameter of which this rank holds a part, by canonical name.
+
+        A collective call. Returns master weights if there are any. A replica that holds all of a tensor returns its
+        own values, without communication with other replicas.
         """
 
     @abstractmethod
     def gradients(self) -> Mapping[str, Tensor]:
-        """The full reduced, unclipped gradients, like `parameters`; to be called between `backward` and `update`."""
+        """Return the full reduced, unclipped gradients, like `parameters`. Call it between `backward` and `update`."""
 
     def loss_scale(self) -> float:
         """Return the factor that the loss of this step was multiplied by, so that small gradients do not vanish.
@@ -185,9 +194,12 @@ class Engine(ABC):
         return 1.0
 
     def server_versions(self) -> tuple[int | None, int | None] | None:
-        """Under a parameter server, of the step that was last updated: the version of the server's parameters that this
-        replica's push made, and that which its fetch returned; None where the step had none. The initial values are
-        version 0, and each push that is applied makes the next. To be called like `parameters`."""
+        """Return the versions of a parameter server in the last updated step, or None without a parameter server.
+
+        They are the version that this replica's push made, and the version that its fetch returned. Each is None if the
+        step had no such call. The initial values are version 0, and each applied push makes the next version. Call it
+        like `parameters`.
+        """
         return None
 
     def buffers(self) -> Mapping[str, Tensor]:
@@ -209,29 +221,36 @@ class Engine(ABC):
         return None
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """This rank's share of the loss of a whole global batch in evaluation: no dropout, no gradients; the next step
-        is as if it had not happened."""
+        """Return this rank's share of the evaluation loss of a global batch, without dropout and gradients.
+
+        It must not affect the next step.
+        """
         raise NotImplementedError(_MISSING.format("evaluate", Feature.EVALUATE.name))
 
     def save(self, folder: Path) -> None:
-        """Leave all that training needs to go on in `folder`, which exists and all ranks share; a collective call."""
+        """Save all that training needs to continue to `folder`. A collective call.
+
+        The folder exists, and all ranks share it.
+        """
         raise NotImplementedError(_MISSING.format("save", Feature.SAVE.name))
 
     def load(self, folder: Path) -> None:
-        """Go on from where the engine was that saved to `folder`: in the same layout or, unless the adapter lacks
-        `RESHARD`, another. To be called before the first step; a collective call."""
+        """Restore the state that an engine saved to `folder`. A collective call, before the first step.
+
+        The layout may differ from that of the saving engine, unless the adapter lacks `Feature.RESHARD`.
+        """
         raise NotImplementedError(_MISSING.format("load", Feature.SAVE.name))
 
     def enter_fake_world(self) -> None:  # noqa: B027
-        """Learn what peers would tell before the first step, for they do not exist; called when the engine is built.
+        """Set what peers would send before the first step. Called after `build`, in a fake world only.
 
-        In a fake world every collective is over at once, and what is received is zeros. An engine whose framework sends
-        shapes, or waits for an answer, sets these itself here; one that cannot names `Feature.FAKE_WORLD` in its
-        adapter's `Capabilities.lacks`, with the reason.
+        In a fake world peers do not exist. Every collective ends at once, and received messages are zeros. An engine
+        whose framework exchanges shapes, or waits for a reply, sets these values here. If it cannot, its adapter lists
+        `Feature.FAKE_WORLD` in `Capabilities.lacks`, with the reason.
         """
 
     def close(self) -> None:  # noqa: B027
-        """Release what the process's end would not."""
+        """Release resources that outlive the process."""
 
 
 # --- Base of engines that run a whole model on every rank's part of the batch.
@@ -242,7 +261,7 @@ AUTOCAST = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16}
 
 
 def initial_model(case: Case, device: torch.device) -> Model:
-    """The whole model on `device` with its initial values, in float64 or float32."""
+    """Return the whole model on `device` with its initial values, in float64 or float32."""
     with device:
         model = build_model(case.workload.model)
     model.initialize(case.workload.seed)
@@ -264,14 +283,17 @@ def configure(model: AnyModel, case: Case, recompute: Recomputer = PYTORCHS_CHEC
 
 
 def compile_blocks(model: Model) -> None:
-    """Each as one graph, by PyTorch's default compiler."""
+    """Compile each block of `model` as one graph, with PyTorch's default compiler."""
     for block in model.blocks.values():
         block.compile(fullgraph=True)
 
 
 def skip_block(module: nn.Module, batch: Batch, workload: Workload) -> None:
-    """Tell the model inside `module` which of its blocks `batch` leaves out. Only where `workload` has such steps: to
-    walk all modules is a few percent of a tiny model's step, which a hand-written script does not pay."""
+    """Set the block that `batch` leaves out on the model inside `module`.
+
+    Does nothing if `workload` has no such steps. Walking all modules takes a few percent of a tiny model's step, a
+    cost that a hand-written script does not have.
+    """
     if workload.skipped_block is None:
         return
     for part in module.modules():
@@ -284,8 +306,11 @@ def optimizer_state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 class DataParallelEngine(Engine):
-    """Trains `module` on this rank's rows. Gradients are left averaged over data-parallel ranks, as every framework
-    does by default; the loss is scaled so that this average is the global mean."""
+    """Trains `module` on this rank's rows.
+
+    Gradients are averaged over data-parallel ranks, as every framework does by default. The loss is scaled so that
+    this average is the gradient of the global mean.
+    """
 
     def __init__(self, case: Case, context: RankContext, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.case, self.context, self.module, self.optimizer = case, context, module, optimizer
@@ -294,21 +319,21 @@ class DataParallelEngine(Engine):
         self.schedule = self.make_schedule()
 
     def make_schedule(self) -> Schedule | None:
-        """PyTorch's scheduler; None when the rate is constant, or when the framework has its own."""
+        """Return PyTorch's scheduler, or None if the rate is constant or the framework has its own scheduler."""
         return build_schedule(self.case.workload.optimizer, self.optimizer)
 
     @property
     def dp_rank(self) -> int:
-        """Which of the batch's shards is this rank's."""
+        """Index of this rank's shard of the batch."""
         return self.case.layout.coordinates(self.context.rank).dp
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Around one micro-batch's forward and backward: put off the reduction unless `last`."""
+        """Return a context for the passes of one micro-batch. It defers the reduction unless `last`."""
         yield
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The model's outputs (logits) under this engine's precision."""
+        """Return the model's outputs (logits), computed in this engine's precision."""
         dtype = AUTOCAST.get(self.case.precision.compute)
         casts = torch.autocast(self.context.device.type, dtype=dtype) if dtype else contextlib.nullcontext()
         with casts:
@@ -389,7 +414,7 @@ class DataParallelEngine(Engine):
         return {name: buffer.detach() for name, buffer in self.inner().named_buffers()}
 
     def save(self, folder: Path) -> None:
-        """Every rank holds all of it: the first writes one file."""
+        """Write one file from the first rank, because every rank holds the whole state."""
         if self.context.rank == 0:
             torch.save(self.state(), folder / "state.pt")
         torch.distributed.barrier()
@@ -421,7 +446,7 @@ class DataParallelEngine(Engine):
         return self.schedule.state_dict() if self.schedule else None
 
     def load_schedule(self, state: dict[str, Any] | None) -> None:
-        """With the rate that it had come to, which PyTorch's schedulers leave to the optimizer's state."""
+        """Load the schedule and its current rate, which PyTorch's schedulers leave to the optimizer's state."""
         if self.schedule and state is not None:
             self.schedule.load_state_dict(state)
             for group, rate in zip(self.optimizer.param_groups, self.schedule.get_last_lr(), strict=True):
@@ -441,10 +466,10 @@ class DataParallelEngine(Engine):
 
 
 def rebuilt_buckets(case: Case) -> OneTimeTraffic:
-    """Return what DDP sends when it puts gradients into buckets again, by the order that the first step has shown.
+    """Return the traffic of DDP when it rebuilds its buckets in the order of gradients of the first step.
 
-    Rank 0 broadcasts the index of each parameter and the size of each bucket, of at most one parameter each
-    (`Reducer::sync_bucket_indices`), in the second step.
+    In the second step, rank 0 broadcasts the index of each parameter and the size of each bucket
+    (`Reducer::sync_bucket_indices`). The bound assumes one bucket per parameter.
     """
     model = case.workload.model
     count = model.num_tensors if isinstance(model, OwnModelConfig) else len(parameter_shapes(model))

@@ -1,12 +1,12 @@
 """Frameworks that own their training loop, presented to the suites as engines.
 
-A trainer has no `backward` and `update` that could be called from outside: it is built, and then it runs. A `Loop` is
-one rank of such a trainer. Its `run` calls the framework's own `train()`, `fit()` or whatever it is called, and hooks
-in the framework call the loop back at four moments. At each of them Meshmark looks on, and then lets the loop go on.
+A trainer has no `backward` and `update` to call from outside: it is built, and then it runs to its end. A `Loop` is one
+rank of such a trainer. Its `run` calls the framework's own method, such as `train()` or `fit()`. Hooks in the framework
+call the loop back at four moments. At each of them Meshmark observes the state, and then resumes the loop.
 
-The loop runs in a greenlet, in the thread that looks on. In a thread of its own it would be invisible to PyTorch's
-profiler and to dispatch modes, which belong to one thread. The price is that grad mode and autocast are shared; both
-sides get their own back at every switch.
+The loop runs in a greenlet in Meshmark's own thread. In a separate thread, PyTorch's profiler and dispatch modes would
+not see it, because they belong to one thread. Both sides therefore share grad mode and autocast. Each switch restores
+the modes of the side that it switches to.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _KEPT_BATCHES = 4
 
 
 class Moment(StrEnum):
-    """Where a loop stops and Meshmark looks on."""
+    """Points at which a loop stops and Meshmark observes it."""
 
     READY = "ready"
     """The model is wrapped and holds its initial values, or those of the checkpoint; no step has begun."""
@@ -69,9 +69,9 @@ class Dealing(StrEnum):
     """To one rank after the other, as Accelerate's `BatchSamplerShard` does."""
 
     def order(self, layout: Layout, rows: int) -> Tensor:
-        """Return which row of a global batch is to be read at each place, int64 [rows].
+        """Return the row of a global batch to read at each position, int64 [rows].
 
-        Each rank then has the rows of its data-parallel shard, in its micro-batches.
+        In this order, each rank receives the rows of its data-parallel shard, grouped by micro-batch.
         """
         ranks, micros = layout.dp, layout.num_micro_batches
         row_RMB = torch.arange(rows).view(ranks, micros, -1)
@@ -81,8 +81,8 @@ class Dealing(StrEnum):
 class GlobalRows(Dataset[Batch]):
     """The rows of all global batches, one batch after another.
 
-    A trainer that reads them in order, as many an optimizer step as a global batch has, over all ranks, trains on the
-    workload's batches. Within a batch they are ordered so that each rank is dealt the shard that the layout gives it.
+    A trainer trains on the workload's batches if its ranks together read the rows in order, one global batch per
+    optimizer step. Within a batch, rows are ordered so that each rank receives the shard that the layout gives it.
     """
 
     def __init__(self, case: Case, dealing: Dealing) -> None:
@@ -104,9 +104,9 @@ class GlobalRows(Dataset[Batch]):
 
 
 def unmetered(tensor: Tensor) -> Tensor:
-    """Return a copy in numpy's memory, which the meters of a rank do not take for the framework's.
+    """Return a copy in NumPy's memory, which a rank's meters do not attribute to the framework.
 
-    The data are the suite's, as a batch that an engine is handed.
+    The data belong to the suite, like a batch that is passed to an engine.
     """
     return torch.from_numpy(tensor.numpy().copy())
 
@@ -132,8 +132,8 @@ class Loop(ABC):
 
     `run` starts the framework's own loop over `self.rows`. Hooks in it call `ready` once, and then
     `gradients_complete` and `step_done` once in every optimizer step, in this order. Each returns when Meshmark lets
-    the loop continue. Nothing need be done at the end of the last step: the loop is left where it is, by an exception
-    that no `except Exception` catches.
+    the loop continue. The end of the last step needs no special handling: an exception that `except Exception` does not
+    catch ends the loop.
     """
 
     def __init__(self, case: Case, context: RankContext, dealing: Dealing) -> None:
@@ -153,7 +153,10 @@ class Loop(ABC):
 
     @abstractmethod
     def run(self, checkpoint: Path | None) -> None:
-        """Run the framework's own loop until it is left; from a folder that `save_to` was given where there is one."""
+        """Run the framework's own loop until an exception ends it.
+
+        `checkpoint` is a folder that `save_to` was given, or None to start from the initial values.
+        """
 
     def save_to(self, folder: Path) -> None:
         """Ask the framework for a checkpoint in `folder`, which all ranks share, as soon as the loop goes on.
@@ -172,15 +175,15 @@ class Loop(ABC):
         return self.case.workload.global_batch // (layout.dp * layout.num_micro_batches)
 
     def ready(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Stop before the first step. `module`: as the framework has wrapped it; `optimizer`: PyTorch's."""
+        """Stop before the first step. `module` is the framework's wrapper, and `optimizer` PyTorch's optimizer."""
         self.module, self.optimizer = module, optimizer
         self._stop(Moment.READY)
 
     def gradients_complete(self, loss: Tensor) -> None:
         """Stop where gradients are reduced over all ranks, unscaled and not yet clipped.
 
-        `loss`: this rank's share of what the loop minimises, a scalar; the shares of all ranks add up to it. A loop
-        that averages over ranks has differentiated `dp` times its share.
+        `loss` is this rank's share of the loss that the loop minimises, a scalar. The shares of all ranks add up to
+        that loss. A loop that averages gradients over ranks differentiates `dp` times its share.
         """
         self.loss = loss
         self._stop(Moment.GRADIENTS)
@@ -195,7 +198,7 @@ class Loop(ABC):
         self._stop(Moment.SAVED)
 
     def _no_engine(self, moment: Moment) -> NoReturn:
-        raise AdapterError(f"{type(self).__name__} came to {moment!r} outside of an engine: give it to LoopEngine")
+        raise AdapterError(f"{type(self).__name__} reached {moment!r} without an engine: run it by LoopEngine")
 
 
 @dataclass(frozen=True)
@@ -238,10 +241,10 @@ def _autocast_nesting() -> int:
 
 
 class _Interruptible:
-    """Work that runs beside this thread's own, and stops where it says so.
+    """Work that alternates with its caller in one thread, and stops at points of its own choice.
 
-    The two share one thread, and so its modes of autograd and autocast. Each switch puts back those of the side that
-    it goes to, also where it goes there to end the work: the blocks that the work leaves then undo what they did.
+    Both sides share the thread's modes of autograd and autocast. Each switch restores the modes of the side that it
+    switches to, also when it ends the work. The blocks that the work leaves then undo their own changes.
     """
 
     def __init__(self, work: Callable[[], None], devices: tuple[str, ...]) -> None:
@@ -252,12 +255,12 @@ class _Interruptible:
         self._greenlet = greenlet.greenlet(functools.partial(self._begin, work))
 
     def _begin(self, work: Callable[[], None]) -> None:
-        """Run the work in the modes that a script starts in; whoever first asks may be under `no_grad`."""
+        """Run the work in the modes that a script starts in, because the first caller may be under `no_grad`."""
         _Modes.of_a_script(self._devices).restore()
         work()
 
     def stop(self, moment: Moment) -> None:
-        """Called by the work: go on outside, until the work is resumed."""
+        """Return control to the caller until it resumes the work. Only the work calls this."""
         inside = _Modes.now(self._devices)
         try:
             self._greenlet.parent.switch(moment)
@@ -286,8 +289,8 @@ class _Interruptible:
 class LoopEngine(DataParallelEngine):
     """Presents a `Loop` as an engine: `backward` runs the loop to its gradients, `update` to the end of the step.
 
-    The loop starts when something is first asked of the engine, so that `load` can say from where. What it holds is
-    found in `loop.module` and `loop.optimizer`.
+    The loop starts at the first call that needs it, so that `load` can set its starting point. The engine's module and
+    optimizer are `loop.module` and `loop.optimizer`.
     """
 
     def __init__(self, case: Case, context: RankContext, loop: Loop) -> None:

@@ -1,11 +1,11 @@
-"""The matrix: every adapter in a sparse product of the axes of layouts, as far as its capabilities and the workload go.
+"""The matrix: the cases of every adapter, in a sparse product of the axes of layouts.
 
-The degrees come first: all ranks along one axis, and shared out over two. On such a mesh every other axis then takes
-each of its values by itself, the rest of the layout as plain as it can be. Recomputation is left to the conformance
-suite.
+Degrees come first: all ranks along one axis, or divided over two axes. On each such mesh, every other field of the
+layout takes each supported value in turn, while all others stay at the plainest value. The conformance suite covers
+recomputation.
 
-`--layouts pairs` brings every two choices together at least once. What goes wrong in a combination is mostly caused by
-two of its choices, and far fewer layouts than all products cover every pair (doi:10.1109/32.605761).
+`--layouts auto` covers every pair of choices at least once. Most failures of a combination are caused by two of its
+choices, and far fewer layouts than all products cover every pair (doi:10.1109/32.605761).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Choice = tuple[str, object]
 
 
 def combinations(world_size: int) -> Iterator[Layout]:
-    """Every layout of so many ranks, whoever could run it: the product of all choices that mean something together."""
+    """Yield every layout of `world_size` ranks, supported or not: the product of all choices that are compatible."""
     factors = [n for n in range(1, world_size + 1) if world_size % n == 0]
     for dp, tp, pp, cp in itertools.product(factors, repeat=4):
         if dp * tp * pp * cp != world_size:
@@ -84,8 +84,10 @@ def takes(adapter: type[Adapter], case: Case) -> bool:
 
 
 def covering(layouts: Sequence[Layout]) -> list[Layout]:
-    """Few of `layouts`, in their order, that bring together every two choices that some of them has: always the one
-    that brings most new pairs."""
+    """Return a small subset of `layouts`, in their order, that covers every pair of choices in them.
+
+    The search is greedy: each step takes the layout that adds the most new pairs.
+    """
     brings = {layout: _pairs(layout) for layout in layouts}
     left, chosen = set[frozenset[Choice]]().union(*brings.values()), set[Layout]()
     while left:
@@ -101,8 +103,10 @@ def _pairs(layout: Layout) -> frozenset[frozenset[Choice]]:
 
 
 def laid(layout: Layout, order: Order) -> Layout:
-    """`layout` under a schedule, with micro-batches enough for it: 1F1B takes one a stage, interleaving a multiple, and
-    DualPipeV one for each of both ways."""
+    """Return `layout` under a schedule, with enough micro-batches for it.
+
+    1F1B needs one per stage, interleaving a multiple of the stages, and DualPipeV one per stage in each direction.
+    """
     schedule, virtual_stages, folded = order
     count = PIPELINED if layout.pp > 1 else ACCUMULATED
     if schedule is not Schedule.GPIPE:
@@ -118,7 +122,7 @@ def laid(layout: Layout, order: Order) -> Layout:
 
 AUTO: Literal["auto"] = "auto"
 LayoutChoice = Sequence[Layout] | Literal["auto"] | None
-"""These; a covering set of what each adapter supports; or None, the matrix's own."""
+"""Given layouts; "auto" for a covering set of each adapter's supported layouts; or None for the matrix's own."""
 _MODEL_AXES: tuple[Axis, ...] = ("tp", "cp", "pp")
 
 
@@ -130,10 +134,15 @@ def matrix(
     chosen: LayoutChoice = None,
     tunings: Sequence[Tuning] = (Tuning(),),
 ) -> list[Case | InvalidLayout]:
-    """All cells. What is beyond an adapter's capabilities makes none, but for a precision, so that the report shows the
-    gap; a layout that does not fit a workload is a misfit: nothing is dropped silently. An adapter with no parallel
-    axis, such as `single`, joins at world size 1. `chosen` layouts come in the place of those that each adapter is
-    tried on, and what an adapter cannot do of them is refused when it is run."""
+    """Return all cells of the matrix.
+
+    A layout beyond an adapter's capabilities makes no cell. A precision beyond them does, so that the report shows the
+    gap. A layout that does not fit a workload makes an `InvalidLayout`, so that nothing is dropped silently. An adapter
+    without a parallel axis, such as `single`, runs at world size 1.
+
+    `chosen` layouts replace those that each adapter is tried on. Those that an adapter does not support are refused
+    when they are run.
+    """
 
     def tried(name: str, adapter: type[Adapter], workload: Workload, precision: Precision) -> Iterable[Layout]:
         own = worlds_of(adapter, worlds)
@@ -154,8 +163,7 @@ def matrix(
 
 
 def counts(adapters: dict[str, type[Adapter]], worlds: Sequence[int], cells: Iterable[Case | InvalidLayout]) -> str:
-    """In words, how many layouts there are at all, how many of them adapters support for the first workload, and how
-    many are among `cells`."""
+    """Describe how many layouts exist, how many adapters support with the first workload, and how many `cells` has."""
     tried: dict[str, dict[Layout, Case | InvalidLayout]] = {}
     for each in cells:
         tried.setdefault(each.adapter, {}).setdefault(each.layout, each)
@@ -184,8 +192,11 @@ def layouts(adapter: type[Adapter], world_size: int) -> Iterator[Layout]:
 def _tried(
     name: str, adapter: type[Adapter], world_size: int, workload: Workload, precision: Precision
 ) -> list[Layout]:
-    """The matrix's layouts; where an adapter refuses them all, as a distributed optimizer refuses a single replica,
-    those of replicas alone that it takes as well."""
+    """Return the layouts that the matrix tries on an adapter.
+
+    If the adapter refuses all of them, as a distributed optimizer refuses a single replica, this includes the layouts
+    with data parallelism alone that it supports.
+    """
 
     def taken(layout: Layout) -> bool:
         each = cell(adapter=name, workload=workload, layout=layout, precision=precision)
@@ -199,8 +210,10 @@ def _tried(
 
 
 def meshes(can: Capabilities, world_size: int) -> Iterator[Layout]:
-    """Layouts that say how many ranks stand along which axis and no more: all along one, and half of them crossed with
-    two along another. Data parallelism alone is what adapters show that have nothing else."""
+    """Yield layouts that set degrees only: all ranks along one axis, and half of them along one with two along another.
+
+    An adapter without tensor, context and pipeline parallelism gets data parallelism.
+    """
     if world_size == 1:
         yield Layout()
         return
@@ -231,7 +244,7 @@ def variants(can: Capabilities, mesh: Layout) -> Iterator[Layout]:
 
 
 def _orders(can: Capabilities) -> list[Order]:
-    """Schedules of a pipeline, each with its virtual stages; interleaving less than two is another schedule."""
+    """Return the schedules of a pipeline with their virtual stages. Interleaving needs at least two."""
     found = [(schedule, 1, False) for schedule in Schedule if schedule in can.schedules - {Schedule.INTERLEAVED}]
     if Schedule.INTERLEAVED in can.schedules:
         found += [(Schedule.INTERLEAVED, chunks, can.folded) for chunks in sorted(can.virtual_stages - {1})]

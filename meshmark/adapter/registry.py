@@ -22,7 +22,7 @@ INFERENCE_SUITE = "meshmark.suites.test_inference"
 
 
 def load_adapter(target: str) -> type[Adapter]:
-    """The class behind "package.module:Class" or "path/to/file.py:Class".
+    """Return the class that "package.module:Class" or "path/to/file.py:Class" names.
 
     Raises `AdapterError` when it cannot be imported, is no `Adapter`, or lacks part of the contract.
     """
@@ -96,8 +96,8 @@ def known_adapters() -> dict[str, str]:
         owner = _distribution(point)
         if point.name in known:
             raise AdapterError(
-                f"adapter {point.name!r} of the distribution {owner} (entry point of {GROUP}) has the name of "
-                f"{owners[point.name]}'s: rename it in its pyproject.toml, or `pip uninstall {owner}`"
+                f"adapter {point.name!r} of the distribution {owner} (entry point of {GROUP}) has the name of one "
+                f"of {owners[point.name]}: rename it in its pyproject.toml, or `pip uninstall {owner}`"
             )
         known[point.name], owners[point.name] = point.value, owner
     return known
@@ -121,9 +121,9 @@ def outside_name(target: str) -> str:
 def select(patterns: list[str], known: dict[str, str], core: Collection[str]) -> dict[str, str]:
     """Return the part of the registry whose names match any of the shell-style patterns.
 
-    A pattern also takes the family of `core` that it names: `fairscale` takes fairscale-oss and fairscale-fsdp, but
-    `fsdp2` leaves out fsdp2-noreshard. A pattern behind `!` leaves out what it matches, wherever it stands; where every
-    pattern leaves something out, the rest of the whole registry is taken.
+    A pattern also selects the names in `core` that begin with it and a hyphen: `fairscale` selects fairscale-oss and
+    fairscale-fsdp. `fsdp2` does not select fsdp2-noreshard, which is not in `core`. A pattern after `!` excludes what
+    it matches, in any position. If all patterns exclude, the rest of the whole registry is selected.
 
     Raises:
         UnknownNameError: A pattern matches no adapter.

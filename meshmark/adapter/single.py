@@ -1,4 +1,4 @@
-"""Plain PyTorch in one process: in float64 the truth, in a case's precision the tolerance model of noise."""
+"""Plain PyTorch in one process: the truth in float64. In a case's precision its noise gives the tolerance model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SingleEngine(DataParallelEngine):
         return logits
 
     def backward_once(self, batch: Batch) -> Tensor:
-        """Loss and gradients of one micro-batch, added to those that are there."""
+        """Add the gradients of one micro-batch to the existing ones, and return its share of the loss."""
         micro = batch.to(self.context.device)
         skip_block(self.module, micro, self.case.workload)
         share = self.loss_share(self.forward(micro.inputs), micro)
@@ -40,9 +40,11 @@ class SingleEngine(DataParallelEngine):
 
 
 def reduced_backward(engine: SingleEngine, batch: Batch, num_ranks: int) -> Tensor:
-    """`engine.backward` of a whole batch, with gradients as `num_ranks` ranks would reduce them in the precision of the
-    case: each rank's part is rounded, and so is their sum. Once a step, as DDP reduces, or where weights are cast after
-    every micro-batch, as FSDP does."""
+    """Run `engine.backward` on a whole batch, and reduce gradients in the case's precision as `num_ranks` ranks would.
+
+    Each rank's part is rounded, and so is their sum. The reduction happens once per step, as in DDP. If weights are
+    cast, it happens after every micro-batch, as in FSDP.
+    """
     count, named = engine.case.layout.num_micro_batches, dict(engine.named_parameters())
     total, loss = dict[str, Tensor](), torch.zeros((), device=engine.context.device)
     sent: list[list[dict[str, Tensor]]] = []
@@ -64,8 +66,10 @@ def reduced_backward(engine: SingleEngine, batch: Batch, num_ranks: int) -> Tens
 
 
 def _sum_rounded(parts: list[Tensor], precision: Precision) -> Tensor:
-    """The sum of what ranks send, in the format of the reduction: each its gradient of a loss that is multiplied by
-    their number, divided by it again."""
+    """Return the sum of all ranks' gradients, rounded to the dtype of the reduction.
+
+    Each rank's gradient is multiplied by the number of ranks before rounding, and divided by it after.
+    """
     low, num_ranks = getattr(torch, precision.reduction), len(parts)
     sent = [(part * num_ranks).to(low).div_(num_ranks) for part in parts]
     return functools.reduce(torch.add, sent).to(parts[0].dtype)

@@ -24,9 +24,9 @@ EPILOG = """exit codes: 0 right, 1 wrong, 2 a mistake in the command, 3 cannot t
 def add_check(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `meshmark check`."""
     parser.epilog = EPILOG
-    parser.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks, under torchrun (default: 1, without)")
+    parser.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks; several use torchrun (default: 1)")
     parser.add_argument(
-        "--timeout", type=float, default=1800.0, metavar="SECONDS", help="for script and verdict (default: 1800)"
+        "--timeout", type=float, default=1800.0, metavar="SECONDS", help="time for script and verdict (default: 1800)"
     )
     add_options(parser)
     parser.set_defaults(run=run)
@@ -69,8 +69,9 @@ def _judged(parsed: argparse.Namespace, place: Path) -> int:
 
 
 def _torchrun(place: Path, num_ranks: int) -> list[str]:
-    """Return torchrun's part of the command. Its agent meets with itself in a file of `place`, which nobody else can
-    open: by `--standalone` it would listen on all addresses, and unpickle what a stranger writes there.
+    """Return torchrun's part of the command, with a rendezvous in a file of `place` that nobody else can open.
+
+    With `--standalone` its agent would listen on all addresses, and unpickle whatever is sent to it.
     """
     meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={place.absolute()}/rendezvous", "--rdzv-conf=store_type=file"]
     where = ["--nnodes=1", "--local-addr=localhost", f"--nproc-per-node={num_ranks}", f"--log-dir={place.absolute()}"]

@@ -48,7 +48,7 @@ class CommunicatesError(CannotTellError):
 
 
 class _Doubles(TorchFunctionMode):
-    """Mode in which every float32 that a model asks for becomes float64; random numbers are still drawn in float32."""
+    """Mode in which a model that requests float32 gets float64. Random numbers are still drawn in float32."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         kwargs = dict(kwargs or {})

@@ -17,7 +17,7 @@ FACTOR = 8.0
 CLAMPED = 1e-3
 """Relative error up to which gradients are the right ones clipped by value, or each by a factor."""
 ROW = 4
-"""Smallest number of elements of a row of which it can be told whether it was multiplied by one factor."""
+"""Smallest number of elements of a row for which a single factor can be recognised."""
 SAME_FACTOR = 1e-3
 """Relative difference up to which factors of gradients are the same."""
 LEFT_OVER = 0.05
@@ -85,7 +85,7 @@ class Penalty:
 def penalty_in(
     own: Tensors, parts: Sequence[Tensors], weights: Tensors, names: Sequence[str], noise: float
 ) -> Penalty | None:
-    """Return the penalty on `names` that gradients hold beside any weighing of `parts`.
+    """Return the penalty on `names` that gradients contain in addition to some weighted sum of `parts`.
 
     Its gradient is a multiple of the weights for an L2 penalty, and of their signs for an L1 penalty. The factor is
     that of all parameters, or each has its own, as for a sum of norms. Returns None if gradients hold something else.
@@ -151,21 +151,22 @@ def _fitted_penalty(
 
 @dataclass(frozen=True, kw_only=True)
 class Single:
-    """Gradients of which the script has clipped each on its own, by parameter."""
+    """Gradients that the script has clipped one by one."""
 
     gradients: dict[str, Tensor]
-    """The same before that."""
+    """Gradients before clipping, by parameter."""
     factors: list[float]
-    """Factors by which it has multiplied them, each once, from the smallest."""
+    """Distinct factors of the clipping, the smallest first."""
     text: str
-    """Such as `by factors of 0.1 to 0.5, each tensor by its own`."""
+    """Description, such as `by factors of 0.1 to 0.5, each tensor by its own`."""
 
 
 def clipped_singly(own: Tensors, exact: Tensors, names: Sequence[str]) -> Single | None:
-    """Return what tells of tensors, or rows of tensors, that factors of at most 1 make of the exact ones.
+    """Return how tensors, or their rows, are the exact ones times factors of at most 1.
 
-    Adaptive gradient clipping (Brock et al., 2021) has one for each unit: a row of a matrix. Returns None if something
-    else has changed a gradient, or if all gradients have the same factor, which clipping by the norm of all makes too.
+    Adaptive gradient clipping (Brock et al., 2021) has one factor for each unit, which is a row of a matrix. Returns
+    None if something else has changed a gradient. Also returns None if all gradients have the same factor, because
+    clipping by the norm of all gradients does that too.
     """
     gradients, factors, by_row = {}, [], False
     for name in names:

@@ -518,9 +518,9 @@ class Judge:
             )  # fmt: skip
         elif not comparison.wrong:
             raise CannotTellError(
-                f"rounding alone moves the gradients by {100 * rounding:.2g} % from float64's, so that only an "
-                f"error of {100 * comparison.unseen:.2g} % would be seen; a verdict needs one of "
-                f"{100 * UNSEEN:.0f} % to be seen (run the script in float32)"
+                f"rounding alone moves the gradients by {100 * rounding:.2g} % from those in float64, so that only an "
+                f"error of {100 * comparison.unseen:.2g} % would be detected; for a verdict one of "
+                f"{100 * UNSEEN:.0f} % must be detectable (run the script in float32)"
             )
         return near or comparison, products.drawn if low else products.parts
 
@@ -1024,7 +1024,7 @@ class Judge:
             )  # fmt: skip
 
     def _report_strange_tensors(self) -> None:
-        """Note parameters of a model that are in no optimizer. Where it holds others, `_report_copies` judges."""
+        """Note parameters that are in no optimizer, unless one holds other tensors, which `_report_copies` judges."""
         left = self._left_out()
         if left and not self.run.facts[0].strangers:
             told = f"{len(left)} of {_count(len(self.run.trained), 'parameter')} are in no optimizer ({left[0]})"
@@ -1036,10 +1036,10 @@ class Judge:
         return [name for name in self.run.trained if name not in held]
 
     def _report_copies(self, previous: Moment | None, moment: Moment) -> None:
-        """Report an optimizer of tensors that no model has, beside parameters that are in no optimizer.
+        """Report an optimizer of tensors that are in no model, if there are parameters that are in no optimizer.
 
-        If these change all the same from one step to the next, the script copies what it has stepped into the model, as
-        with masters in float32 that are kept by hand.
+        If these parameters change between steps nevertheless, the script copies updated tensors into the model, as with
+        float32 masters that are kept by hand.
         """
         strangers, left = self.run.facts[0].strangers, self._left_out()
         if not strangers or not left:

@@ -20,7 +20,7 @@ Cross-entropy in 16 bits rounds its gradient to 4e-3. The gradient of a mean wit
 one number in fp32.
 """
 _TELLING = 8
-"""Fewest rows of which the same targets in the same order tell that they are the same rows."""
+"""Smallest number of rows that count as the same if their targets are the same, in the same order."""
 MEANS = {
     "tokens": "a mean over all targets of the global batch",
     "rows": "a mean over rows of each row's mean",
@@ -74,8 +74,8 @@ def objective_of(ranks: Sequence[Step], factor: float) -> Objective:
     """Return the objective of one step.
 
     `factor` is the factor by which the reduction multiplied each rank's gradients. If a loss has several terms, each
-    is a mean of its own, whatever its weight. So do calls whose losses are of other classes, or of the same rows once
-    more. Raises `UnseenError` if no weights of targets were observed.
+    has a separate mean, whatever its weight. So have calls whose losses are over other classes, or over the same rows
+    again. Raises `UnseenError` if no weights of targets were observed.
     """
     kinds = [_kinds(step) for step in ranks]
     if len(set(kinds[0])) > 1 and all(own == kinds[0] for own in kinds):

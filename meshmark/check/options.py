@@ -14,15 +14,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--objective",
         choices=["tokens", "rows", "ranks"],
-        help="what the script should optimise: the mean over all targets, of rows' means, or of ranks' means; another "
-        "one is then a failure",
+        help="what the script should optimise: the mean over all targets, of rows' means, or of ranks' means; any "
+        "other objective fails",
     )
     parser.add_argument("--keep", metavar="DIR", help="keep the recordings in this new folder")
     parser.add_argument(
-        "--max-disk", type=float, default=8.0, metavar="GB", help="for recordings of all ranks (default: 8)"
+        "--max-disk", type=float, default=8.0, metavar="GB", help="disk space for the ranks' recordings (default: 8)"
     )
     parser.add_argument("script", metavar="SCRIPT.py", help="a training script, as `python` would take it")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its own arguments")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's arguments")
     parser.add_argument("-o", "--output", metavar="FILE.md", help="write the verdict as a page too")
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 VERDICT = "verdict.txt"
 """File in the folder that `meshmark check` reads. Its first line is the outcome, and the text follows."""
 LATE_SECONDS = 5.0
-"""Seconds to wait for them if the first rank has waited for the others before, in vain."""
+"""Seconds to wait for the recordings of other ranks if the first rank has waited for them in vain before."""
 WAIT_SECONDS = 60.0
 """Seconds to wait for the recordings of other ranks once the first rank has all its steps."""
 

@@ -196,7 +196,7 @@ class Recorder:
                 self.depth -= 1
         if runs_the_loop(module):
             if type(module).__name__ == "FullyShardedDataParallel":
-                self.refuse("Lightning's manual optimization under FSDP1, whose parts do not hold their parameters")
+                self.refuse("Lightning's manual optimization under FSDP1, where modules lack their own parameters")
             outside, self.inside_loop = self.inside_loop, unwrapped(module)
             try:
                 return original(module, *args, **kwargs)
@@ -397,7 +397,7 @@ class Recorder:
             earlier = {name for g in step.groups if g.optimizer == which for name in g.names}
             groups = [(group, self._held(group["params"])) for group in optimizer.param_groups]
             if earlier & {name for _, names in groups for name in names}:
-                self.refuse("an optimizer steps twice without a call of the model between")
+                self.refuse("an optimizer steps twice without a call of the model in between")
                 return
             for group, names in groups:
                 held = group["params"]

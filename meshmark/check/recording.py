@@ -106,9 +106,9 @@ class Gather:
     """Gradients that passed a `torch.autograd.Function` that gathers a tensor from all ranks."""
 
     given: Tensor
-    """With respect to this rank's tensor."""
+    """Gradient with respect to this rank's tensor."""
     result: Tensor
-    """With respect to all ranks' tensors, of shape (world, ...), from the loss of this rank."""
+    """Gradient with respect to all ranks' tensors, of shape (world, ...), from the loss of this rank."""
 
 
 @dataclass(kw_only=True)
@@ -201,7 +201,7 @@ class Facts:
     gradient_pieces: dict[str, Piece]
     """Places of gradients that are stored otherwise than their parameters."""
     partial: set[str]
-    """Parameters of whose gradients each of these ranks holds a summand."""
+    """Parameters whose gradients on these ranks must be added up."""
     trained: list[str]
     """Parameters that require a gradient."""
     held: list[str]

@@ -185,8 +185,9 @@ class Run:
 
 
 def _assemble_outputs(together: list[Step]) -> None:
-    """Give the first of ranks that compute together the whole outputs and gradients of which each has recorded a part,
-    as with `loss_parallel`.
+    """Join the outputs and gradients of ranks that each recorded a part of them, as with `loss_parallel`.
+
+    The first of these ranks gets the whole tensors.
     """
     for calls in zip(*(step.calls for step in together), strict=True):
         first = calls[0]

@@ -119,7 +119,7 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `doctor`."""
     parser.add_argument("--cluster", action="store_true", help="on every node, by srun or torchrun: compare the nodes")
     parser.add_argument("--nnodes", type=int, metavar="N", help="nodes (default: from SLURM or torchrun)")
-    parser.add_argument("--node-rank", type=int, metavar="N", help="which of them this is")
+    parser.add_argument("--node-rank", type=int, metavar="N", help="number of this node, from 0")
     parser.add_argument("--rdzv", metavar="HOST:PORT", help="address of node 0 and a free port on it")
 
 

@@ -70,7 +70,7 @@ RUN_OPTIONS = (
         file=("cases",),
         listed=True,
         metavar="A,B",
-        help="adapters by name, framework (accelerate: all of the core that wrap it) or shell pattern (default: the "
+        help="adapters by name, framework (accelerate: all core adapters that wrap it) or shell pattern (default: the "
         "core; '*': all; '*,!NAME': all but one)",
     ),
     RunOption(
@@ -79,7 +79,7 @@ RUN_OPTIONS = (
         listed=True,
         repeated=True,
         metavar="FILE.py:CLASS",
-        help="an adapter from outside the repo, or package.module:Class; alone unless --adapters is given too",
+        help="an adapter from outside the repo, or package.module:Class; only it runs unless --adapters is given too",
     ),
     RunOption(
         name="world",
@@ -93,8 +93,8 @@ RUN_OPTIONS = (
         file=("cases",),
         listed=True,
         metavar="ID,ID",
-        help="these layouts in the place of the matrix's, by the ids that reports print, such as dp2.tp2.mb4, or auto: "
-        "of each world size, few by which every two choices that an adapter supports come together; "
+        help="run these layouts instead of the matrix's; ids are those that reports print, such as dp2.tp2.mb4; auto "
+        "takes a few layouts per world size that cover every pair of choices that an adapter supports; "
         + "; ".join(f"{part}: {meaning}" for part, meaning in GLOSSARY.items()),
     ),
     RunOption(
@@ -118,15 +118,15 @@ RUN_OPTIONS = (
         listed=True,
         default="fp32",
         metavar="P,Q",
-        help=f"of {', '.join(Precision.PRESETS)} (default: fp32)",
+        help=f"precisions to run: {', '.join(Precision.PRESETS)} (default: fp32)",
     ),
     RunOption(
         name="tuning",
         file=("cases",),
         repeated=True,
         metavar="P,Q",
-        help=f"how every case is tuned, of {', '.join([*WORDS, NONE])}, proved to be in use; given again: each case "
-        f"under each (default: {NONE})",
+        help=f"tuning of every case: {', '.join([*WORDS, NONE])}; its use is verified; if given several times, cases "
+        f"run under each (default: {NONE})",
     ),
     RunOption(
         name="workload",
@@ -134,22 +134,22 @@ RUN_OPTIONS = (
         listed=True,
         default=DEFAULT_WORKLOAD,
         metavar="NAME,NAME",
-        help=f"of {', '.join(WORKLOADS)} (default: {DEFAULT_WORKLOAD})",
+        help=f"workloads to run: {', '.join(WORKLOADS)} (default: {DEFAULT_WORKLOAD})",
     ),
     RunOption(
         name="model",
         file=("cases",),
         listed=True,
         metavar="KEY=N,...",
-        help=f"the workload's model in another size, of {', '.join(KEYS)}; or a Hugging Face FILE.json, and such keys",
+        help=f"change the workload's model by keys {', '.join(KEYS)}, or take a Hugging Face FILE.json and such keys",
     ),
-    RunOption(name="global-batch", file=("cases",), kind=int, metavar="N", help="sequences a step (default: preset's)"),
+    RunOption(name="global-batch", file=("cases",), kind=int, metavar="N", help="sequences per step (default: preset)"),
     RunOption(name="corpus", file=("cases",), metavar="PATH", help="train on a file, byte by byte, or image folder"),
     RunOption(
         name="conformance",
         file=("cases",),
         is_flag=True,
-        help="collect suites/test_conformance.py too, as naming it does; it trains gpt-mini, in precisions of its own",
+        help="also collect suites/test_conformance.py; it trains gpt-mini and chooses the precisions itself",
     ),
     RunOption(
         name="profile",
@@ -159,27 +159,27 @@ RUN_OPTIONS = (
     RunOption(
         name="scale",
         is_flag=True,
-        help="collect suites/test_scale.py too: memory and traffic of single ranks of a fake world of --world ranks, "
-        "each alone in one process",
+        help="also collect suites/test_scale.py: it measures memory and traffic of single ranks in a fake world of "
+        "--world ranks, one process per rank",
     ),
     RunOption(
         name="assess",
         metavar="HOW",
-        help="what is held against the float64 truth: full, sampled (all tensors of 2 steps, by few noise runs) or off "
+        help="what is compared with the float64 truth: full, sampled (all tensors of 2 steps, few noise runs) or off "
         f"(default: full up to {LARGEST_FULL // 10**6} million parameters, sampled beyond)",
     ),
     RunOption(
         name="localise",
         is_flag=True,
-        help="run every case that is not equivalent once more, and name the module in which it begins to deviate "
-        "(default: short ones whose diagnosis leaves that open)",
+        help="run every case that is not equivalent again, to name the module in which it begins to deviate "
+        "(default: only short cases whose diagnosis does not name it)",
     ),
     RunOption(
         name="steps",
         file=("cases", "options"),
         kind=int,
         metavar="N",
-        help="optimizer steps of a pass (default: 5 observed, 3 where that is sampled, at least 10 timed)",
+        help="optimizer steps per pass (default: 5 observed, or 3 if sampled; at least 10 timed)",
     ),
     RunOption(
         name="endurance",
@@ -193,7 +193,8 @@ RUN_OPTIONS = (
         kind=float,
         default=1.5,
         metavar="S",
-        help="seconds of timed steps a case, until its rate is known to within 2 %% (default: 1.5; 0: --steps alone)",
+        help="most seconds of timed steps per case; timing ends once the rate is known to within 2 %% (default: 1.5; "
+        "0: only --steps)",
     ),
     RunOption(
         name="time-limit",
@@ -220,13 +221,13 @@ RUN_OPTIONS = (
         name="resume",
         file=("options",),
         is_flag=True,
-        help="run nothing that DIR holds already for the same case, code (a clean commit) and machine",
+        help="skip passes that DIR already holds for the same case, code (a clean commit) and machine",
     ),
     RunOption(
         name="allow-skipped",
         file=("cases",),
         is_flag=True,
-        help="pass though every case was skipped, which otherwise fails",
+        help="pass even if every case was skipped",
     ),
     RunOption(name="shard", metavar="2/4", help="the second of four parts of the cases, for job arrays and CI"),
     RunOption(
@@ -235,16 +236,16 @@ RUN_OPTIONS = (
         metavar="30m",
         help="start no further test after this time, such as 90s, 30m or 1h; one case of each adapter comes first",
     ),
-    RunOption(name="baseline", metavar="NAME", help="fail tests that are worse than baselines/NAME, or a folder's"),
+    RunOption(name="baseline", metavar="NAME", help="fail tests that are worse than in baselines/NAME or a folder"),
     RunOption(
         name="fail-on",
         default=DEFAULT_GATE,
         metavar="KIND,...",
-        help=f"with --baseline: kinds of changes that fail, and from which share on (default: {DEFAULT_GATE})".replace(
+        help=f"with --baseline: kinds of changes that fail, with the smallest share (default: {DEFAULT_GATE})".replace(
             "%", "%%"
         ),
     ),
-    RunOption(name="across", is_flag=True, help="compare with --baseline though machine, versions or settings differ"),
+    RunOption(name="across", is_flag=True, help="compare with --baseline even if machine, versions or settings differ"),
     RunOption(
         name="known-gaps",
         file=("options",),
@@ -257,13 +258,13 @@ RUN_OPTIONS = (
         kind=int,
         help="nodes that run this same command (default: from SLURM or torchrun)",
     ),
-    RunOption(name="node-rank", file=("options",), kind=int, help="which of them this is"),
+    RunOption(name="node-rank", file=("options",), kind=int, help="number of this node, from 0"),
     RunOption(name="rdzv", file=("options",), metavar="HOST:PORT", help="address of node 0 and a free port on it"),
     RunOption(
         name="on-node-loss",
         default="end",
         metavar="end|continue",
-        help="continue: without it, with the cases that fit the nodes that are left (default: end the run)",
+        help="continue: run the cases that fit the remaining nodes if a node is lost (default: end the run)",
     ),
 )
 

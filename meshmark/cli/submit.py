@@ -120,16 +120,22 @@ class Submission:
 
 def add_submit(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `submit`."""
-    parser.add_argument("--tasks", type=int, default=1, metavar="N", help="of the array, each a part (default: 1)")
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="of each task (default: 1)")
-    parser.add_argument("--ntasks-per-node", type=int, default=1, metavar="N", help="1 (default), or one a GPU")
-    parser.add_argument("--results", type=Path, default=Path("results"), metavar="DIR", help="which all nodes see")
     parser.add_argument(
-        "--sbatch", default="", metavar="OPTIONS", help="of sbatch, such as --sbatch='--time=2:00:00 -p gpu'"
+        "--tasks", type=int, default=1, metavar="N", help="tasks of the array, each with a part of cases (default: 1)"
     )
-    parser.add_argument("--retries", type=int, default=2, metavar="N", help="of tasks that were cut off (default: 2)")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes per task (default: 1)")
+    parser.add_argument("--ntasks-per-node", type=int, default=1, metavar="N", help="1 (default), or one per GPU")
+    parser.add_argument(
+        "--results", type=Path, default=Path("results"), metavar="DIR", help="results folder that all nodes see"
+    )
+    parser.add_argument(
+        "--sbatch", default="", metavar="OPTIONS", help="options of sbatch, such as --sbatch='--time=2:00:00 -p gpu'"
+    )
+    parser.add_argument(
+        "--retries", type=int, default=2, metavar="N", help="retries of tasks that were cut off (default: 2)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the script and the command")
-    parser.add_argument("pytest", nargs=argparse.REMAINDER, metavar="-- OPTIONS", help="of pytest, for every task")
+    parser.add_argument("pytest", nargs=argparse.REMAINDER, metavar="-- OPTIONS", help="pytest options of every task")
     parser.set_defaults(run=submit)
 
 

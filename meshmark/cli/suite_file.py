@@ -259,7 +259,7 @@ def _expect(where: str, said: Mapping[str, object], known: Sequence[str]) -> Non
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `run`."""
     parser.add_argument("suite", type=Path, metavar="SUITE.toml", help="runs of the suites, options and gates")
-    parser.add_argument("pytest", nargs=argparse.REMAINDER, metavar="OPTIONS", help="for pytest, behind the file's own")
+    parser.add_argument("pytest", nargs=argparse.REMAINDER, metavar="OPTIONS", help="pytest options besides the file's")
     parser.set_defaults(run=run_suite)
 
 
@@ -293,7 +293,7 @@ def run_pytest(words: Sequence[str]) -> int:
 def _run_process(command: Sequence[str], *, stdout: int | None = None) -> tuple[int, str]:
     """Return a process's exit code, and its output where `stdout` is a pipe.
 
-    What ends this process ends that one too, in good order, so that it removes what it has made.
+    Signals that end this process also end that one gracefully, so that it can clean up.
     """
     root = str(Path(meshmark.__file__).parent.parent)  # of a checkout that is not installed
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), root]))}

@@ -41,7 +41,7 @@ def _gap(where: str, said: Mapping[str, object]) -> tuple[str, KnownGap]:
     texts = {key: said.get(key, "") for key in (*_NEEDED, "link")}
     for key, value in texts.items():
         if not isinstance(value, str) or (key in _NEEDED and not value.strip()):
-            raise InputError(f"{where}: {key} is {str(value)[:40]!r}, expected a text; without it any failure would do")
+            raise InputError(f"{where}: {key} is {str(value)[:40]!r}, expected a text; else any failure would match")
     told = {key: str(value) for key, value in texts.items()}
     if told["clause"] not in (*CLAUSES, *SUITES):
         raise UnknownNameError(f"clause or suite in {where}", told["clause"], (*CLAUSES, *SUITES))

@@ -36,7 +36,7 @@ FROZEN = ("embedding.", "blocks.0.attention.")
 
 
 class _NotInWorkload(MeshmarkError):
-    """A user's own workload has not got what a scenario varies."""
+    """A user's own workload does not have what a scenario varies."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -299,8 +299,8 @@ class ObservedPath:
     def is_left_to_tolerance(self, algorithm: Algorithm) -> bool:
         """Return whether an untouched pass that computed other bits is judged by the tolerance model of losses.
 
-        True if two passes of the engine differed, and under a parameter server: there chance decides which replica
-        comes first, so that two passes that agree prove nothing.
+        This is so if two passes of the engine differed. It is also so under a parameter server, where the order of
+        replicas is random, so that two equal passes prove nothing.
         """
         return self.repeats is False or (self.repeats is not None and algorithm.steps_until_chance is not None)
 

@@ -109,7 +109,7 @@ def diagnose(
 
 
 def _of_drifted(case: Case, trace: Trace, drift: Diagnosis, tolerance_model: ToleranceModel) -> Diagnosis:
-    """Return the diagnosis of gradients that are right on the lowest rank, by what the drifting ranks hold instead."""
+    """Diagnose gradients that are right on the lowest rank, from the wrong ones on the drifting ranks."""
     step, held = drift.step, trace.drifted
     if not drift.detail.startswith("gradients"):
         return drift

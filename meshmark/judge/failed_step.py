@@ -75,8 +75,8 @@ class FailedStep:
     ) -> Tensors:
         """Return the right gradients for `batch` at the run's parameters before `step`, or at `parameters`.
 
-        `backward` is parameters that the backward pass finds in place of those of the forward pass. `change` is
-        computed in place of the right function.
+        `backward` are the parameters in the backward pass, if they differ from those in the forward pass. `change`
+        replaces what the model or its loss computes.
         """
         return self.computed(step, batch, parameters, backward, change).gradients
 
@@ -91,15 +91,15 @@ class FailedStep:
         """Return loss and gradients, as `truth` does."""
         at = self.trace.parameters[step] if parameters is None else parameters
         if self.twin:
-            # Only parameters that the backward pass finds changed: each is written over in all micro-batches.
+            # Pass only parameters that differ, because each is overwritten in every micro-batch.
             differ = {n: x for n, x in (backward or {}).items() if x is not at[n] and not np.array_equal(x, at[n])}
             return self.twin.step_of(self.trace, at, batch, self.step, differ, change)
         return exact_gradients(self.case.workload, at, batch, self.case.layout, backward, change)
 
     def affords(self, count: int) -> bool:
-        """Return whether `count` more gradients of the batch can be computed in the seconds that a search may take.
+        """Return whether the search has time for `count` more gradients of the batch.
 
-        A case that is wrong must not come to its time limit while its defect is searched for.
+        The search is bounded, so that a wrong case does not reach its time limit during it.
         """
         seconds = self._timed_parts[1]
         return time.monotonic() - self.begun + count * seconds <= _SEARCH_SECONDS
@@ -170,8 +170,11 @@ class FailedStep:
         backward: Tensors | None = None,
         changes: Sequence[Change] = (),
     ) -> list[Tensors]:
-        """Return the part of each rank's micro-batches, rank by rank, in what `truth` returns; ranks' where they do not
-        add up. `changes` has a change for each of these, or none."""
+        """Return the part of each micro-batch, rank by rank, in what `truth` returns.
+
+        If the parts of micro-batches do not add up to those of ranks, the parts of ranks are returned. `changes` has a
+        change for each part, or is empty.
+        """
         count = self.case.layout.dp * (self.case.layout.num_micro_batches if self.splits else 1)
         pairs = zip(batch.micro_batches(count), changes or [UNCHANGED] * count, strict=True)
         return [self.truth(step, part, parameters, backward, change) for part, change in pairs]
@@ -198,11 +201,14 @@ class FailedStep:
         return np.array([exact_loss(workload, at, part, layout, change) for part, change in pairs])
 
     def subsets_by_loss(self, losses: NDArray[np.float64]) -> Iterator[tuple[float, tuple[int, ...]]]:
-        """Yield the micro-batches whose `losses`, in place of the right ones, make the run's loss, and what is left."""
+        """Yield the sets of micro-batches whose `losses`, in place of the right ones, explain the run's loss.
+
+        Each is a pair of the error of the loss that remains and the indices.
+        """
         off = losses - self.micro_batch_losses
         for subset in self.subsets:
             by = float(off[list(subset)].sum())
-            # A twin rounds: what a hypothesis changes beneath its rounding is seen in gradients alone.
+            # A twin rounds. Changes of the loss below its rounding show in gradients only.
             allowed = self.loss_tolerance + (_LOSS_LEFT_BY_TWIN if self.twin else _LOSS_LEFT) * abs(by)
             if math.isfinite(by) and by and abs(by - self.loss_error) <= max(allowed, 1e-12):
                 yield abs(by - self.loss_error), subset
@@ -345,7 +351,7 @@ def _numbered(word: str, numbers: Sequence[int]) -> str:
 
 
 def rows_of(rank: int, shards: int, count: int) -> slice:
-    """Return the rows of a tensor of `count` that are dealt to `rank`: as many to each until there are none left."""
+    """Return the slice of `count` rows that is dealt to `rank`: ceil(count / shards) each until none is left."""
     most = -(-count // shards)
     return slice(min(rank * most, count), min((rank + 1) * most, count))
 

@@ -1,8 +1,8 @@
 """Explain gradients as those of another function: a variant of a module, another loss, or one more term in it.
 
-Which functions the model calls, and in which modules, is recorded; each is then computed otherwise, in all modules that
-call it or in one, on all ranks and micro-batches or on one. The error of the loss tells which of these are likely. A
-variant that is named leaves no more than rounding of *every* gradient and of the loss, with nothing fitted.
+The functions that the model calls are recorded with their modules. Each is then replaced by its variants: in all
+modules that call it or in one, on all ranks and micro-batches or on some. The error of the loss shows which are likely.
+A variant is reported only if it explains *every* gradient and the loss up to rounding, with nothing fitted.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ from meshmark.spec.workload import Loss
 _LEFT = 0.01
 """Share of a tensor's deviation that a variant may leave unexplained."""
 _LEFT_BY_ROUNDING = 0.2
-"""The same of a variant that rounds. Near a boundary float64 rounds another way than the run, which is off by a last
-place of float32: one in some thousand elements, each by three times the mean error of rounding."""
+"""The same share for a variant that rounds.
+
+The run's values are off by a last place of float32, so those near a boundary are rounded the other way than in float64.
+This is one in some thousand elements, each off by three times the mean error of rounding.
+"""
 _CLEAR = 10.0
-"""Multiple of its tolerance that some tensor must be off by. Of less, rounding leaves room for many variants."""
+"""Multiple of its tolerance by which a tensor must be off. For smaller errors many variants fit up to rounding."""
 _MOST_TRIED = 24
 """Number of variants, of those that change the loss, whose gradients are computed."""
 _MOST_TOLD = 3
-"""Number of variants that fit alike which are told."""
+"""Largest number of equally good variants that are reported."""
 
 _Function = Callable[..., Tensor]
 _Parts = tuple[int, ...]
@@ -106,9 +109,9 @@ def _with_parts(failed: FailedStep, change: Change, parts: _Parts) -> Tensors:
 
 
 def _left(failed: FailedStep, candidate: Tensors, exact: Tensors, share: float) -> float:
-    """Return how much of the gradients `candidate` leaves unexplained, at worst; up to 1 is no more than rounding.
+    """Return the largest unexplained part of a gradient, relative to what may remain; up to 1 all is explained.
 
-    `share` is that of a wrong tensor's deviation that may remain. Tensors that are right must stay right.
+    `share` is the share of a wrong tensor's deviation that may remain. Tensors that are right must stay right.
     """
     own, worst = failed.trace.gradients[failed.step], 0.0
     for name, tolerance in [*failed.tolerances.items(), *failed.right.items()]:
@@ -216,14 +219,14 @@ _OUTPUTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "an output of zero": lambda _x, y: torch.zeros_like(y),
     "its input as its output": lambda x, _y: x,
 }
-"""Outputs in place of a module's own, from its input and output of one shape: a branch, or a block, that is skipped.
+"""Functions from a module's input and output, of one shape, to the output of a branch or block that is skipped.
 
-Modules without parts are not tried: skipping a projection is much like skipping what it ends.
+Modules without submodules are not tried, because skipping a projection is much like skipping the branch that it ends.
 """
 
 
 _Output = Callable[[Sequence[Any], Any], Tensor | None]
-"""From a module's inputs and output to the output in its place; None to leave it."""
+"""Maps a module's inputs and output to the output that replaces it, or to None to keep it."""
 
 
 def _of_one_shape(output: Callable[[Tensor, Tensor], Tensor]) -> _Output:
@@ -254,9 +257,10 @@ def returning(module: str, output: _Output) -> Callable[[Model], Any]:
 
 
 def no_input_gradient(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
-    """Explain by a module whose input gets no gradient from it: of all its outputs, or of a tensor-parallel rank's.
+    """Explain by a module that passes no gradient to its input, or none for one tensor-parallel rank's outputs.
 
-    The loss is right, so that all modules are tried. What a module itself holds is right too.
+    Such a module leaves the loss and its own parameters right. All other modules are tried, because the loss does not
+    show which one it is.
     """
     if (failed.twin and failed.case.tuning.compile) or not is_clear(failed, fit):
         return None
@@ -290,7 +294,10 @@ def no_input_gradient(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanati
 
 
 def _detaching(module: str, rank: int | None, tp: int) -> Callable[[Model], Any]:
-    """Return a context in which a module's input gets no gradient from it; with a `rank`, from its `1/tp` of them."""
+    """Return a context in which `module` passes no gradient to its input.
+
+    With a `rank`, this holds only for the `1/tp` of its outputs that this tensor-parallel rank computes.
+    """
 
     @contextlib.contextmanager
     def within(model: Model) -> Iterator[None]:
@@ -316,7 +323,7 @@ def _detaching(module: str, rank: int | None, tp: int) -> Callable[[Model], Any]
 
 
 def _of_rank(other: Tensor, right: Tensor, rank: int, tp: int, dim: int) -> Tensor:
-    """Return `right` with the part of a tensor-parallel rank, `1/tp` of `dim`, of `other`."""
+    """Return `right` with one tensor-parallel rank's part taken from `other`. The part is `1/tp` of `dim`."""
     if right.shape[dim] % tp:
         return right
     chosen = torch.arange(right.shape[dim], device=right.device) // (right.shape[dim] // tp) == rank
@@ -327,7 +334,10 @@ def _of_rank(other: Tensor, right: Tensor, rank: int, tp: int, dim: int) -> Tens
 
 
 def _on_rank(function: _Function, rank: int, tp: int) -> _Function:
-    """Return what computes `function` on one tensor-parallel rank: in its heads, or its part of the last dimension."""
+    """Return a function that applies `function` on one tensor-parallel rank only.
+
+    The rank's part is its heads in attention, and otherwise its part of the last dimension.
+    """
 
     def compute(own: _Function, *args: Any, **options: Any) -> Tensor:  # noqa: ANN401
         dim = 1 if own.__name__ == "scaled_dot_product_attention" else -1
@@ -341,7 +351,7 @@ def _causal(shift: int) -> _Function:
 
     def attend(function: _Function, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:  # noqa: ANN401
         mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril(shift)
-        mask[:, 0] |= ~mask.any(-1)  # who would see nothing sees the first
+        mask[:, 0] |= ~mask.any(-1)  # a token that would see nothing sees the first token
         return function(q, k, v, **{**options, "is_causal": False, "attn_mask": mask})
 
     return attend
@@ -499,11 +509,11 @@ def _kind(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> tuple[s
 
 
 _Take = Callable[[str, str, _Function, Sequence[Any], Mapping[str, Any]], Tensor]
-"""From the name of the module that calls, the kind of the call, the function and its arguments to what is computed."""
+"""Computes a call from the name of the calling module, the kind of the call, the function and its arguments."""
 
 
 class _Calls(TorchFunctionMode):
-    """Gives every call of a function that has variants to `take`, with the innermost module that makes it."""
+    """Passes every call of a function that has variants to `take`, with the name of the innermost calling module."""
 
     def __init__(self, take: _Take) -> None:
         super().__init__()

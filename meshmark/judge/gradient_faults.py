@@ -5,8 +5,7 @@ The first hypothesis that leaves no more than rounding (or 5 % of the deviation)
 candidates are the gradients of the batch's single sequences: their weights show what was dropped, reduced, or
 averaged, and how.
 
-Wrong buffers are explained likewise, by what would have produced these running statistics of a batch norm; and
-gradients that are one rank's part only, by which rank's they are.
+Wrong running statistics of batch norms are explained in the same way. So are gradients that hold one rank's part only.
 """
 
 from __future__ import annotations
@@ -131,11 +130,11 @@ _LEAST_ROUNDING = 0.03
 _FEWEST_ROUNDED = 8
 """Number of elements that are not all bf16 numbers by chance: each is with probability 2**-16."""
 _CLEARLY = 3.0
-"""Ratio of what two explanations leave, from which the other one is better though it has one more constant."""
+"""An explanation with one more constant is better if it leaves this many times less unexplained."""
 _VARIES = 0.01
 """Relative difference of a factor between steps from which it is no constant."""
 _PER_PART = 16
-"""Number of elements for every part of the batch from which weights of the parts are no chance."""
+"""Number of elements per part of the batch that is needed to fit weights of the parts."""
 _ALIKE = 3.0
 """Ratio of that share in tensors at the 90th and at the 10th percentile, up to which they are alike.
 
@@ -150,7 +149,7 @@ def explain_gradients(failed: FailedStep) -> Explanation | None:
         wrong = pluralize(len(failed.names), "wrong gradient")
         return Fault.MISSING, f"{len(absent)} of {wrong} {'is' if len(absent) == 1 else 'are'} absent or all zero"
     if not all(np.isfinite(own[name]).all() for name in failed.names):
-        return None  # nothing fits it, and the search would take its whole time
+        return None  # no hypothesis can fit, and trying all of them takes long
     exact = failed.exact
     fit = Fit(failed, own, exact)
     hypotheses: Sequence[Callable[[FailedStep, Fit, Tensors], Explanation | None]] = (
@@ -257,8 +256,11 @@ def _weighed_rows(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation |
 
 
 def _is_by_chance(weights: NDArray[np.float64]) -> bool:
-    """Return whether fitted weights of parts of the batch mean nothing. Some are negative, and no two are alike: a
-    small tensor, or a noisy one, is a sum of the parts with such weights, whatever was done to it."""
+    """Return whether fitted weights of parts of the batch are meaningless.
+
+    They are if some are negative and no two are alike. A small or noisy tensor fits such weights whatever was done to
+    it.
+    """
     largest = float(np.abs(weights).max())
     sizes = np.sort(np.abs(weights[np.abs(weights) >= SAME * largest]))
     return bool((weights < -SAME * largest).any() and not (np.diff(sizes) < SAME * sizes[1:]).any())
@@ -372,9 +374,9 @@ def _other_data(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | N
 
 
 def _other_batches(failed: FailedStep) -> Iterator[tuple[Fault, str, Batch]]:
-    """Yield the batch with data of another place, the likeliest first.
+    """Yield the batch with data from another place, the likeliest first.
 
-    Inputs and targets that belong together, of the same step, are left out: the weights of sequences tell them.
+    Data of the same step whose inputs and targets belong together is left out, because `_weighed` explains it.
     """
     batch, apart = failed.batch, "inputs and targets do not belong together"
     others = [(which, batch.take(order.flatten())) for which, order in _other_orders(failed)]
@@ -417,10 +419,10 @@ def _other_orders(failed: FailedStep) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _other_activations(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
-    """Explain by what passes from one block to the next: that of another micro-batch, or of the step before.
+    """Explain by wrong activations between two blocks: those of another micro-batch, or of the step before.
 
-    The later blocks compute with it. The earlier ones get its gradient, and apply it to what they have computed. The
-    loss tells which of these are likely.
+    The later blocks compute with them. The earlier blocks get their gradient, and apply it to their own activations.
+    The loss shows which of these are likely.
     """
     names = [name for name in dict.fromkeys(map(block_of, exact)) if name.rpartition(".")[2].isdigit()][:-1]
     if not names or failed.case.workload.couples_rows or not failed.loss_is_wrong:
@@ -514,13 +516,13 @@ def low_precision_in_region(failed: FailedStep, own: Tensors, exact: Tensors) ->
 def _rounded(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
     """Explain by rounding of values that are stored wider.
 
-    The deviations must be those of rounding by their size too, as what autocast to bf16 does to the same gradients
-    shows. A function that is slightly another, by an approximation or an epsilon, has smaller ones, or less alike.
+    The deviations must also be comparable with those of autocast to bf16 on the same gradients, and similar in all
+    tensors. A slightly different function, by an approximation or an epsilon, deviates less, or less uniformly.
     """
     own = failed.trace.gradients[failed.step]
     if on_ranks(failed, exact):
-        return None  # what others compute is precise, and rounding would be the same on all
-    # Rounding goes in all directions; what changes the function mostly stretches its gradients.
+        return None  # rounding would affect all ranks
+    # Rounding errors point in all directions. Another function mostly changes the length of its gradients.
     along = sorted(
         abs(float(np.sum((own[n].astype(np.float64) - exact[n]) * exact[n]))) / unit**2 / fit.deviations[n]
         for n, unit in fit.units.items()
@@ -540,8 +542,10 @@ def _rounded(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None
 
 
 def _at_boundary(failed: FailedStep) -> str:
-    """Return, where the wrong gradients are those of the first stages of a pipeline, which: what the next stage sends
-    them is off. Empty where they are not."""
+    """Return a remark if exactly the gradients of the first pipeline stages are wrong, else an empty text.
+
+    Then the gradients that the next stage sends to them may be rounded.
+    """
     layout, model = failed.case.layout, failed.case.workload.model
     if layout.pp < 2 or not isinstance(model, ModelSpec):
         return ""

@@ -24,10 +24,10 @@ from meshmark.text import pluralize
 _SMALL = 1e-2
 """Errors below this share of a tensor's largest do not mark an element as wrong: rounding differs between elements."""
 _MOST_WRONG = 0.7
-"""Share of wrong elements from which they are not a part of the tensors, but about all."""
+"""Share of wrong elements above which about the whole tensors count as wrong."""
 FEW = 64
 _FEWEST = 4
-"""Number of elements from which one fitted constant says something."""
+"""Smallest number of elements to which a constant is fitted."""
 FEW_LEFT_OVER = 1e-3
 """Share of the deviation of fewer than FEW elements that may remain unexplained: few fit much by chance."""
 _MOST_BLOCKS = 24
@@ -43,9 +43,9 @@ _SHARP = 1e-5
 _MOST_PLACES = 16
 """Number of rows up to which a shift is told."""
 _LEAST_RUN = 3
-"""Number of rows of which a shift is told: of fewer, others may look alike."""
+"""Smallest number of rows for which a shift is reported. With fewer rows, other shifts may look the same."""
 _AS_CLOSE = 2.0
-"""Ratio of what two explanations leave, up to which neither is the better one."""
+"""Explanations count as equally good if their unexplained parts differ by no more than this ratio."""
 _MOST_ALIKE = 3
 _MOST_OF_LINES = 0.5
 """Share of wrong elements from which rows or columns of a tensor are wrong, rather than some elements in them."""
@@ -149,8 +149,8 @@ def _indices_replaced(
 ) -> list[int]:
     """Return which (flat) parts of the gradient are `other`'s instead of `right`'s; empty if it is no such sum.
 
-    Weights are fitted, so that a scaled part is still found. Few elements fit much. If all parts may be `other`'s, they
-    are: where the two hardly differ, rounding tells nothing about single ones.
+    Weights are fitted, so that a scaled part is still found. Tensors with few elements are skipped, because they fit by
+    chance. If all parts fit as `other`'s, all are returned: where the two hardly differ, rounding hides single ones.
     """
     count = len(right)
     if fit.own.size < max(FEW, 4 * count):
@@ -228,9 +228,10 @@ def _other_reductions(failed: FailedStep) -> Iterator[tuple[str, Tensors]]:
 
 
 def on_ranks(failed: FailedStep, exact: Tensors) -> list[int]:
-    """Return the data-parallel ranks that compute wrongly, as far as rows show that only one rank's data touches.
+    """Return the data-parallel ranks that compute wrongly, judged by tensor rows that only one rank's data touches.
 
-    An embedding has such rows. The list is empty if no such row is right, or none is wrong.
+    An embedding has such rows. The list is empty unless these rows show for every rank whether it is right, and at
+    least one rank is right.
     """
     dp, own = failed.case.layout.dp, failed.trace.gradients[failed.step]
     if dp == 1:
@@ -255,12 +256,12 @@ def on_ranks(failed: FailedStep, exact: Tensors) -> list[int]:
         small = {rank for rank, error in errors.items() if error <= _TOUCHED * max(errors.values())}
         right |= {rank for rank in small if counts[rank] > 1}
         wrong |= errors.keys() - small
-    # A rank that uses other rows than it should is wrong in rows of others. One that is right somewhere is right.
+    # A rank that uses wrong rows spoils rows of other ranks. So a rank that is right in some tensor is not at fault.
     wrong -= right
     return sorted(wrong) if right and right | wrong == set(range(dp)) else []
 
 
-# --- Weights of which one pass, or both, computes with other values.
+# --- Weights that have other values in one pass, or in both.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -270,16 +271,16 @@ class _Altered:
     fault: Fault
     detail: str
     values: Tensors
-    """Of the altered parameters alone."""
+    """Values of the altered parameters, by name."""
     back: Mapping[str, _Move] = dataclasses.field(default_factory=dict)
-    """By name, what undoes the order of a weight in its gradient."""
+    """By name, the function that maps the altered weight's gradient to the order of the parameter."""
 
 
 _Move = Callable[[NDArray[np.floating]], NDArray[np.floating]]
 
 
 def old_block(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
-    """Explain by weights of the previous step: of all blocks or of one, of all their rows or of one rank's."""
+    """Explain by weights that are a step old, in all blocks or in one, and in all rows or in one rank's."""
     if failed.step == 0:
         return None
     now, before = failed.trace.parameters[failed.step], failed.trace.parameters[failed.step - 1]
@@ -292,7 +293,7 @@ def old_block(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | Non
 
 
 def altered_weight(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
-    """Explain by one weight that is computed with as it was a step before, with its rows in other places, or rounded.
+    """Explain by one weight that is a step old, rounded, or has its rows in other places.
 
     It may be so on all data-parallel ranks or on some.
     """
@@ -348,7 +349,7 @@ def _altered(
 
 
 def _told(found: list[tuple[float, Explanation]]) -> Explanation | None:
-    """Return the explanation that leaves least, with those that leave hardly more; None if there are too many.
+    """Return the explanation with the smallest unexplained part, and those about as good, or None if too many are.
 
     In 16 bits one rank's old shard in one pass may look like another's.
     """
@@ -362,7 +363,8 @@ def _told(found: list[tuple[float, Explanation]]) -> Explanation | None:
 def _likeliest(failed: FailedStep, candidates: list[_Altered]) -> list[_Altered]:
     """Return the candidates to try.
 
-    Of old or rounded weights those whose change of the loss, to first order, is nearest to the run's error.
+    If the loss is wrong and all candidates are old or rounded weights, these are the likeliest ones: their change of
+    the loss, to first order, is nearest to the run's error.
     """
     # A step's update is small, and so is rounding.
     small = all(candidate.fault in (Fault.STALE_WEIGHTS, Fault.PRECISION) for candidate in candidates)
@@ -483,7 +485,10 @@ def _in_places(name: str, weight: NDArray[np.floating], places: NDArray[np.intp]
 
 
 def in_region(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
-    """Explain gradients that are right but in some elements. Nothing is fitted there, for few elements fit much."""
+    """Explain gradients of which only some elements are wrong.
+
+    Candidates are not scaled to fit there, because a fit to few elements means little.
+    """
     own = failed.trace.gradients[failed.step]
     if (region := wrong_region(failed, own, exact)) is None:
         return None
@@ -503,7 +508,8 @@ def in_region(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | Non
 def _factor_in(region: Mapping[str, NDArray[np.bool_]], own: Tensors, exact: Tensors) -> float | None:
     """Return the constant that multiplies all elements of a region and no others, or None.
 
-    One or two elements have any. Elsewhere an error may be too small to be seen, though the constant is there too.
+    A region of fewer than _FEWEST elements has none. The other elements must not fit the constant better than the
+    truth: an error there may be too small to be marked.
     """
     told, right = (np.concatenate([x[name][mask] for name, mask in region.items()]) for x in (own, exact))
     if told.size < _FEWEST or not right.any():
@@ -563,7 +569,7 @@ def _candidates(failed: FailedStep, exact: Tensors) -> Iterator[_Candidate]:
             {n: exact[n] + before[n] for n in held},
         )
     if dp > 1:
-        # Of two ranks, one's part alone is the sum without the other's. Ranks that differ tell that none was reduced.
+        # With two ranks, keeping one part and dropping the other give the same sum. Ranks that differ did not reduce.
         kept, dropped = _kept_parts(failed), _dropped_parts(failed, exact)
         yield from itertools.chain(kept, dropped) if failed.drifted else itertools.chain(dropped, kept)
         for name, candidate in _other_reductions(failed):

@@ -2,8 +2,8 @@
 
 `diagnose` handles what is wrong in one replica, independently of the algorithm. This module handles the algorithm:
 which replicas' parts gradients are made of, and other ways of averaging parameters. It replays the first wrong step
-under other accounts of what the replicas do, and takes the one that explains it. For a pipeline that does not wait, an
-account is the versions of the weights that gradients are computed at.
+under accounts (hypotheses) of what the replicas do, and reports the one that explains it. For an asynchronous pipeline,
+an account says which versions of the weights the gradients are computed with.
 """
 
 from __future__ import annotations
@@ -410,7 +410,7 @@ def _explain_update(failed: FailedReplicas, wrong: dict[int, list[str]]) -> Expl
 
 
 def _norm_of_mean(failed: FailedReplicas, replica: int) -> Explanation | None:
-    """Explain a reported norm that is of the mean over all replicas, and not of the replica's own gradients."""
+    """Explain a reported norm that is the norm of the mean gradients of all replicas, not of the replica's own."""
     mean = global_norm(averaged([trace.gradients[failed.step] for trace in failed.traces])[replica])
     reported = failed.traces[replica].norms[failed.step] or 0.0
     if not abs(reported - mean) <= SAME * mean:

@@ -389,7 +389,7 @@ Quantities are those of `Deviations` without initial values, and the scales of g
 def compare(deviations: Deviations) -> Comparisons:
     """Return the comparisons of a run that are compared with its noise.
 
-    A gradient that is zero has no scale, and neither has one that is no nearer to the truth than zero is.
+    A gradient that is zero, or no nearer to the truth than zero is, has no scale.
     """
     zero = zeros(deviations)
     apart = (QuantityKind.INITIAL, QuantityKind.REFERENCE)
@@ -593,7 +593,7 @@ class ToleranceModel:
     def excused(self, quantity: Quantity, step: int) -> float:
         """Return how far from the twin a gradient may be at every step while all others have its bits.
 
-        It is as far as a way takes it of which nothing else needs to show.
+        It is the largest tolerance under any way that may change this gradient alone.
         """
         forward = [ways.forward for ways in WAYS.values()]
         num_steps = len(self.noise[quantity])
@@ -670,10 +670,11 @@ def fit(runs: Sequence[Comparisons], variance_ratio: float = 1.0) -> ToleranceMo
 
 
 def _reaches_the_input(changed: Set[str], dense: Set[str]) -> bool:
-    """Return whether other arithmetic in the backward pass may have changed these gradients, of those that it changes.
+    """Return whether other arithmetic in the backward pass may have changed these gradients and no others.
 
-    A product that is computed otherwise passes another gradient on. All blocks before it then have other gradients and,
-    unless only the weights' own products are computed otherwise, and all of these, the embedding too.
+    `dense` is the names of all gradients that it can change. A product that is computed differently passes another
+    gradient on, so the gradients of all earlier blocks change. The embedding's changes too, unless the weights' own
+    products, and only these, are computed differently in all blocks.
     """
     of_blocks = {name: int(match[1]) for name in dense if (match := _IN_BLOCK.match(name))}
     blocks = set(of_blocks.values())

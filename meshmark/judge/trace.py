@@ -427,13 +427,13 @@ def _whole(
 ) -> Iterator[tuple[str, Tensor]]:
     for name in told:
         value = told[name]
-        # A DTensor's ranks bring it together here, all in the order in which they return it.
+        # All ranks gather a DTensor here, so all must return their tensors in the same order.
         tensor = value.full_tensor() if _is_sharded(value) else value
         tensor = _check(f"{method}: {name}", tensor, f"a plain float tensor of shape {tuple(shapes[name])}")
         if tensor.shape != shapes[name]:
             raise AdapterError(f"{method}: {name} has shape {tuple(tensor.shape)}; its full shape is {shapes[name]}")
         yield name, tensor
-        del value, tensor  # whoever asks for the next has no use for this one
+        del value, tensor  # free this tensor before the next one is gathered
 
 
 def _local(where: str, value: object) -> Tensor:

@@ -403,10 +403,11 @@ Of tens of millions of elements PyTorch's is off by more (adapters/gaps/vector_n
 
 
 def norm_deviation(told: float, tensors: Tensors) -> Deviation:
-    """Return the deviation of a global norm from that of `tensors`.
+    """Return the deviation of a reported global norm from that of `tensors`.
 
-    The norm of all of them as one flat float32 vector is as right as that of the tensors' norms, which the noise is
-    measured with. A norm that is this one, and is off by more than rounding, is held against it.
+    A framework may combine the norms of single tensors, as the noise runs do, or take the norm of one flat float32
+    vector. Both are correct but round differently. If `told` is off by more than rounding and is the flat norm, it is
+    compared with the flat norm.
     """
     exact = global_norm(tensors)
     found = scalar_deviation(told, exact)

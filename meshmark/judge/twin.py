@@ -8,9 +8,9 @@ that is tuned to other kernels has a twin that runs them, because fused operatio
 compared with the noise of PyTorch's eager kernels, so that a wrong kernel does not excuse itself.
 
 The twin is judged by the truth like the run: a wrong twin excuses nothing. Correct engines may still round in other
-places than the twin, because a declaration leaves much open; `equivalents` has those.
+places than the twin, because a declaration leaves much open; `equivalents` defines such engines.
 
-`Change` is what a wrong run may compute in place of the model and its loss, for the truth and the twin to compute too.
+`Change` replaces what the model or its loss computes, so that the truth and the twin can reproduce a wrong run.
 
 Batch norms make rows affect each other's gradients within a micro-batch. The workload defines statistics as those of
 one micro-batch of one replica. The exact gradient is therefore the sum over all micro-batches of all replicas, each
@@ -174,7 +174,7 @@ def _as_it_is(_model: Model) -> contextlib.AbstractContextManager[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One thing that is computed otherwise."""
+    """A change of what the model or its loss computes."""
 
     within: Callable[[Model], contextlib.AbstractContextManager[None]] = _as_it_is
     """Context in which the forward pass runs. It undoes what it does to the model, which others use too."""
@@ -399,9 +399,9 @@ class _Copy:
 
 
 class _Casts(TorchDispatchMode):
-    """Finds the casts of some weights that the forward pass makes, which the backward pass reads in their place.
+    """Records the casts of some weights in the forward pass. The backward pass reads them instead of the weights.
 
-    Where products are split, each rank's part is cast, and some parts are made contiguous before.
+    If products are split, each rank's part is cast, and some parts are made contiguous first.
     """
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
@@ -431,7 +431,7 @@ class _Casts(TorchDispatchMode):
 
     @torch.no_grad()
     def overwrite(self, values: Mapping[str, Tensor]) -> None:
-        """Give the weights and their casts these values. Autograd is not told."""
+        """Overwrite the weights and their casts with `values`, unseen by autograd."""
         for name, value in values.items():
             self.weights[name].data.copy_(value)
         for each in self.copies:

@@ -46,7 +46,7 @@ class UpdateHypothesis:
     detail: str
     optimizer: ExactOptimizer
     gradients: Callable[[Trace, int], Tensors] | None = None
-    """Other than the run's own."""
+    """Gradients that replace the run's own, as a function of the trace and the step."""
 
 
 def update_hypotheses(
@@ -54,7 +54,7 @@ def update_hypotheses(
 ) -> Iterator[UpdateHypothesis]:
     """Yield errors of optimizers. Some occur at `failed_step` only, as after a resume.
 
-    `shards`: ranks over which the rows of every tensor are dealt. `wrong`: the parameters that are.
+    `shards` is the number of ranks that share the rows of every tensor. `wrong` lists the wrong parameters.
     """
 
     def variant(fault: Fault, detail: str, changed: OptimizerSpec) -> UpdateHypothesis:
@@ -229,7 +229,7 @@ _CLIP_UNITS: dict[str, Callable[[str], str]] = {
     "block, and what is in none,": _fsdp_unit,
     "module": lambda name: name.rpartition(".")[0],
 }
-"""By what is clipped by its own norm, the unit that a parameter is in."""
+"""Kinds of units that may be clipped by their own norm, each with a function from a parameter's name to its unit."""
 
 
 class _ClipsGroups(ExactOptimizer):
@@ -394,7 +394,7 @@ class _Coupled(ExactOptimizer):
 
 
 class _Uncorrected(ExactOptimizer):
-    """Adam's moments start at zero and nothing makes up for it: as if many steps had gone before."""
+    """Adam without bias correction: its moments start at zero, but count as those of a late step."""
 
     def build(self) -> torch.optim.Optimizer:
         optimizer = super().build()
@@ -497,7 +497,7 @@ _MOVES: dict[str, Callable[[Tensor], Tensor]] = {
         moment.T if moment.dim() == 2 and moment.shape[0] == moment.shape[1] else moment
     ),
 }
-"""Ways in which moments of a parameter come to stand in wrong places, in words."""
+"""Ways to misplace the moments of a parameter, by description."""
 
 
 class _MovesMoments(_ForgetsNow):
@@ -516,7 +516,10 @@ class _MovesMoments(_ForgetsNow):
 
 
 class _TakesMoments(_ForgetsNow):
-    """Once gives every parameter the moments of another one: `places` further on of those with its shape and states."""
+    """Once gives every parameter the moments of another one.
+
+    It is the one `places` further on among the parameters with the same shape and states.
+    """
 
     def __init__(self, spec: OptimizerSpec, step: int, names: tuple[str, ...], places: int) -> None:
         super().__init__(spec, step, names)
@@ -561,7 +564,7 @@ class _CountsAhead(ExactOptimizer):
 
 
 class _Lags(ExactOptimizer):
-    """Once takes the moments, and their count, of one step earlier, as a checkpoint written too early has them."""
+    """Once restores the moments of one step earlier, as if from a checkpoint written too early."""
 
     def __init__(self, spec: OptimizerSpec, step: int) -> None:
         super().__init__(spec)
@@ -591,7 +594,7 @@ LEFT_OVER = 0.1
 _CUT = 0.95
 """Share of a tensor up to which it is wrong in part."""
 _MOST_TOLD = 3
-"""Number of rules that fit alike which are told."""
+"""Largest number of equally good rules that are reported."""
 
 
 def explain_updates(failed: FailedStep) -> Explanation | None:
@@ -651,7 +654,7 @@ def replay(
 
 
 def _zero_for_none(failed: FailedStep, exact: Tensors) -> Explanation | None:
-    """Explain parameters that the run's own gradients, all zero, moved by the right rule: nothing had used them.
+    """Explain unused parameters that were updated as if they had a gradient of zero.
 
     Weight decay moves a parameter whose gradient is zero. One without a gradient stays where it is.
     """
@@ -697,10 +700,10 @@ def _kept(failed: FailedStep, earlier: Tensors, exact: Tensors) -> dict[str, NDA
 
 
 def _closest_hypothesis(failed: FailedStep, exact: Tensors) -> Explanation | None:
-    """Return the hypothesis that is close enough and explains the most steps, the closest of several.
+    """Return the hypothesis that explains the most steps and, of several, the closest.
 
-    Where none holds for whole tensors, one may hold for the rows of one data-parallel rank, to which rows are dealt,
-    or for the wrong elements alone.
+    If none explains whole tensors, each is tried on the rows that are dealt to one data-parallel rank, or on the wrong
+    elements alone.
     """
     shards = _num_shards(failed)
     parts = _wrong_parts(failed, exact, shards)
@@ -718,7 +721,7 @@ def _closest_hypothesis(failed: FailedStep, exact: Tensors) -> Explanation | Non
         explained, worst, is_noise, rival = min(fitting, key=lambda fit: fit[:2])
         if not is_noise and (counted := _other_counts(failed, exact)):
             return counted
-        # Where rounding is all that several leave, nothing tells which of them it is.
+        # If several explain the run up to rounding, nothing distinguishes them.
         others = [r for n, _, noise, r in fitting if is_noise and noise and n == explained and r is not rival]
         alike = [rival.detail, *(r.detail for r in others if r.fault is rival.fault)]
         about = f" (all but {worst * LEFT_OVER:.0%} of the difference)" if not is_noise and worst > LEFT_OVER else ""
@@ -731,7 +734,7 @@ def _closest_hypothesis(failed: FailedStep, exact: Tensors) -> Explanation | Non
 
 @dataclass(frozen=True, kw_only=True)
 class _WrongPart:
-    """The elements of wrong parameters outside which all is right."""
+    """Elements of wrong parameters. All other elements are right."""
 
     masks: dict[str, NDArray[np.bool_]]
     where: str
@@ -784,7 +787,7 @@ def _num_shards(failed: FailedStep) -> int:
 
 
 def _lone_shard(failed: FailedStep, exact: Tensors, shards: int) -> int | None:
-    """Return the data-parallel rank in whose rows all is wrong that is, or None, also if rows are not dealt."""
+    """Return the data-parallel rank whose rows contain all errors, or None if there is none or rows are not dealt."""
     if shards == 1:
         return None
     after = failed.trace.parameters[failed.step + 1]
@@ -795,7 +798,7 @@ def _lone_shard(failed: FailedStep, exact: Tensors, shards: int) -> int | None:
 
 
 def _in_rows(rank: int, shards: int, there: Tensors, exact: Tensors, names: Sequence[str]) -> Tensors:
-    """Return what is right but in the rows that are dealt to `rank`, which are those of `there`."""
+    """Return `exact` with the rows that are dealt to `rank` taken from `there`."""
     mixed = {}
     for name in names:
         mixed[name] = np.array(exact[name])
@@ -818,10 +821,10 @@ def _excess(failed: FailedStep, step: int, there: Tensors, exact: Tensors, share
 
 
 def _steps_explained(failed: FailedStep, rival: UpdateHypothesis) -> int:
-    """Return how many steps after the failed one, up to the first that it does not explain, `rival` explains too.
+    """Return how many steps after the failed one `rival` explains too, up to the first that it does not.
 
-    `rival` has been replayed up to the failed step. Two may move the parameters alike there, and not later: a schedule
-    that is one step ahead, and one that runs too fast.
+    `rival` has been replayed up to the failed step. Two hypotheses may agree there and differ later, such as a schedule
+    one step ahead and one that runs too fast.
     """
     trace, count = failed.trace, 0
     right = ExactOptimizer(failed.case.workload.optimizer)
@@ -845,7 +848,7 @@ _SHARE = 0.01
 
 
 def _other_counts(failed: FailedStep, exact: Tensors) -> Explanation | None:
-    """Explain by bias correction with another count of steps, which each tensor may have its own of."""
+    """Explain by bias correction with a wrong count of steps, which may differ between tensors."""
     if failed.case.workload.optimizer.kind is not OptimizerKind.ADAMW:
         return None
     rule = ExactOptimizer(failed.case.workload.optimizer)
@@ -940,7 +943,7 @@ def explain_norm(reported: float, gradients: Tensors, failed: FailedStep) -> Exp
 
 
 _SEEN = 1e-3
-"""Share of the squared norm from which a difference says which tensors were counted otherwise."""
+"""Smallest error of the squared norm, as a share of it, that is explained by wrongly counted tensors."""
 _CLOSE = 1e-5
 """Share of the squared norm by which such an explanation may be off."""
 

@@ -1,15 +1,15 @@
-"""The nodes of one run: who they are, and how their launchers talk to each other.
+"""The nodes of one run: their identities, and how their launchers communicate.
 
-Every node runs the same pytest command. Node 0's process serves one key-value store for the whole run; each launch is a
-rendezvous under a prefix of its own, and launchers exchange what their ranks left, so that every node sees the same. A
-single node needs none: its launches meet in a file that this user alone can open.
+Every node runs the same pytest command. Node 0's process serves one key-value store for the whole run. Each launch is a
+rendezvous under a prefix of its own. Launchers exchange the results of their ranks, so that every node has all of them.
+A single node needs no store: its launches meet in a file that only this user can open.
 
-A scheduler says which of a run's launchers this process is, and where the first of them listens. A launcher is either a
-node's only process, or one of the tasks that `srun` or `torchrun` starts on it. Both shapes run the same ranks. In the
-second shape each task has a share of them.
+A scheduler says which of a run's launchers this process is, and where the first of them listens. A launcher is either
+the only process on a node, or one of the tasks that `srun` or `torchrun` starts there. Both shapes run the same ranks.
+In the second shape, each task has a share of them.
 
-Nodes meet before they act: what one of them lacks, or holds otherwise, is reported on all of them, and no rank is
-started for it. They share a private folder inside the run's results, which is removed with the run.
+Nodes meet before they start ranks. If a node lacks something, or has another version of it, all nodes report that and
+start no rank. The nodes share a private folder inside the run's results, which is removed with the run.
 """
 
 from __future__ import annotations
@@ -68,18 +68,18 @@ class NodeLoss(StrEnum):
     END = "end"
     """End the run, in good order."""
     CONTINUE = "continue"
-    """Go on with the nodes that are left, and the cases that fit them; node 0 must be one, for it has the records."""
+    """Continue with the remaining nodes, and the cases that fit them. Node 0 must remain: it has the records."""
 
 
 def node_loss(text: str) -> NodeLoss:
-    """Raises `UnknownNameError`."""
+    """Parse the value of `--on-node-loss`. Raises `UnknownNameError` for any other text."""
     if text not in [*NodeLoss]:
         raise UnknownNameError("--on-node-loss", text, list(NodeLoss))
     return NodeLoss(text)
 
 
 def rank_room(device: str, num_gpus: int) -> int:
-    """Ranks that this node can hold: one a GPU, or a core."""
+    """Return the number of ranks that this node can hold: one per GPU, or one per core."""
     return num_gpus if device == "cuda" else len(os.sched_getaffinity(0))
 
 
@@ -90,7 +90,7 @@ _SAY_SECONDS = 10.0
 
 
 class Waiting:
-    """A wait that says so from time to time, and has an end."""
+    """A wait with a time limit, which reports itself from time to time."""
 
     def __init__(self, say: Callable[[str], None], seconds: float) -> None:
         self._say = say
@@ -98,7 +98,7 @@ class Waiting:
         self._seconds = seconds
 
     def over(self, text: str) -> bool:
-        """A moment later: whether the wait has taken too long. `text`: what is waited for."""
+        """Sleep briefly, and return whether the wait exceeds its limit. `text` says what is waited for."""
         time.sleep(_POLL_SECONDS)
         now = time.monotonic()
         if now - self._said > _SAY_SECONDS:
@@ -113,8 +113,10 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket at the address of `--rdzv` alone. Raises `ClusterError` when that cannot be had, or is one that no other
-    node reaches."""
+    """Return a socket that listens at the address of `--rdzv` only.
+
+    Raises `ClusterError` if it cannot be opened, or if no other node can reach the address.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address[:2], family=family)
@@ -136,27 +138,27 @@ def listen(host: str, port: int) -> socket.socket:
 _JOIN_SECONDS = 300
 _BEAT_SECONDS = 2.0
 _REGROUP_SECONDS = 60.0
-"""For a node that lives to say where it stands when another is lost."""
+"""Time in seconds for each remaining node to report its position after another node is lost."""
 _END = "end"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
-    """Which node this is. Raises `InputError` when the numbers contradict each other."""
+    """Identity of this launcher in a run. Raises `InputError` when the numbers contradict each other."""
 
     nnodes: int = 1
-    """Launchers of the run: one a node, or each of the tasks that a scheduler starts there."""
+    """Number of launchers in the run: one per node, or one per task that a scheduler starts on a node."""
     node_rank: int = 0
     rdzv: str | None = None
     """HOST:PORT of node 0; needed for more than one node."""
     tasks_per_node: int = 1
-    """Launchers on one host."""
+    """Number of launchers on one host."""
     local_task: int = 0
-    """Which of them this is."""
+    """Index of this launcher on its host."""
     gpus_by_task: bool = False
-    """Whether each task sees GPUs of its own."""
+    """True if each task sees its own GPUs only."""
     host_number: int | None = None
-    """Which host this is, where a scheduler says so: it need not give neighbours to one."""
+    """Index of this host, if a scheduler reports it. Consecutive launchers need not be on one host."""
     switch: str = ""
     """Switch that its host is connected to, from the top of the network's tree, if a scheduler reports it."""
 
@@ -200,7 +202,7 @@ class ClusterSpec:
 
     @property
     def text(self) -> str:
-        """How many there are, in words."""
+        """Numbers of tasks and nodes, in words."""
         nodes = pluralize(self.num_hosts, "node")
         return f"{self.nnodes} tasks on {nodes}" if self.tasks_per_node > 1 else nodes
 
@@ -209,12 +211,12 @@ class Cluster:
     """The running nodes. Use as a context manager."""
 
     def __init__(self, spec: ClusterSpec, say: Callable[[str], None] = lambda text: None) -> None:
-        """`say`: told what is waited for."""
+        """`say` is called with a text about what is waited for."""
         self.spec, self._say = spec, say
         """Specification of the cluster of the nodes that are left."""
         self._id, self._all = spec.node_rank, list(range(spec.nnodes))
         self._members = self._all
-        """Nodes keep the numbers that they began with, in signs of life, at meetings, and where they are named."""
+        """Numbers of the remaining nodes. Nodes keep their first numbers in heartbeats, meetings and messages."""
         self._launches = self._meetings = self._regroups = 0
         self._server: StoreServer | None = None
         self._store: RunStore | None = None
@@ -225,7 +227,7 @@ class Cluster:
         """Why the run cannot go on; empty as long as it can."""
         self._losing = threading.Lock()
         self.room: int | None = None
-        """Ranks that each node can hold; None as long as none is lost: their user knows better."""
+        """Number of ranks that each node can hold. None, and not checked, while no node is lost."""
 
     @property
     def numbers(self) -> list[int]:
@@ -246,7 +248,7 @@ class Cluster:
                 if spec.node_rank == 0:
                     self._server = StoreServer(listen(spec.host, spec.port), secret)
                 self._store = self._connect(secret)
-                self._store.beat(self._id)  # who is lost before the first thread's would be missed by nobody
+                self._store.beat(self._id)  # otherwise a loss before the thread's first heartbeat goes unnoticed
                 threading.Thread(target=self._beat, daemon=True, name="meshmark-heartbeat").start()
                 self.exchange("join", "", seconds=_JOIN_SECONDS)
                 self.clock_ahead = self._store.clock_ahead()
@@ -259,7 +261,7 @@ class Cluster:
         try:
             if self._store and self._lost:
                 self._meetings += 1
-                with contextlib.suppress(ClusterError):  # whoever is there yet need not wait
+                with contextlib.suppress(ClusterError):  # so that the remaining nodes need not wait
                     self._store.set(self._seat(self._id), json.dumps([_END, ""]))
             elif self._store:
                 self._leave(self._store)
@@ -267,7 +269,7 @@ class Cluster:
             self._close()
 
     def _leave(self, store: RunStore) -> None:
-        """Node 0 serves the store: it leaves last. A node that is lost by now takes nothing with it, but for node 0."""
+        """Leave the run. Node 0 leaves last, because it serves the store. Losing another node now loses no result."""
         try:
             self.exchange(_END, "", seconds=30)
         except NodeLostError as error:
@@ -286,7 +288,7 @@ class Cluster:
             self._server.close()
 
     def _connect(self, secret: bytes) -> RunStore:
-        """Node 0's store, as soon as it is there. Raises `ClusterError` when it is not in time."""
+        """Connect to node 0's store as soon as it listens. Raises `ClusterError` if it does not in time."""
         spec = self.spec
         waiting = Waiting(self._say, _JOIN_SECONDS)
         while True:
@@ -300,7 +302,7 @@ class Cluster:
                     ) from error
 
     def _beat(self) -> None:
-        """Give signs of life, and note whose are missing."""
+        """Send heartbeats, and note the nodes whose heartbeats are missing."""
         assert self._store
         while not self._ended.wait(_BEAT_SECONDS):
             try:
@@ -322,7 +324,7 @@ class Cluster:
         return store.check([chosen]) and self._id not in json.loads(store.get(chosen))[0]
 
     def _check(self) -> RunStore:
-        """The store. Raises `NodeLostError` when a node is lost."""
+        """Return the store. Raises `NodeLostError` when a node is lost."""
         assert self._store, "a single node shares nothing"
         if self._lost:
             raise NodeLostError(self._lost)
@@ -338,27 +340,28 @@ class Cluster:
         self._check().set(key, "1")
 
     def happened(self, key: str) -> bool:
-        """Raises `NodeLostError` when a node is lost."""
+        """Return whether a node has announced `key`. Raises `NodeLostError` when a node is lost."""
         return self._check().check([key])
 
     def exchange(self, what: str, value: str, *, seconds: float) -> list[str]:
-        """The value of every node, by node rank, at a meeting of all: each comes to its first, second ... in turn.
+        """Return every node's `value`, by node rank. A collective call: all nodes make it in the same order.
 
-        Raises `NodeLostError` when a node is lost or does not come in time, `NodesDisagreeError` when one comes for
-        something else.
+        Raises `NodeLostError` when a node is lost or late, and `NodesDisagreeError` when a node is at another call
+        (its `what` differs).
         """
         self._meetings += 1
         seats = {self._seat(node): f"node {node} of {len(self._all)}" for node in self._members}
         self._check().set(self._seat(self._id), json.dumps([what, value]))
         self._await(seats, what, seconds)
-        told = self._check().get_all([*seats])  # one question, or as many nodes as there are would ask as many each
+        told = self._check().get_all([*seats])  # one request; one per node would be quadratic over all nodes
         return [self._expect(name, what, json.loads(text)) for name, text in zip(seats.values(), told, strict=True)]
 
     def regroup(self, place: str, room: int, *, seconds: float) -> None:
-        """Go on without the nodes that are lost: with those that come to say that they stand at the same `place`, by
-        node 0's decision, for which the others wait for `seconds`.
+        """Continue without the lost nodes.
 
-        Raises `ClusterError` when node 0 is lost, or this node is none of them.
+        Node 0 chooses the nodes that continue, among those that report the same `place` in time. The other nodes wait
+        `seconds` for its choice, in addition to the time in which nodes report. Raises `ClusterError` if node 0 is
+        lost, or if this node is not chosen.
         """
         assert self._store, "a single node cannot lose another"
         self._regroups += 1
@@ -369,7 +372,7 @@ class Cluster:
         self._store.wait([chosen], datetime.timedelta(seconds=seconds + _REGROUP_SECONDS))
         left, self.room = json.loads(self._store.get(chosen))
         if self._id not in left:
-            raise ClusterError(f"{self._lost}, and without node {self._id} goes on who is left: {left or 'nobody'}")
+            raise ClusterError(f"{self._lost}. Nodes that continue without node {self._id}: {left or 'none'}")
         self._say(f"{self._lost}: going on with node {', '.join(map(str, left))}")
         with self._losing:
             self._members, self._lost = left, ""
@@ -377,8 +380,10 @@ class Cluster:
         self.spec = self.spec.among(left.index(self._id), len(left))
 
     def _choose(self, place: str) -> tuple[list[int], int]:
-        """The nodes, of those that came in time and stand where this one does, all of whose tasks do; and the ranks
-        that each can hold."""
+        """Return the launchers that continue, and the number of ranks that each can hold.
+
+        They are those that report this one's place in time, if all launchers of their host do.
+        """
         assert self._store
         waiting = Waiting(self._say, _REGROUP_SECONDS)
         while True:
@@ -390,7 +395,7 @@ class Cluster:
         told = {node: json.loads(self._store.get(seat)) for seat, node in seats.items() if seat not in away}
         hosts = Counter(host for theirs, _, host in told.values() if theirs == place)
         left = [node for node, (_, _, host) in told.items() if hosts[host] == self.spec.tasks_per_node]
-        if 0 not in left:  # all records and all that nodes know of each other are with it
+        if 0 not in left:  # node 0 has the records and the store
             return [], 0
         return left, min(told[node][1] for node in left)
 
@@ -398,7 +403,7 @@ class Cluster:
         return f"meeting{self._regroups}.{self._meetings}/{node}"
 
     def _await(self, seats: Mapping[str, str], what: str, seconds: float) -> None:
-        """Until everyone has come."""
+        """Wait until every node has come to the meeting."""
         waiting = Waiting(self._say, seconds)
         while missing := self._check().missing([*seats]):
             first = seats[missing[0]]
@@ -425,18 +430,20 @@ class Cluster:
             self._lost = f"{name} has ended its run before {what!r}"
             self._check()
         if theirs != what:
-            raise NodesDisagreeError(f"{name} is at {theirs!r}, this one at {what!r}: give each the same command")
+            raise NodesDisagreeError(
+                f"{name} is at {theirs!r}, this node at {what!r}: start all nodes with the same command"
+            )
         return str(value)
 
 
 # --- A private folder of one run inside its results.
 
 _ANSWER_SECONDS = 60.0
-"""How long a node may take to tell, or to come for, the folder's name."""
+"""Time in seconds in which a node must send, or ask for, the folder's name."""
 
 
 def _scratch_of_here() -> str:
-    """Return how the names of scratch folders begin that processes of this machine, or container, have made."""
+    """Return the prefix of the names of scratch folders that processes of this machine or container make."""
     return f"scratch-{socket.gethostname()}-{os.stat('/proc/self/ns/pid').st_ino}-"
 
 
@@ -450,10 +457,13 @@ def _remove_abandoned(results: Path) -> None:
 
 
 class Scratch:
-    """A folder with a name that no other run has, open to its user alone (0700): what is left there is unpickled."""
+    """A folder with a unique name that only its user can open (mode 0700), because its files are unpickled."""
 
     def __init__(self, results: Path, cluster: Cluster) -> None:
-        """Node 0 chooses the name; a call of all nodes. Raises `ResultsError` when `results` cannot be written."""
+        """Make the folder, with a name that node 0 chooses. A call of all nodes.
+
+        Raises `ResultsError` when `results` cannot be written.
+        """
         spec, results = cluster.spec, results.absolute()  # ranks may start elsewhere
         try:
             results.mkdir(parents=True, exist_ok=True)
@@ -478,7 +488,7 @@ class Scratch:
 
     @property
     def missing(self) -> list[int]:
-        """Nodes, of those that are left, that do not see what node 0 has made."""
+        """Numbers of the remaining nodes that do not see the folder that node 0 made."""
         return [node for node in self._blind if node in self._cluster.numbers]
 
     @staticmethod
@@ -489,7 +499,7 @@ class Scratch:
         return [node for node, answer in zip(cluster.numbers, seen, strict=True) if answer == "no"]
 
     def checkpoint(self, base: Case, scenario: str) -> Path:
-        """A folder of what `scenario` of `base` saves, for all nodes."""
+        """Return the folder for the checkpoint of `scenario` of `base`. All nodes share it."""
         folder = self.folder / hashlib.sha256(repr((base, scenario)).encode()).hexdigest()[:16]
         try:
             folder.mkdir(exist_ok=True)
@@ -498,7 +508,7 @@ class Scratch:
         return folder
 
     def remove(self) -> None:
-        """On the node that made it."""
+        """Remove the folder, on the node that made it."""
         if self._made:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -521,15 +531,16 @@ READY_SECONDS = 300.0
 _OWN = ("checkpoint", "peak_flops_per_second")
 """Fields of a request that nodes need not agree on: a path, and a number that each node measures."""
 _SHOWN = 40
-"""Characters of a value that is told; of a longer one a digest is."""
+"""Longest value, in characters, that a message contains. A longer value is replaced by a digest."""
 
 
 def meet(cluster: Cluster, request: Request, trouble: Exception | None = None) -> None:
-    """Until all nodes are about to do the same. `trouble`: why this one cannot; it is raised on every node.
+    """Wait until all nodes are about to run the same request.
 
-    Raises `NodesDisagreeError` when a node has another request, code, packages, data or noise floor.
+    `trouble` is an error that keeps this node from running it. It is raised on every node. Raises `NodesDisagreeError`
+    when a node has another request, code, packages, data or noise floor.
     """
-    compared = not trouble and request.task is not Task.LINKS  # which is measured between unlike nodes too
+    compared = not trouble and request.task is not Task.LINKS  # links are also measured between nodes that differ
     facts = {**_facts(request), **_gpus(request, cluster.spec)} if compared else {}
     mine = {"facts": facts, "trouble": _encode_error(trouble)}
     nodes = [json.loads(text) for text in cluster.exchange("launch", json.dumps(mine), seconds=READY_SECONDS)]
@@ -584,7 +595,7 @@ def _expect_equal(nodes: Mapping[int, Mapping[str, str]]) -> None:
 
 
 def _facts(request: Request) -> dict[str, str]:
-    """All that must be the same on every node, by name. Paths may differ: what is read there may not."""
+    """Return all that must be equal on every node, by name. Paths may differ, but not what is read from them."""
     asked = encode(request)
     for case in (asked["case"], asked["base"]):
         if case:
@@ -630,17 +641,17 @@ def _source(adapter: str) -> str:
 # --- Facts that a scheduler gives this process.
 
 _PORTS = 20000
-"""Ports from here on, and so many, are taken for jobs of SLURM."""
+"""First port for jobs of SLURM, and the number of ports for them."""
 _STEP_APART = 4999
-"""So that steps of one job, and jobs that follow each other, have ports of their own."""
+"""Distance between ports of two steps of a job, so that steps and consecutive jobs use different ports."""
 
 
 def cluster_of(
     environ: Mapping[str, str], *, nnodes: int | None = None, node_rank: int | None = None, rdzv: str | None = None
 ) -> ClusterSpec:
-    """From torchrun's or SLURM's variables, and from what was given by hand; a single node when there is neither.
+    """Return this launcher's specification from torchrun's or SLURM's variables, and from the given options.
 
-    Raises `InputError` where they contradict each other.
+    Without either, it is that of a single node. Raises `InputError` if they contradict each other.
     """
     told = _of_torchrun(environ) or _of_slurm(environ)
     if told is None:
@@ -653,7 +664,9 @@ def cluster_of(
             f"{nnodes} nodes"
         )
     if node_rank not in (None, told.node_rank):
-        raise InputError(f"--node-rank {node_rank}, but this command was started as number {told.node_rank}: leave it")
+        raise InputError(
+            f"--node-rank {node_rank}, but this command was started as node {told.node_rank}: leave out --node-rank"
+        )
     return dataclasses.replace(told, rdzv=rdzv or told.rdzv)
 
 
@@ -697,7 +710,10 @@ def _of_slurm(environ: Mapping[str, str]) -> ClusterSpec | None:
 
 
 def _switch(environ: Mapping[str, str]) -> str:
-    """As SLURM's topology says (`top.leaf.node`, by the pattern `switch.switch.node`); empty where it knows none."""
+    """Return the switches in SLURM's topology address, or an empty string if there are none.
+
+    The address `top.leaf.node` with the pattern `switch.switch.node` gives `top.leaf`.
+    """
     levels = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").count("switch")
     return ".".join(environ.get("SLURM_TOPOLOGY_ADDR", "").split(".")[:levels])
 
@@ -709,7 +725,7 @@ def _tasks_here(environ: Mapping[str, str], default: int) -> int:
 
 
 def _even(starter: str, tasks: int, hosts: int, each: int) -> int:
-    """Tasks a node. Raises `InputError` unless every node has as many."""
+    """Return the number of tasks per node. Raises `InputError` unless it is the same on every node."""
     if not each or hosts * each != tasks:
         raise InputError(
             f"{starter} has started {tasks} tasks on {hosts} nodes, not as many on each: give every node one task, or "
@@ -719,7 +735,7 @@ def _even(starter: str, tasks: int, hosts: int, each: int) -> int:
 
 
 def _expect_srun(environ: Mapping[str, str]) -> None:
-    """Raises `InputError` in a job of several nodes, outside any of its steps: all nodes but this would be idle."""
+    """Raise `InputError` in a job of several nodes outside a job step, where all other nodes would be idle."""
     nodes = environ.get("SLURM_JOB_NUM_NODES", "1")
     if nodes.isdecimal() and len(nodes) < 9 and int(nodes) > 1 and "SLURM_STEP_NUM_NODES" not in environ:
         raise InputError(

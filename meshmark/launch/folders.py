@@ -61,7 +61,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _free_bytes(folder: Path) -> int:
-    """0 also where no file can be added."""
+    """Return the free bytes of a folder's file system, or 0 if no file can be added."""
     found = os.statvfs(folder)
     return 0 if found.f_files and not found.f_favail else found.f_bavail * found.f_frsize
 
@@ -122,9 +122,9 @@ _TMPDIR = "tmp"
 
 
 def cache_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that send caches and temporary files to private folders; the folders exist afterwards.
+    """Return variables that direct caches and temporary files to private folders, and make these folders.
 
-    A folder that `environment` names stays. Raises `InputError` as `users_caches` does.
+    A folder that `environment` names is kept. Raises `InputError` as `users_caches` does.
     """
     found = users_caches(environment)
     base = private_base(Path(tempfile.gettempdir()))
@@ -138,7 +138,7 @@ def cache_variables(environment: Mapping[str, str]) -> dict[str, str]:
 def private_caches() -> Iterator[None]:
     """Send the caches of frameworks that this process itself imports to the private folders.
 
-    Importing `torch._dynamo` makes a folder of a name that every user can take first, and fails where one has.
+    Importing `torch._dynamo` makes a folder with a guessable name, and fails if another user has made it first.
     """
     found = dict[str, str]()
     with contextlib.suppress(OSError):  # a launch, which needs them too, says so
@@ -153,10 +153,10 @@ def private_caches() -> Iterator[None]:
 
 
 def users_caches(environment: Mapping[str, str]) -> dict[str, str]:
-    """Folders of caches that `environment` names; they exist afterwards.
+    """Return the cache folders that `environment` names, and make them.
 
-    Raises `InputError` if one belongs to another user, or if others can write to it; and if the folder for temporary
-    files has a name that PyTorch cannot open.
+    Raises `InputError` if one belongs to another user, if others can write to it, or if PyTorch cannot open the name of
+    the folder for temporary files.
     """
     try:
         temporary = tempfile.gettempdir()
@@ -170,10 +170,10 @@ def users_caches(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def private_base(temporary: Path) -> Path:
-    """This user's folder of caches in `temporary`, kept from run to run so that nothing is compiled twice.
+    """Return this user's folder of caches in `temporary`. It is kept between runs, so that nothing is compiled twice.
 
-    Where another user has taken its name, or could have written to it, this process gets a fresh one of its own, which
-    goes when the process ends.
+    If another user has made it, or could have written to it, this process gets a new folder, which is removed when the
+    process ends.
     """
     base = temporary / f"meshmark_caches_{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
@@ -192,7 +192,7 @@ def _make_base(temporary: Path) -> Path:
 
 
 def _expect_text(temporary: str) -> None:
-    """PyTorch's stores and shared memory take paths as UTF-8."""
+    """Raise `InputError` if the path is not UTF-8, which PyTorch's stores and shared memory need."""
     try:
         temporary.encode()
     except UnicodeEncodeError as error:

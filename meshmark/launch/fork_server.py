@@ -1,13 +1,13 @@
 """A process that forks others: the launcher's side (`ForkServer`), and the server itself (`main`).
 
 A server imports its modules once, and every process that it forks has them. It may also branch into another server,
-which imports more under an environment of its own. So PyTorch is imported once in a run, and a framework once and only
-where it is asked for. Whatever a framework changes at import, in PyTorch or in the process, affects no other
+which imports more modules under its own environment. PyTorch is therefore imported once per run, and a framework once
+and only if a case needs it. What a framework changes at import, in PyTorch or in the process, affects no other
 framework.
 
-Launcher and server communicate through a pair of connected sockets without a name. When the launcher's end is closed,
-for whatever reason, the server ends its children and itself. (Python's own forkserver is not used: there is one in a
-process, it takes its environment from whoever starts it, and it listens at an address.)
+Launcher and server communicate through a pair of connected, unnamed sockets. When the launcher's end is closed, for
+whatever reason, the server ends its children and itself. (Python's own forkserver is not used. A process can have only
+one, it inherits the environment of the process that starts it, and it listens at an address.)
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from meshmark.launch.processes import adopt_orphans, die_with_parent, end_own_ch
 # --- Messages between the launcher and its server.
 
 LAUNCHER = "MESHMARK_LAUNCHER"
-"""Variable with the launcher's process id, by which all that descends from a server is told."""
+"""Variable with the launcher's process id. It identifies all descendants of a server."""
 STILL_THERE = "still there"
-"""Asked and answered."""
+"""Message that checks whether a server responds, and its reply."""
 READY = "ready"
 """Message of a server whose modules are imported."""
 CUDA_STARTED = "CUDA was started"
@@ -54,9 +54,9 @@ CUDA_STARTED = "CUDA was started"
 _END_SECONDS = 10.0
 """How long a killed server may take to end."""
 _BETWEEN_SECONDS = 2.0
-"""How much later than its server a killed launcher may be seen to end: the kernel ends them in either order."""
+"""Most seconds between the ends of a server and of its killed launcher. The kernel ends them in either order."""
 LEAVE = "leave"
-"""Message with which a launcher ends a server. A launcher that sends none is gone, and has cleaned nothing up."""
+"""Message with which a launcher ends a server. A launcher that ends without it has not removed its folders."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +64,13 @@ class Call:
     """Fork, and call a function there."""
 
     pickled: bytes
-    """The function and its arguments: for the fork to open, so that the server imports nothing for it."""
+    """The function and its arguments. The fork unpickles them, so that the server need not import their modules."""
     path: list[str]
-    """The launcher's `sys.path`; or, in another virtual environment, what of it is in none."""
+    """The launcher's `sys.path`. For another virtual environment, without the launcher's installed packages."""
     keeps: bool
-    """Whether the server's own `sys.path` is appended, as in another virtual environment."""
+    """True if the server's own `sys.path` is appended, as for another virtual environment."""
     folder: str
-    """And its working directory."""
+    """The launcher's working directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class Ended:
 
 
 def execute(command: Sequence[str], environment: Mapping[str, str], log: str) -> NoReturn:
-    """For `call`: become `command`, in a session of its own, with its output in `log`."""
+    """Replace this process by `command`, in a new session, with its output in `log`. To be run by `ForkServer.call`."""
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):
@@ -152,7 +152,7 @@ def _serve(channel: Connection, modules: Sequence[str], janitor: int = 0) -> NoR
 
 
 def _obey(channel: Connection) -> None:
-    """Until it may leave. Raises `EOFError` or `OSError` when the launcher is gone."""
+    """Execute the launcher's orders until `LEAVE`. Raises `EOFError` or `OSError` when the launcher is gone."""
     with _woken_by_children() as (woken, waker):
         while True:
             ready = wait([channel, woken])
@@ -181,7 +181,7 @@ def _obey(channel: Connection) -> None:
 
 @contextlib.contextmanager
 def _woken_by_children() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """The first can be read from when a child has ended."""
+    """Yield two connected sockets. The first becomes readable when a child has ended."""
     woken, waker = socket.socketpair()
     for end in (woken, waker):
         end.setblocking(False)
@@ -216,7 +216,7 @@ def _act(order: Call | Branch, branch: Connection | None, server: int) -> NoRetu
 
 
 def _ended_children() -> Iterator[Ended]:
-    """Those that nobody has seen end yet; also adopted ones."""
+    """Yield the ended children, adopted ones included, whose end was not yet seen."""
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             yield Ended(pid=found[0], exit_code=os.waitstatus_to_exitcode(found[1]))
@@ -260,9 +260,9 @@ _Kind = TypeVar("_Kind")
 LOST_EXIT_CODE = 255
 """Exit code of a process whose server is gone, so that nobody saw how it ended."""
 _ANSWER_SECONDS = 30
-"""For a fork, or a word, on a machine that swaps."""
+"""Time in seconds for a server to fork or to reply, on a machine that swaps."""
 _STOPPED_SECONDS = 5.0
-"""A server that is stopped for so long while something is waited for is not waited for any longer."""
+"""Time in seconds for which a server may be stopped (SIGSTOP) before a wait for its reply is given up."""
 _GONE = "the process that ranks are forked from has ended: killed, for want of memory?"
 _SILENT = "the process that ranks are forked from does not answer, and was ended; the next case gets a new one"
 
@@ -278,7 +278,7 @@ class ForkServer:
     def __init__(
         self, channel: Connection, pid: int, process: subprocess.Popen[bytes] | None, python: str = sys.executable
     ) -> None:
-        """`process`: where it is this process's own child. `python`: the interpreter that it runs."""
+        """`process` is the server's process if it is a child of this one. `python` is the server's interpreter."""
         self.pid, self.is_gone, self._python = pid, False, python
         self._channel, self._exit_codes = channel, dict[int, int]()
         with socket.socket(fileno=os.dup(channel.fileno())) as end:  # a stopped server reads nothing
@@ -287,7 +287,7 @@ class ForkServer:
 
     @classmethod
     def start(cls, environment: Mapping[str, str], modules: Sequence[str], python: str = sys.executable) -> ForkServer:
-        """A server with the whole of `environment`, not yet ready; it ends with this process."""
+        """Start a server with exactly `environment`. It is not yet ready, and ends with this process."""
         channel, its_end = Pipe()
         # Without the working directory, which `-c` puts first: it may be a stranger's.
         path = "import sys; sys.path[:] = filter(None, sys.path)"
@@ -303,7 +303,7 @@ class ForkServer:
         return cls(channel, process.pid, process, python)
 
     def branch(self, environment: Mapping[str, str], modules: Sequence[str]) -> ForkServer:
-        """A server with all that this one has, and more; not yet ready."""
+        """Fork a server from this one, with further variables and modules. It is not yet ready."""
         channel, its_end = Pipe()
         with its_end:
             self._send(Branch(environment=environment, modules=modules))
@@ -312,7 +312,7 @@ class ForkServer:
         return ForkServer(channel, self._answer_pid(), None, self._python)
 
     def await_ready(self, what: str, *, seconds: float) -> None:
-        """Until its modules are imported. Raises `MeshmarkError` when that takes too long, and ends it."""
+        """Wait until the server's modules are imported. Otherwise, end the server and raise `MeshmarkError`."""
         if self._speaks(seconds):
             message = f"importing {what} ended the process that ranks are forked from"
             with contextlib.suppress(EOFError, OSError):
@@ -330,14 +330,16 @@ class ForkServer:
         raise MeshmarkError(message)
 
     def call(self, function: Callable[..., object], *arguments: object) -> int:
-        """Id of a new process that calls `function`, and exits with 0 unless it raises. Raises `MeshmarkError` when
-        the server is gone, or does not answer; then it is ended."""
+        """Call `function` in a new process, and return the process id. The process exits with 0 unless it raises.
+
+        Raises `MeshmarkError` if the server is gone or does not reply. A server that does not reply is ended.
+        """
         keeps = self._python != sys.executable
         path = [place for place in sys.path if not (keeps and _is_installed(place))]
         self._send(Call(pickled=pickle.dumps((function, arguments)), path=path, keeps=keeps, folder=os.getcwd()))
         pid = self._answer_pid()
-        # The kernel gives numbers out again: an exit code that is known already is that of an earlier process. The
-        # server says that a process has ended only after it has said its number.
+        # The kernel reuses process ids, so a known exit code belongs to an earlier process. The server reports the end
+        # of a process only after its id.
         self._exit_codes.pop(pid, None)
         return pid
 
@@ -356,7 +358,7 @@ class ForkServer:
         return self._exit_codes.get(pid, LOST_EXIT_CODE if self.is_gone else None)
 
     def listen(self, seconds: float) -> None:
-        """Take notice of children that have ended; at most so long until the first."""
+        """Record the children that have ended, and wait at most `seconds` for the first."""
         while not self.is_gone and self._channel.poll(seconds):
             self._hear()
             seconds = 0
@@ -406,7 +408,7 @@ class ForkServer:
         return told
 
     def kill(self) -> None:
-        """End it though it does not listen. It may have ended long ago: then its number can be another process's."""
+        """Kill the server, which may not respond. If it ended long ago, its id may now be another process's."""
         if has_variable(self.pid, LAUNCHER, str(os.getpid())):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)

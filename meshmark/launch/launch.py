@@ -1,10 +1,10 @@
-"""Run a request in fresh processes, one per rank, and collect whatever they leave.
+"""Run a request in fresh processes, one per rank, and collect their results.
 
 There are two launchers. One starts ranks by torchrun. The default forks ranks from a server that has PyTorch and the
-case's framework imported: a launch costs tenths of a second, and no framework's global state outlives its case. This is
-torch elastic's model (forkserver, agent store, error files, logs by rank) without its agent: restarts mean nothing to a
-measurement, and the agent's join ends the survivors before their stacks can be read, replaces the handler of Ctrl-C,
-and waits for ever for a stopped process.
+case's framework imported. A launch then takes tenths of a second, and no framework's global state outlives its case.
+This is torch elastic's model (forkserver, agent store, error files, logs by rank) without its agent. A measurement does
+not need restarts. The agent also ends the survivors before their stacks can be read, replaces the handler of Ctrl-C,
+and waits forever for a stopped process.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ class LaunchResult:
     failures: list[RankFailure]
     """Root cause first."""
     seconds: float
-    """From the call to the last process's end; of several nodes the longest, so that all of them know the same."""
+    """Seconds from the call to the end of the last process. The maximum over nodes, so that all nodes agree."""
     places: list[Place] = field(default_factory=list)
     """Places of the ranks, in order of rank."""
     lost: str = ""
-    """Why nothing came home from another node; reports and failures are this node's then."""
+    """Why another node sent no results, or an empty string. Reports and failures are then those of this node only."""
 
     @property
     def losses(self) -> list[float]:
@@ -102,15 +102,15 @@ class Launcher(Protocol):
     cluster: Cluster
 
     def launch(self, request: Request, world_size: int, *, alone: bool = False) -> LaunchResult:
-        """Run `request` on `world_size` ranks, an equal number a node; or, `alone`, all of them on this node, whatever
-        the others do. No process of it is left when this returns or raises.
+        """Run `request` on `world_size` ranks, equally many per node. None of its processes outlives this call.
 
-        Raises `ClusterError` when another node is lost before its ranks start, or is about to do something else;
-        `NoSpaceError` when there is no room for it; whatever happens to a rank is in the result.
+        With `alone`, all ranks run on this node, independently of other nodes. A rank's failure is part of the result.
+        Raises `ClusterError` if another node is lost before its ranks start or is about to run something else, and
+        `NoSpaceError` if there is no room for the launch.
         """
 
     def close(self) -> None:
-        """End what launches share."""
+        """End the processes that launches share."""
 
 
 class Starter(Protocol):
@@ -159,7 +159,7 @@ def _run(watchdog: Watchdog, others: Cluster | None, place: Place, started: floa
         failures = watchdog.run()
     except NodeLostError as error:
         lost = str(error)
-    if others:  # whose failure was first is told by one clock
+    if others:  # times of failures are compared between nodes, on node 0's clock
         failures = [dataclasses.replace(f, time=f.time + others.clock_ahead) for f in failures]
     reports = [_read_report(info) for info in watchdog.ranks]
     local = {
@@ -189,9 +189,9 @@ def caches_freed(task: Task) -> bool:
 
 
 _CONFIGURING = ("ACCELERATE_", "FSDP_", "HOROVOD_", "LT_", "MEGATRON_LM_", "PARALLELISM_CONFIG_", "PL_", "TORCH_FORCE_")
-"""Starts of variables by which a shell configures a framework. A case says itself how it is trained."""
+"""Prefixes of variables that configure a framework. Ranks do not get them, because a case defines how it is trained."""
 _OF_LAUNCHERS = ("AZUREML_", "JSM_", "LSB_", "MV2_", "OMPI_", "PMI_", "PMIX_", "SLURM_")
-"""Starts of variables by which another launcher gives a process its place: frameworks would take it for the rank's."""
+"""Prefixes of variables in which another launcher sets a process's rank. Frameworks would use it as the rank's."""
 
 
 def unheeded_variables(environment: Mapping[str, str]) -> list[str]:
@@ -200,11 +200,11 @@ def unheeded_variables(environment: Mapping[str, str]) -> list[str]:
 
 
 def process_environment(spec: ClusterSpec, task: Task) -> dict[str, str]:
-    """Return all variables of processes that run ranks for `task`: this one's own, but for those that would configure a
-    framework or place a rank, and more; none is set here.
+    """Return all environment variables of processes that run ranks for `task`. Does not change this process's own.
 
-    Raises `InputError` where the user has sent a framework's cache to a folder that others can write to, or gloo to a
-    network interface that is not here.
+    They are this process's variables, without those that configure a framework or place a rank, and with Meshmark's
+    settings. Raises `InputError` if the user's variables name a cache folder that others can write to, or a network
+    interface that does not exist here.
     """
     expect_interfaces(os.environ)
     root = str(Path(meshmark.__file__).parent.parent)  # they import the checkout wherever they were started
@@ -307,12 +307,15 @@ _ALWAYS = (
     "torch._inductor",
     "meshmark.launch.rank",
 )
-"""Modules of every rank. Of `torch`, the first optimizer imports `_dynamo` and the first profile `_inductor`: left to
-ranks, that is half of the time of a small model's."""
+"""Modules that every rank needs.
+
+The first optimizer imports `torch._dynamo`, and the first profile `torch._inductor`. In a rank of a small model, these
+imports would take half of its time.
+"""
 _IMPORT_SECONDS = 300.0
-"""For PyTorch, on a slow disk; a framework has the case's time limit, if that is longer."""
+"""Time in seconds to import PyTorch from a slow disk. For a framework, the case's time limit counts if it is longer."""
 KILL_SECONDS = 10.0
-"""A rank that outlives SIGKILL for longer cannot be killed."""
+"""Time in seconds after SIGKILL after which a rank counts as unkillable."""
 
 
 class ForkserverLauncher:
@@ -365,7 +368,7 @@ class ForkserverLauncher:
 
 
 def _is_gone(server: ForkServer) -> bool:
-    """Also one that is stopped: it is ended."""
+    """Return whether a server is gone or does not reply. If it does not reply, as when stopped, it is ended."""
     return server.is_gone or not server.serves()
 
 
@@ -389,7 +392,7 @@ class ForkedRanks:
         return self._pids.get(info.rank)
 
     def exit_code(self, info: RankInfo) -> int | None:
-        """Seen without the server too, for that may be stopped."""
+        """Return the exit code, read without the server if necessary, because the server may be stopped."""
         pid = self._pids.get(info.rank)
         if pid is None:
             return None
@@ -418,12 +421,12 @@ class ForkedRanks:
         return left
 
     def _kill(self, info: RankInfo, pid: int) -> None:
-        """The rank, and what it had started."""
+        """Kill the rank and its process group, which includes what it started."""
         if self.exit_code(info) is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         elif not self.is_gone and process_state(pid) not in ("", "Z"):
-            return  # it ended so long ago that its number is somebody else's by now
+            return  # it ended long ago, and its id now belongs to another process
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
 
@@ -439,7 +442,7 @@ def _end_started_by(ranks: Sequence[RankInfo]) -> None:
     end_started_with("TMPDIR", str(ranks[0].folder))
 
 
-# --- A launcher that runs one plain torchrun command a launch. It is slow, and it is how most training is started.
+# --- A launcher that runs one plain torchrun command per launch. It is slow, but most training is started this way.
 
 _START_SECONDS = 60.0
 _FAILED_RANK = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s*exitcode\s*: (-?\d+)")
@@ -478,10 +481,10 @@ class TorchrunLauncher:
 
 
 class TorchrunRanks:
-    """The ranks of one launch, known by what they leave in its folder, and the agent that started them."""
+    """The ranks of one launch, observed through their files in its folder, and the agent that started them."""
 
     grace_seconds = 40.0
-    """The agent ends the others, within 30 s, and then tells which of them was killed."""
+    """The agent ends the other ranks within 30 s, and then reports which of them were killed."""
 
     def __init__(
         self, server: ForkServer, request: Request, ranks: Sequence[RankInfo], environment: dict[str, str]
@@ -505,8 +508,10 @@ class TorchrunRanks:
         self._agent = self._server.call(execute, self._command(file), self._environment, str(self._log))
 
     def _command(self, request: Path) -> list[str]:
-        """The agent meets with itself in a file: `--standalone` would open a port, and what it reads there it
-        unpickles."""
+        """Return the torchrun command. The agent's rendezvous is a file.
+
+        With `--standalone` it would open a port, and unpickle what it reads there.
+        """
         rendezvous = f"--rdzv-backend=c10d --rdzv-endpoint={self._folder}/rendezvous --rdzv-conf=store_type=file"
         count = f"--nnodes=1 --nproc-per-node={len(self._ranks)}"
         python = [sys.executable, "-P"]  # without the working directory on the path, which may be a stranger's
@@ -521,19 +526,22 @@ class TorchrunRanks:
         self._server.listen(seconds)
 
     def pid(self, info: RankInfo) -> int | None:
-        """None before the rank has come to itself."""
+        """Return the rank's process id, or None before the rank has written it."""
         file = info.file("pid")
         text = file.read_text() if file.is_file() else ""
         return int(text) if text else None
 
     def exit_code(self, info: RankInfo) -> int | None:
-        """0 also of a rank that the agent ended for the sake of another, or that ended so without a word."""
+        """Return the rank's exit code, or None while it is unknown.
+
+        It is 0 for a rank that the agent ended because another rank failed, also if the rank left no message.
+        """
         for kind, code in (("report", 0), ("failure", 1)):
             if info.file(kind).is_file():
                 return code
         agent = self._agent_exit_code()
         if not agent:
-            return agent  # nothing is said of a rank before the agent's end
+            return agent  # the agent reports on ranks only when it ends
         if not self._log.is_file():
             return agent
         failed, ended = self._failed()
@@ -542,8 +550,10 @@ class TorchrunRanks:
         return failed.get(info.rank, 0 if failed or self._any_failure() else agent)
 
     def _failed(self) -> tuple[dict[int, int], set[int]]:
-        """Exit codes of the ranks that failed, by the agent's summary; and those that fell to SIGTERM beside others,
-        which did not: the agent ended them before they could leave a mark of that."""
+        """Return the exit codes of the failed ranks in the agent's summary, and the ranks that the agent itself ended.
+
+        The latter died of SIGTERM while other ranks failed otherwise, before they could write their mark.
+        """
         text = self._log.read_text(errors="replace") if self._log.is_file() else ""
         found = {int(rank): int(code) for rank, code in _FAILED_RANK.findall(text)}
         terminated = {rank for rank, code in found.items() if code == -signal.SIGTERM}
@@ -585,7 +595,7 @@ class TorchrunRanks:
         if not self._server.is_gone:
             end_children(self._server.pid)
         _end_started_by(self._ranks)
-        for info in self._ranks:  # what kept a rank from beginning stands in the agent's log
+        for info in self._ranks:  # the agent's log says why a rank did not start
             if not info.file("log").is_file() and self._log.is_file():
                 info.file("log").write_bytes(self._log.read_bytes())
         left = [info.rank for info in self._ranks if process_state(self.pid(info) or 0) not in ("", "Z")]

@@ -20,7 +20,7 @@ _EXIT_CODE = 49
 
 
 def process_state(pid: int) -> str:
-    """The kernel's letter; empty when there is no such process, and Z when all that is left of it is its exit code."""
+    """Return the kernel's letter for a process's state. Empty if there is none, Z if only its exit code is left."""
     return fields[0] if (fields := _fields(pid)) else ""
 
 
@@ -109,8 +109,10 @@ _NUM_THREADS = 17
 
 
 def adopt_orphans() -> None:
-    """Make this process, a server, the parent of all its descendants' orphans, which it is to end before it ends: when
-    the launcher is gone. Until then it heeds no signal that is meant for the launcher."""
+    """Make this process, a server, the parent of its descendants' orphans, and ignore SIGTERM and SIGHUP.
+
+    These signals are meant for the launcher. When the launcher is gone, the server must end the orphans before itself.
+    """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     for ending in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(ending, signal.SIG_IGN)
@@ -126,8 +128,8 @@ def die_with_parent(parent: int | None) -> None:
 def end_own_children() -> None:
     """Kill all children of this process and what it adopts meanwhile, and reap them.
 
-    A process whose main thread has ended looks like a zombie while its other threads still end, and until then it keeps
-    its children. Only the kernel's word that no child is left says that nothing will be adopted any more.
+    A process whose main thread has ended looks like a zombie while its other threads run, and keeps its children
+    meanwhile. Only the kernel's report that no child is left proves that none will be adopted any more.
     """
     deadline = time.monotonic() + _REAP_SECONDS
     while time.monotonic() < deadline:

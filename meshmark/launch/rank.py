@@ -51,12 +51,12 @@ from meshmark.records.request import Request, Task
 from meshmark.serial import decode, encode
 from meshmark.text import clip, describe_error, text_of
 
-# --- Where a rank stands in a launch.
+# --- Position of a rank in a launch.
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """Where a rank stands in a launch."""
+    """Position of a rank in a launch, and the files of the launch."""
 
     rank: int
     local_rank: int
@@ -126,8 +126,11 @@ _TASKS = {
 
 
 def perform(request: Request, info: RankInfo) -> RankReport | RankFailure:
-    """Do `request` as the rank that `info` says, in a process that has no process group yet. After a failure the
-    process is to end without a clean-up, for the communication layer's would wait for peers that are gone."""
+    """Run `request` as the rank `info`, in a process that has no process group yet.
+
+    After a failure the process must end without cleanup, because the communication layer's cleanup would wait for peers
+    that are gone.
+    """
     started = time.time()
     try:
         timeout = datetime.timedelta(seconds=request.time_limit_seconds + 60)  # the launcher's limit comes first
@@ -158,7 +161,7 @@ def perform(request: Request, info: RankInfo) -> RankReport | RankFailure:
 
 
 def _perform_alone(request: Request, info: RankInfo, started: float) -> RankReport:
-    """Do `request` as the first of its `fake_ranks`, whatever rank of its launch this process is."""
+    """Run `request` as the first of its `fake_ranks`, regardless of this process's rank in the launch."""
     rank, world_size = request.fake_ranks[0], request.case.world_size
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     device = _prepare(request, info, rank)
@@ -173,7 +176,7 @@ def _perform_alone(request: Request, info: RankInfo, started: float) -> RankRepo
 
 
 def _store(info: RankInfo, timeout: datetime.timedelta) -> Store:
-    """Where the ranks of this launch meet: a file that this user alone can open, or the store of the nodes."""
+    """Return the store of this launch's process group: a file that only this user can open, or the nodes' store."""
     if not info.port:
         return FileStore(str(info.folder / "store"), info.world_size)
     return RunStore(info.host, info.port, run_secret(), timeout)
@@ -214,8 +217,10 @@ def _join(request: Request, info: RankInfo, store: Store, timeout: datetime.time
 
 
 def _recorded(request: Request) -> int:
-    """Entries of the flight recorder: all of a metered pass's or profiled step's, on any backend. Elsewhere it would
-    only take time, and memory with every collective; but NCCL's is cheap, and all the evidence that there is of a hang.
+    """Return the number of entries that the flight recorder keeps: all those of a metered or profiled pass.
+
+    In other passes it would take time, and memory with every collective. NCCL's recorder is cheap, and gives the only
+    evidence of a hang, so it stays on.
     """
     if request.task is Task.PROFILE:
         return 20_000
@@ -228,7 +233,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def _kind(error: BaseException, folders: Iterable[Path] = ()) -> Status:
-    """`folders`: those that the rank writes to."""
+    """Return the status of a pass that failed with `error`. `folders` are those that the rank writes to."""
     if means_no_space(error, folders):
         return Status.NO_SPACE
     if isinstance(error, ClusterError | ClockError):  # neither nodes, their store nor the clock are the adapter's
@@ -266,7 +271,7 @@ STACK_SIGNAL = signal.SIGUSR1
 
 
 def run_forked_rank(request: Request, info: RankInfo) -> NoReturn:
-    """A rank that a server has forked: in a session of its own, so that what it starts ends with it."""
+    """Run a forked rank in a new session, so that the processes it starts end with it."""
     os.setsid()
     os.environ.update(
         RANK=str(info.rank),
@@ -299,8 +304,10 @@ def run_rank(request: Request, info: RankInfo) -> NoReturn:
 
 
 def _leave_traces(info: RankInfo) -> None:
-    """Own log, progress, stacks and temporary files in the launch's folder; no standard input; leave Ctrl-C to the
-    launcher."""
+    """Redirect log, progress, stacks and temporary files to the launch's folder.
+
+    Standard input becomes empty, and Ctrl-C is left to the launcher.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     log = os.open(info.file("log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
@@ -315,7 +322,7 @@ def _leave_traces(info: RankInfo) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Atomically: the launcher reads a whole file or none."""
+    """Write a file atomically, so that the launcher reads a whole file or none."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text)
     partial.replace(path)
@@ -325,7 +332,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def main(file: Path) -> NoReturn:
-    """Ranks meet in a file beside the request, in a folder that this user alone can open, and need no port."""
+    """Run one rank under torchrun. Ranks meet in a file in a folder that only this user can open, and need no port."""
     die_with_parent(os.getppid())
     rank, local_rank, world_size, local_world_size = (
         int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")

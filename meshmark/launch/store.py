@@ -1,8 +1,8 @@
-"""The key-value store of a run on several nodes: node 0 serves it, whoever asks must know the run's secret.
+"""The key-value store of a run on several nodes. Node 0 serves it to clients that know the run's secret.
 
-PyTorch's `TCPStore` lets anybody who reaches its port read, write and list every key, and through a rendezvous take
-part in the collectives that stand on it. Here both sides prove by HMAC-SHA256 over fresh numbers that they know the
-secret before anything else is said; after that, messages are JSON of limited size, and every call has a deadline.
+PyTorch's `TCPStore` lets anyone who reaches its port read, write and list every key, and join the collectives that use
+it. Here, both sides first prove by HMAC-SHA256 over fresh nonces that they know the secret. After that, messages are
+JSON of limited size, and every call has a deadline.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _PROOF_BYTES = 32
 _MOST_BYTES = 2**30
 """Largest size of one message. Reports of all ranks of a node are a few megabytes."""
 _PROVE_SECONDS = 10.0
-"""For the whole proof, however many bytes arrive when."""
+"""Time limit in seconds for the whole proof, however slowly its bytes arrive."""
 _PROVE_ATTEMPTS = 6
 _PAUSE_SECONDS = 0.1
-"""Before a second attempt to prove; twice as long before each further one."""
+"""Scale in seconds of the random pause before another attempt. It doubles with each attempt."""
 _MOST_UNPROVEN = 256
-"""Peers that have yet to prove themselves; as many more push out those that came first."""
+"""Most peers that have not yet proven themselves. With more, the oldest are disconnected."""
 _RETRY_SECONDS = 0.05
-"""Before the next connection is taken where this process has no room for one."""
+"""Pause in seconds after a connection could not be accepted for lack of files or memory."""
 _CALL_SECONDS = 15.0
 """A call that takes longer means that node 0 or the link to it is lost."""
 SILENT_SECONDS = 15.0
@@ -49,7 +49,7 @@ _POLL_SECONDS = (0.002, 0.05)
 
 
 class StoreServer:
-    """Serves the store to whoever proves to know `secret`, a thread a connection."""
+    """Serves the store to clients that prove that they know `secret`, with one thread per connection."""
 
     def __init__(self, listener: socket.socket, secret: bytes) -> None:
         self._listener, self._secret = listener, secret
@@ -75,7 +75,7 @@ class StoreServer:
         self._listener.close()
 
     def _accept(self) -> None:
-        """Take connections until this side closes. A stranger's, or want of room for one, ends nothing else."""
+        """Accept connections until this side closes. A stranger's connection, or one that fails, affects no other."""
         while not self._closed:
             try:
                 peer, _ = self._listener.accept()
@@ -94,8 +94,10 @@ class StoreServer:
                 peer.close()
 
     def _drop_unproven(self) -> None:
-        """Hang up on those that came first, so that strangers cannot keep others out: a rank proves itself in
-        milliseconds, and comes again if that was too long."""
+        """Disconnect the oldest unproven peers, so that strangers cannot keep others out.
+
+        A rank proves itself in milliseconds, and tries again if it was disconnected.
+        """
         with self._unproven_lock:
             for peer in list(self._unproven)[: max(len(self._unproven) - self._most_unproven, 0)]:
                 del self._unproven[peer]
@@ -161,11 +163,10 @@ class StoreServer:
 
 
 class RunStore(Store):
-    """A rank's or a launcher's connection to the store; what a process group needs of one. Whoever gives it to one
-    keeps it alive too: PyTorch would not.
+    """A rank's or a launcher's connection to the store, with the methods that a process group needs.
 
-    Raises `NodeLostError` when nobody is there or an answer does not come, another `ClusterError` when who is there
-    does not know the secret.
+    The caller must keep it alive, because a process group does not. Raises `NodeLostError` if the server is not there
+    or does not reply, and another `ClusterError` if it does not know the secret.
     """
 
     def __init__(self, host: str, port: int, secret: bytes, timeout: datetime.timedelta) -> None:
@@ -190,9 +191,9 @@ class RunStore(Store):
                     time.sleep(_PAUSE_SECONDS * 2**attempt * random.random())
                     continue
                 raise ClusterError(
-                    f"what listens at {self._where} is not this run's store, or holds another secret: is the port "
-                    "another program's? Do all nodes see the same MESHMARK_RDZV_SECRET, or the same home directory? "
-                    f"({error})"
+                    f"the program at {self._where} is not this run's store, or has a different secret. Is the port "
+                    "used by another program? Do all nodes have the same MESHMARK_RDZV_SECRET, or the same home "
+                    f"directory? ({error})"
                 ) from error
             return peer
         raise AssertionError("the last attempt returns or raises")
@@ -203,7 +204,7 @@ class RunStore(Store):
                 _send(self._peer, {"what": what, **question})
                 answer = _receive(self._peer)
         except (OSError, ValueError) as error:
-            self.close()  # what comes later would answer another question
+            self.close()  # a late reply would be taken for the reply to a later request
             raise NodeLostError(f"node 0's store at {self._where} does not answer: {error}") from error
         if answer is None:
             raise NodeLostError(f"node 0's store at {self._where} has closed: did its pytest command end?")
@@ -223,15 +224,15 @@ class RunStore(Store):
         return bool(self._ask("check", keys=keys))
 
     def missing(self, keys: list[str]) -> list[str]:
-        """Those of `keys` that nobody has written yet."""
+        """Return the keys among `keys` that are not yet written."""
         return [str(key) for key in self._ask("missing", keys=keys)]
 
     def get_all(self, keys: list[str]) -> list[bytes]:
-        """The values of keys that are there, in one question."""
+        """Return the values of existing keys, in one request."""
         return [_bytes(value) for value in self._ask("get_all", keys=keys)]
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
-        """Raises `ClusterError` unless all `keys` are there in time. Other threads' calls go on meanwhile."""
+        """Wait until all `keys` exist. Raises `ClusterError` on a timeout. Other threads may call meanwhile."""
         limit: datetime.timedelta = timeout or self.timeout  # type: ignore[attr-defined]
         seconds = limit.total_seconds()
         deadline, pause = time.monotonic() + seconds, _POLL_SECONDS[0]
@@ -252,7 +253,7 @@ class RunStore(Store):
         return int(self._ask("count"))
 
     def beat(self, node: int) -> list[int]:
-        """A sign of life of `node`'s launcher. Returns the nodes that have given none for too long."""
+        """Send a heartbeat of `node`'s launcher. Returns the nodes whose last heartbeat is too old."""
         return [int(silent) for silent in self._ask("beat", node=node)]
 
     def clock_ahead(self) -> float:
@@ -264,7 +265,7 @@ class RunStore(Store):
         return theirs - (asked + time.time()) / 2
 
     def leave(self, node: int) -> None:
-        """`node` needs no more signs of life."""
+        """Tell the server to expect no more heartbeats of `node`."""
         self._ask("leave", node=node)
 
     def close(self) -> None:
@@ -279,12 +280,12 @@ def run_secret() -> bytes:
     """
     if text := os.environ.get("MESHMARK_RDZV_SECRET"):
         if len(text) < 16:
-            raise ClusterError(f"MESHMARK_RDZV_SECRET has {len(text)} characters: at least 16 that nobody guesses")
+            raise ClusterError(f"MESHMARK_RDZV_SECRET has {len(text)} characters: expected at least 16, hard to guess")
         return text.encode()
     try:
         home = Path.home()
     except RuntimeError as error:  # neither HOME nor an entry of this user's
-        raise ClusterError("this user has no home directory: set MESHMARK_RDZV_SECRET alike on all nodes") from error
+        raise ClusterError("this user has no home directory: set the same MESHMARK_RDZV_SECRET on all nodes") from error
     file = home / ".config" / "meshmark" / "rdzv-secret"
     try:
         if not file.exists():
@@ -294,14 +295,14 @@ def run_secret() -> bytes:
     except UnicodeDecodeError as error:
         raise ClusterError(f"{file} is not text: remove it, a new one is made") from error
     except OSError as error:
-        raise ClusterError(f"{file}: {error.strerror}; set MESHMARK_RDZV_SECRET alike on all nodes instead") from error
+        raise ClusterError(f"{file}: {error.strerror}; set the same MESHMARK_RDZV_SECRET on all nodes") from error
     if about.st_uid != os.geteuid() or about.st_mode & 0o077 or len(text) < 64:
         raise ClusterError(f"{file} should be this user's, of mode 0600, with 64 digits: remove it, a new one is made")
     return text.encode()
 
 
 def _create(file: Path, text: str) -> None:
-    """Whole or not at all; of two nodes that do so at once, one prevails."""
+    """Create a file atomically. If two nodes do so at once, the first one's file stays."""
     file.parent.mkdir(parents=True, exist_ok=True)
     own = file.with_name(f"{file.name}.{secrets.token_hex(8)}")
     with open(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
@@ -325,10 +326,10 @@ def _challenge(peer: socket.socket, secret: bytes) -> bytes | None:
 
 
 def _prove(peer: socket.socket, secret: bytes) -> None:
-    """The client's side of `_challenge`. Raises `ValueError` or `OSError` unless the server knows the secret too."""
+    """Answer `_challenge` as a client. Raises `ValueError` or `OSError` unless the server also knows the secret."""
     deadline = time.monotonic() + _PROVE_SECONDS
     if (greeting := _exactly(peer, len(_GREETING), deadline)) != _GREETING:
-        raise ValueError(f"it greets with {greeting!r}")
+        raise ValueError(f"its first message is {greeting!r}")
     theirs, nonce = _exactly(peer, _NONCE_BYTES, deadline), secrets.token_bytes(_NONCE_BYTES)
     peer.sendall(nonce + _proof(secret, b"client", theirs + nonce))
     if not hmac.compare_digest(_exactly(peer, _PROOF_BYTES, deadline), _proof(secret, b"server", theirs + nonce)):
@@ -345,7 +346,7 @@ def _send(peer: socket.socket, message: object) -> None:
 
 
 def _receive(peer: socket.socket) -> dict[str, Any] | None:
-    """The next message; None when the peer has left. Raises `ValueError` for one that is too long or not JSON."""
+    """Return the next message, or None if the peer has left. Raises `ValueError` if it is too long or not JSON."""
     try:
         size = int.from_bytes(_exactly(peer, 8), "big")
     except ConnectionError:
@@ -359,8 +360,11 @@ def _receive(peer: socket.socket) -> dict[str, Any] | None:
 
 
 def _exactly(peer: socket.socket, size: int, deadline: float | None = None) -> bytes:
-    """Raises `ConnectionResetError` when the peer leaves first, `TimeoutError` when all is not there by `deadline`, or
-    without one when nothing arrives for as long as the socket's own timeout."""
+    """Return exactly `size` bytes from `peer`.
+
+    Raises `ConnectionResetError` if the peer disconnects before. Raises `TimeoutError` if they are not there by
+    `deadline`, or, without a deadline, if nothing arrives within the socket's timeout.
+    """
     parts = bytearray()
     while len(parts) < size:
         try:

@@ -1,4 +1,4 @@
-"""Holds the ranks of one node to their time limit, and tells how they ended, however their processes were started."""
+"""Enforce the time limit of the ranks of one node, and report how they ended, for every launcher."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from meshmark.text import LIMIT, clip, clip_tail
 _POLL_SECONDS = 0.1
 _STACK_SECONDS = 3.0
 _FROZEN_SECONDS = 3.0
-"""A wait that takes so much longer than it was to means that this process was stopped, and maybe its ranks too."""
+"""If a wait takes this many seconds too long, this process was stopped, and maybe its ranks too."""
 _HALTED = (STATES["T"], STATES["t"])
 """States, in words, of a process that a signal or a debugger has stopped."""
 _LOG_LINES = 30
 _ENDURE_SECONDS = 10.0
-"""Least time that the pass `FAIL`, which tests whether the other ranks end by themselves, gives them."""
+"""Least time in seconds that the pass `FAIL` gives other ranks to end by themselves, which is what it tests."""
 _CRASHES = [-number for number in (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)]
-"""Exit codes that no watchdog causes: such a rank was dying, which can take seconds, when it was to be killed."""
+"""Exit codes of crashes. The watchdog causes none of them: such a rank was already dying when it was killed."""
 
 
 class RankProcesses(Protocol):
@@ -50,13 +50,13 @@ class RankProcesses(Protocol):
         """Start them all."""
 
     def wait(self, seconds: float) -> None:
-        """Until something may have happened to one, but no longer than `seconds`."""
+        """Wait until a rank may have ended, but no longer than `seconds`."""
 
     def pid(self, info: RankInfo) -> int | None:
-        """None while it has none, or where that is not known."""
+        """Return the rank's process id, or None if there is none or it is unknown."""
 
     def exit_code(self, info: RankInfo) -> int | None:
-        """Negative: the signal that killed it. None while it runs."""
+        """Return the rank's exit code, or None while it runs. A negative code is the signal that killed it."""
 
     def spared(self, info: RankInfo) -> bool:
         """Return whether the rank's end says nothing about it, because another rank's failure was the cause."""
@@ -66,7 +66,7 @@ class RankProcesses(Protocol):
         """Whether the processes that started the ranks are gone, and with them every rank that had not ended."""
 
     def end(self) -> list[int]:
-        """Kill what still runs, and whatever any of them started. Returns the ranks that outlived that."""
+        """Kill the ranks that still run, and all processes that ranks started. Returns the ranks that survive."""
 
 
 class Watchdog:
@@ -80,7 +80,7 @@ class Watchdog:
         ranks: Sequence[RankInfo],
         failed_key: str,
     ) -> None:
-        """`cluster`: where other nodes run ranks of the same launch; None when none does."""
+        """`cluster` is the nodes that run ranks of the same launch, or None if no other node does."""
         self.processes, self.cluster, self.request, self.ranks = processes, cluster, request, ranks
         self.failed_key = failed_key
         self.killed: set[int] = set()
@@ -90,14 +90,14 @@ class Watchdog:
         """When each rank was seen to have ended."""
         self.started = self.stopped = time.monotonic()
         self.marks: dict[int, Mark] = {}
-        """How far each rank had come when its time was up."""
+        """Progress of each rank when its time was up."""
         self.states: dict[int, str] = {}
-        """And in which state its process was, in words."""
+        """State of each rank's process when its time was up, in words."""
         self.frozen = 0.0
         """Seconds in which this process was stopped. They count for no rank's time limit."""
 
     def run(self) -> list[RankFailure]:
-        """Start the ranks, wait for their end, and tell why those failed that did."""
+        """Start the ranks, wait for their end, and return the failures."""
         late: list[int] = []
         try:
             self.processes.start()
@@ -113,8 +113,10 @@ class Watchdog:
         return [self._excused(f) for info in self.ranks if (f := self._failure(info, late))]
 
     def _excused(self, failure: RankFailure) -> RankFailure:
-        """Return the failure as no fault of the adapter where all stood still for longer than the time limit. Ranks
-        that wait for one another give up then, when they go on."""
+        """Return the failure, marked as no fault of the adapter if all was stopped for longer than the time limit.
+
+        Ranks that wait for one another give up when they continue after such a stop.
+        """
         if self.frozen <= self.request.time_limit_seconds or failure.kind == Status.UNKILLABLE:
             return failure
         told = f"the machine, the container or the job was stopped for {self.frozen:.0f} s; then: {failure.message}"
@@ -128,7 +130,7 @@ class Watchdog:
         return [info for info in self.ranks if self.processes.exit_code(info) is None]
 
     def _wait(self) -> list[int]:
-        """Until all have ended, or none may go on. Returns the ranks whose time is up."""
+        """Wait until all ranks have ended or must be ended. Returns the ranks whose time is up."""
         deadline = self.started + self.request.time_limit_seconds
         last_moment = None
         while self._alive():
@@ -149,8 +151,10 @@ class Watchdog:
         return []
 
     def _lost_seconds(self) -> float:
-        """Wait for what happens next. Return by how much longer that took than it was to: nothing, unless this process
-        was stopped, as where a container or a job is paused."""
+        """Wait for the next event, and return the seconds by which the wait took too long.
+
+        That is about zero unless this process was stopped, for example because a container or a job was paused.
+        """
         began = time.monotonic()
         self.processes.wait(_POLL_SECONDS)
         return time.monotonic() - began - _POLL_SECONDS
@@ -201,7 +205,7 @@ class Watchdog:
         if (info.rank in self.killed and exit_code not in _CRASHES) or not self._failed(info):
             return None
         kind, message = _death(exit_code)
-        # Without its server, a rank that has reported may have ended well or badly: nobody knows.
+        # Without its server, it is unknown whether a rank that has reported ended well.
         if self.processes.is_gone and (exit_code == LOST_EXIT_CODE or not info.file("report").is_file()):
             kind = Status.UNFINISHED
             message = "what starts ranks was killed, was stopped, or failed before they began"
@@ -232,7 +236,7 @@ class Watchdog:
         stands = stack_state(stack)
         if self.request.device != "cpu" and stands is StackState.OWN:
             stands = StackState.OUTSIDE  # a line of ours may wait there for the framework's kernels
-        kind: str = Pace.HUNG if pace is Pace.WAITS and not stack else pace  # without a stack, it does not even wait
+        kind: str = Pace.HUNG if pace is Pace.WAITS and not stack else pace  # without a stack, it answered no signal
         if self.states.get(info.rank) in _HALTED:
             kind = Status.UNFINISHED
             message += ": a signal (SIGSTOP, SIGTSTP) or a debugger had stopped it, which is no fault of the adapter"
@@ -260,7 +264,7 @@ class Watchdog:
 
 
 def _death(exit_code: int) -> tuple[str, str]:
-    """Its kind, and in words."""
+    """Return the status for an exit code, and a description."""
     if exit_code < 0:
         hint = " (the kernel's out-of-memory killer, if nobody else)" if exit_code == -signal.SIGKILL else ""
         known = -exit_code in {*signal.Signals}  # not real-time signals but the first and the last

@@ -1,9 +1,9 @@
 """Run one process as one rank of a world of any size, with a process group whose other ranks do not exist.
 
-PyTorch's fake process group performs no collectives, which DDP's reducer and gathers of objects do not survive. Here
-every collective returns at once: a reduction leaves this rank's values, a gather has this rank's part in every place,
-and a received message is zeros. Sizes, control flow and memory are therefore those of the real world, but computed
-numbers are meaningless.
+PyTorch's fake process group performs no collectives, so DDP's reducer and gathers of objects fail on it. Here every
+collective returns at once with a result: a reduction gives this rank's values, a gather repeats this rank's part, and a
+received message is zeros. Sizes, control flow and memory are therefore those of the real world, but computed numbers
+are meaningless.
 """
 
 from __future__ import annotations

@@ -440,7 +440,7 @@ class TorchTraffic:
         """
         asked, issued = self._operations()
         if gone := [i.kind for i in issued if not i.ranks]:
-            raise TrafficError(f"{', '.join(gone)} went over a process group that is gone when the step is over")
+            raise TrafficError(f"{', '.join(gone)} used a process group that was destroyed before the step ended")
         return _paired([a for a in asked if a.name not in POINT_TO_POINT], issued) + _point_to_point(asked)
 
     def issued(self) -> list[Transfer]:
@@ -521,7 +521,7 @@ def transfer_of(operation: AskedOperation, ranks: tuple[int, ...]) -> Transfer:
 def _meaning(operation: AskedOperation) -> tuple[str, int, bool]:
     name = operation.name.removeprefix("c10d::")
     if name not in _ASKED:
-        raise TrafficError(f"the call {operation.name} is none that Meshmark knows; `_ASKED` is to say what it sends")
+        raise TrafficError(f"the call {operation.name} is unknown to Meshmark; add what it sends to `_ASKED`")
     return _ASKED[name]
 
 

@@ -124,11 +124,11 @@ class ModelConfig:
 
     @property
     def stage_refusal(self) -> str:
-        """Why no part of the model can be a stage of a pipeline, not even all of it; empty where it can."""
+        """Return why no part of the model, not even the whole, can be a pipeline stage. Empty if one can."""
         return ""
 
     def row_shape(self, layer: int) -> tuple[int, ...] | None:
-        """Return the shape of one row behind a layer, where the model knows it without being run."""
+        """Return the shape of one row of a layer's output, or None if that is unknown until the model runs."""
         return None
 
     def stage_layers(self, num_stages: int, stage: int) -> Sequence[int]:
@@ -199,7 +199,7 @@ class ModelConfig:
 
     @property
     def indexed_in_blocks(self) -> int:
-        """How many of these are of blocks, which keep none where they are recomputed."""
+        """Number of `indexed` elements that are in blocks. Recomputed blocks keep no view."""
         return 0
 
     def refusals(self, case: Case) -> list[str]:

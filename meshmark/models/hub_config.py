@@ -144,8 +144,8 @@ def _report_changes(path: Path, changed: list[str], *, planned: bool) -> None:
         warnings.warn(f"{told}; planned without", stacklevel=4)
         return
     raise InputError(
-        f"--model {told}. It would be another model that is trained: take a key out of the file, or give it the value "
-        "of the model here, where that is what you mean"
+        f"--model {told}. Another model would be trained. If that is intended, remove the key from the file, or set it "
+        "to the value of the model here"
     )
 
 
@@ -200,7 +200,7 @@ def _dropout(config: Mapping[str, object], kind: str) -> Fields:
     rates = {key: config.get(key, 0.1) for key in (_GPT2_DROPOUTS if kind == "gpt2" else ())}
     if any(not _among(rate, _OFF) for rate in rates.values()):
         told = ", ".join(f"{key} {json.dumps(rate)[:60]}" for key, rate in rates.items())
-        raise InputError(f"{told} (here: 0; dropout=0 behind the file chooses that, and dropout=0.1 one for all)")
+        raise InputError(f"{told} (here: 0; add dropout=0 after the file to accept that, or dropout=0.1 for all)")
     return {}
 
 

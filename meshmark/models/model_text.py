@@ -70,7 +70,7 @@ def _options(whole: str, text: str, position: int) -> Fields:
         if not equals or key not in KEYS:
             raise InputError(f"{where}: expected KEY=VALUE, with a KEY of {', '.join(KEYS)}")
         if KEYS[key] in fields:
-            raise InputError(f"{where}: {key} stands there already")
+            raise InputError(f"{where}: {key} is given twice")
         fields[KEYS[key]] = _value(where, key, value)
         position += len(part) + 1
     return fields

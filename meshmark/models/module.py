@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 _AT_ONCE = 2**16
 """Elements that are drawn at once, few enough that the generator's wide integers stay in the cache."""
 _LEAST_A_THREAD = 2**20
-"""Elements of which a thread has as many to draw."""
+"""Smallest number of elements for each thread."""
 _AT_ONCE_ELSEWHERE = 2**22
-"""The same on other devices than a CPU, where every operator is a launch, and an event for whoever watches."""
+"""`_AT_ONCE` for devices other than a CPU, where every operator is a launch and an event for profilers."""
 _KEY, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 """SplitMix64's constants: golden ratio, first and second multiplier."""
 # The sum of four uniform integers in [0, 65535]: its mean, and its standard deviation sqrt(4 (65536^2 - 1) / 12).
@@ -96,8 +96,10 @@ def random_bits(
     block: Block | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """64 random bits for every element of a block of a tensor of `full_shape` (default: all of it), by (seed, name,
-    element) alone. int64, the block's shape."""
+    """Return 64 random bits for every element of a block of a tensor of `full_shape`, as int64 of the block's shape.
+
+    The bits depend on (seed, name, element) alone. `block` defaults to the whole tensor.
+    """
     part = block or Block(shape=full_shape, offset=[0] * len(full_shape))
     return _splitmix64(_counters(name, full_shape, part, seed, device or torch.device("cpu")))
 
@@ -109,7 +111,10 @@ def _counters(name: str, full_shape: Sequence[int], block: Block, seed: int, dev
 
 
 def row_blocks(block: Block, device: torch.device | None = None) -> list[Block]:
-    """A block by some of its rows at once, as many elements as are drawn at once where a row has no more."""
+    """Split a block by rows into blocks of no more elements than are drawn at once.
+
+    A row that has more elements is a block by itself.
+    """
     if not block.shape:
         return [block]
     on_host = device is None or device.type == "cpu"
@@ -128,8 +133,11 @@ def _rows_at_once(shape: Sequence[int], elements: int) -> int:
 
 
 def _fill_on_host(out: NDArray[np.float32], counters: NDArray[np.uint64], advance: int, std: float) -> None:
-    """Fill `out` with bell-shaped values, in place, in as many threads as PyTorch may use. Its values are the same in
-    any number: each follows from its counter alone, and NumPy lets go of the interpreter while it computes."""
+    """Fill `out` in place with bell-shaped values, in as many threads as PyTorch may use.
+
+    The values do not depend on the number of threads, because each follows from its counter alone. Threads run in
+    parallel, because NumPy releases the interpreter lock while it computes.
+    """
     at_once = max(len(counters), 1)
     num_threads = min(torch.get_num_threads(), out.size // _LEAST_A_THREAD) or 1
     share = -(-len(out) // (at_once * num_threads)) * at_once
@@ -146,11 +154,11 @@ def _fill_on_host(out: NDArray[np.float32], counters: NDArray[np.uint64], advanc
 
 
 def _fill_rows(out: NDArray[np.float32], counters: NDArray[np.uint64], ahead: int, advance: int, std: float) -> None:
-    """Fill `out`, whose first row's counters are `ahead` of `counters`, some rows at once.
+    """Fill `out`, several rows at once. The counters of its first rows are `counters` plus `ahead`.
 
-    `counters` are those of its first rows, as many as are drawn at once; a row's are `advance` larger than those of the
-    row before. NumPy draws without a trace: a profiler that watches PyTorch notes every operator and allocation, which
-    for a large model came to gigabytes.
+    `counters` has as many rows as are drawn at once. Each row's counters are `advance` larger than those of the row
+    before. NumPy is used because profilers of PyTorch record every operator and allocation, which came to gigabytes for
+    a large model.
     """
     bits, shifted, total = np.empty_like(counters), np.empty_like(counters), np.empty(counters.shape, np.int32)
     for first in range(0, len(out), max(len(counters), 1)):
@@ -172,7 +180,7 @@ def _fill_rows(out: NDArray[np.float32], counters: NDArray[np.uint64], ahead: in
 
 
 def _fill(out: Tensor, counters: Tensor, advance: int, std: float) -> None:
-    """`_fill_on_host` for tensors on any device, by PyTorch's operators, in place too."""
+    """Fill `out` in place, as `_fill_on_host` does, with PyTorch's operators on any device."""
     bits, shifted, total = (torch.empty_like(counters) for _ in range(3))
     for first in range(0, len(out), max(len(counters), 1)):
         rows = out[first : first + len(counters)]
@@ -263,9 +271,9 @@ class Model(nn.Module, ABC):
         layers = range(spec.num_layers + 2) if layers is None else layers
         self.spec = spec
         self.skipped_block: int | None = None
-        """Left out of the forward pass; set before every step."""
+        """Index of the block that the forward pass leaves out, if any. It is set before every step."""
         self.recompute: Recomputer | None = None
-        """Runs a block so that its activations are computed again in the backward pass; None keeps them."""
+        """Runs a block such that its activations are computed again in the backward pass. None keeps them."""
         self.embedding: nn.Module | None = self.make_embedding() if 0 in layers else None
         self.blocks = nn.ModuleDict({str(i - 1): self.make_block(i - 1) for i in layers if 1 <= i <= spec.num_layers})
         self.head: nn.Module | None = self.make_head() if spec.num_layers + 1 in layers else None
@@ -276,7 +284,7 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def make_block(self, index: int) -> nn.Module:
-        """[B, T, C] to [B, T, C]; of a residual network, channels of images to the like."""
+        """Return a block, which maps [B, T, C] to [B, T, C], or images to images in convolutional nets."""
 
     @abstractmethod
     def make_head(self) -> nn.Module:
@@ -284,7 +292,7 @@ class Model(nn.Module, ABC):
 
     @classmethod
     def join(cls, chunks: Sequence[Model]) -> Model:
-        """Return a model that holds all that some parts hold, for names, optimizer and checkpoints."""
+        """Return a model that holds the layers of all `chunks`, for names, the optimizer and checkpoints."""
         if len(chunks) == 1:
             return chunks[0]
         joined = cls(chunks[0].spec, layers=())
@@ -295,7 +303,7 @@ class Model(nn.Module, ABC):
 
     @classmethod
     def skeleton(cls, spec: ModelConfig) -> Model:
-        """Return a model whose parameters are replaced by others before it computes; here it has no values at all."""
+        """Return a model without values. Its parameters must be replaced before it computes."""
         with torch.device("meta"):
             return cls(spec)
 
@@ -314,10 +322,10 @@ class Model(nn.Module, ABC):
         }
 
     def hold(self, batch: Batch) -> None:
-        """Keep what stages of a pipeline look up in a step, before it is run; here nothing."""
+        """Keep what pipeline stages look up in `batch`. Called before each step; does nothing by default."""
 
     def stage_inputs(self, batch: Batch) -> Tensor:
-        """Return what the first stage of a pipeline is given, dealt to micro-batches along its first dimension."""
+        """Return the first pipeline stage's input. Its first dimension is split into micro-batches."""
         return cast(Tensor, batch.inputs)
 
     def stage_loss(self, outputs: Tensor, numbers: Tensor) -> Tensor:
@@ -368,8 +376,10 @@ def drawn_name(spec: ModelConfig, name: str) -> str:
 
 
 def initial_buffer(name: str) -> float:
-    """Every element of the buffer with this canonical name, at the start: a batch norm's running variance is one, its
-    mean and its count of batches zero."""
+    """Return the initial value of all elements of the buffer with this canonical name.
+
+    A batch norm's running variance starts at one, its mean and its count of batches at zero.
+    """
     return 1.0 if name.endswith("running_var") else 0.0
 
 
@@ -395,8 +405,11 @@ def block_classes(spec: ModelConfig) -> set[type[nn.Module]]:
 
 @functools.lru_cache(maxsize=4)
 def skeleton(spec: ModelConfig) -> Model:
-    """The model of `spec` without values, built once: to build one takes as long as a step of a tiny one. It is shared,
-    so that who depends on a mode of its modules sets it."""
+    """Return the model of `spec` without values.
+
+    It is cached, because building it takes as long as a step of a tiny model. It is shared, so callers that depend on
+    the training mode of its modules must set it.
+    """
     return module_class(spec).skeleton(spec)
 
 
@@ -406,7 +419,7 @@ def parameter_shapes(spec: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def sizes_by_block(spec: ModelConfig) -> dict[str, list[int]]:
-    """Elements of every parameter, by the block that it is in; of those in none under an empty name."""
+    """Return the numbers of elements of parameters by block. Parameters outside all blocks have the key ""."""
     found: dict[str, list[int]] = {"": []}
     for name, shape in parameter_shapes(spec).items():
         block = block_of(spec, name)
@@ -420,5 +433,5 @@ def block_of(spec: ModelConfig, name: str) -> str:
 
 
 def buffer_shapes(spec: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The same of every buffer, which each replica has values of its own of."""
+    """Return the canonical name and full shape of every buffer. Each replica has different values of buffers."""
     return {name: tuple(b.shape) for name, b in skeleton(spec).named_buffers()}

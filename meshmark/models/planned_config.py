@@ -85,8 +85,8 @@ _UNPLANNED |= {"attn_logit_softcapping": "the cap of scores", "final_logit_softc
 def planned_type(path: Path, *, planned: bool = True, seq_len: object = None) -> str:
     """Return the `model_type` of a file if such a model is only planned, or an empty string.
 
-    A type that is trained here is one of them if its heads have a width of their own, or if its windows are narrower
-    than `seq_len` (by default the file's longest sequence), and if it is to be `planned`.
+    With `planned`, this includes types that can be trained here, if heads have another width than hidden / heads, or
+    windows are narrower than `seq_len` (by default the file's longest sequence).
     """
     try:
         kind, said, _ = _read(path)

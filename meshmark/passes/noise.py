@@ -144,8 +144,10 @@ def drivers_cuda(library: str = "libcuda.so.1") -> str:
 
 
 def _libraries() -> dict[str, str]:
-    """How NCCL was told to communicate, and of the GPU that this rank computes on, if any: what cannot be asked of this
-    build is left out, for no pass is to fail for the sake of a version."""
+    """Return NCCL's environment variables and, on a GPU, the versions of its libraries and the GPU's id.
+
+    Versions that this build cannot report are left out, so that no pass fails because of them.
+    """
     found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_NCCL)}
     found |= {ALLOCATOR: allocator_settings()} if torch.cuda.is_available() else {}
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

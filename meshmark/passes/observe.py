@@ -88,7 +88,7 @@ def begins(engine: Engine, request: Request, rank: int) -> Beginning | None:
     case = request.case
     if case.precision.is_mixed:
         raise AdapterError(
-            f"modules are compared in fp32 and fp64, for 16 bits round too much: this case is in {case.precision}"
+            f"modules are compared in fp32 and fp64, because 16 bits round too much; this case is in {case.precision}"
         )
     if not isinstance(engine, DataParallelEngine) or case.layout.tp * case.layout.pp * case.layout.cp > 1:
         raise AdapterError(

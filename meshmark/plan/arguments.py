@@ -25,19 +25,19 @@ GPU_HELP = (
     "measured, with its rates"
 )
 _RATES_HELP = (
-    "name or JSON file of rates, if not those of the framework on the GPU; of nanotron on h100 `predict` takes "
-    "h100-sweep, the sweep's build, whose pipelines poll for messages on many nodes, and `plan` takes h100-nanotron"
+    "name or JSON file of rates (default: those of the framework on the GPU); for nanotron on h100 `plan` takes "
+    "h100-nanotron and `predict` takes h100-sweep, a build whose pipelines poll for messages on many nodes"
 )
 
 
 def add_setting(parser: argparse.ArgumentParser) -> None:
     by = parser.add_mutually_exclusive_group()
-    by.add_argument("--framework", help=f"whose recipe and layouts: {', '.join(FRAMEWORKS)}")
-    by.add_argument("--recipe", help=f"bytes a parameter, in place of a framework: {', '.join(RECIPES)}")
+    by.add_argument("--framework", help=f"framework whose recipe and layouts are planned: {', '.join(FRAMEWORKS)}")
+    by.add_argument("--recipe", help=f"bytes per parameter, instead of --framework: {', '.join(RECIPES)}")
     parser.add_argument(
         "--precision",
         choices=("bf16", *NARROW),
-        help="products of the blocks' linear layers; bf16 is what the recipe says",
+        help="precision of matrix products in the blocks' linear layers; bf16 keeps that of the recipe",
     )
     parser.add_argument(
         "--overlap",
@@ -45,10 +45,10 @@ def add_setting(parser: argparse.ArgumentParser) -> None:
         help="shares of communication that computation hides, if not those of the stack's runs",
     )
     parser.add_argument("--rates", help=_RATES_HELP)
-    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="if not the GPU's usual number")
+    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs per node (default: the usual number)")
     parser.add_argument("--link-bandwidth", type=float, metavar="GB/S", help="one direction, inside the node")
     parser.add_argument(
-        "--network-bandwidth", type=float, metavar="GB/S", help="one direction, a GPU's share: of 400 Gb/s 50"
+        "--network-bandwidth", type=float, metavar="GB/S", help="one direction, per GPU: 50 for 400 Gb/s"
     )
 
 
@@ -69,7 +69,7 @@ _UNSEARCHED = {
 
 
 def add_other_names(parser: argparse.ArgumentParser) -> None:
-    """Add hidden options by the names that frameworks have, such as `--mbs`, for `refuse_other_name` to answer.
+    """Add hidden options with the names that frameworks use, such as `--mbs`, which `refuse_other_name` rejects.
 
     Names that begin like an option of the parser are left out: its abbreviations would be ambiguous.
     """
@@ -82,7 +82,7 @@ def add_other_names(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_other_name(arguments: argparse.Namespace) -> None:
-    """Raise `InputError` with the option's name here if one was given by a framework's name."""
+    """Raise `InputError` with this command's name of an option that was given by a framework's name."""
     if (given := arguments.other_name) is not None:
         column = OTHER_NAMES[given.removeprefix("--").replace("-", "_")]
         told = _UNSEARCHED.get(column) or f"the option is called {_option_of(column)} here"

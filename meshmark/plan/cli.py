@@ -72,21 +72,20 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "--top", type=int, default=10, help="shapes to print, each with its fastest layout; with --json, layouts"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--max-model", action="store_true", help="the largest model that fits, instead, of --model's family"
-    )
-    schedules = f"to search, of {', '.join(Schedule)}; by default {', '.join(SEARCHED_SCHEDULES)}"
+    parser.add_argument("--max-model", action="store_true", help="find the largest model of --model's family that fits")
+    schedules = f"schedules to search: {', '.join(Schedule)}; by default {', '.join(SEARCHED_SCHEDULES)}"
     parser.add_argument("--schedules", metavar="A,B", help=schedules)
     parser.add_argument(
-        "--cp", help="context-parallel degrees to search; by default those that leave a rank 4,096 tokens or more"
+        "--cp", help="context-parallel degrees to search; by default those with 4,096 tokens or more per rank"
     )
     parser.add_argument("--ep", metavar="N,M", help="expert-parallel degrees to search; by default all")
     for name, told in _ONLY.items():
         parser.add_argument(f"--{name.replace('_', '-')}", metavar="N,M", help=f"{told} to search; by default all")
-    parser.add_argument("--recompute", metavar="A,B", help=f"to search, of {', '.join(Recompute)}; by default all")
-    parser.add_argument("--recompute-method", choices=METHODS, help="of full recomputation: which layers are repeated")
+    recomputed = f"kinds of recomputation to search: {', '.join(Recompute)}; by default all"
+    parser.add_argument("--recompute", metavar="A,B", help=recomputed)
+    parser.add_argument("--recompute-method", choices=METHODS, help="layers that full recomputation repeats")
     parser.add_argument(
-        "--recompute-num-layers", type=int, metavar="N", help="a unit's layers, or a chunk's first layers"
+        "--recompute-num-layers", type=int, metavar="N", help="number of layers per unit, or of a chunk's first layers"
     )
     parser.add_argument(
         "--recompute-modules", metavar="A,B", help=f"of selective recomputation: {', '.join(RecomputeModule)}"
@@ -99,7 +98,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantize", metavar="FORMAT", help="with --lora, frozen weights in nf4, as QLoRA has them")
     parser.add_argument("--replicas", type=int, metavar="N", help="groups of ranks that each hold all shards (HSDP)")
     parser.add_argument("--etp", type=int, metavar="N", help="tensor-parallel degree of each expert; by default 1")
-    parser.add_argument("--gpu-template", action="store_true", help="print a file that says what --gpu is, and end")
+    parser.add_argument("--gpu-template", action="store_true", help="print a template of a file for --gpu, and exit")
     parser.add_argument("--timeline", type=Path, metavar="SVG", help="draw the best layout's pipeline schedule")
     add_setting(parser)
     add_other_names(parser)
@@ -108,8 +107,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `calibrate`."""
-    parser.add_argument("-o", "--output", type=Path, help="write both as JSON, for --gpu")
-    parser.add_argument("--ranks", type=int, help="processes that measure together; by default one a GPU or core")
+    parser.add_argument("-o", "--output", type=Path, help="write the machine and its rates as JSON, for --gpu")
+    parser.add_argument("--ranks", type=int, help="processes that measure together; by default one per GPU or core")
     parser.add_argument("--seconds", type=float, default=20.0, help="time to spend")
     parser.set_defaults(run=run_calibrate)
 
@@ -203,7 +202,7 @@ def _space(arguments: argparse.Namespace, machine: Gpu, model: ModelSpec) -> Sea
 def _lacking(
     named: Framework, asked: Asked, degrees: Mapping[str, Sequence[int]], schedules: Sequence[Schedule]
 ) -> str | None:
-    """Return what a framework has not got of what the command line asks for, in words, or None."""
+    """Return the options of the command line that a framework does not support, in words, or None."""
     parts: dict[str, int | Schedule] = {axis: 2 for axis in AXES if max(degrees.get(axis, (1,))) > 1}
     if Schedule.INTERLEAVED in schedules or max(degrees.get("virtual_stages", (1,))) > 1:
         parts |= {"pp": 2, "virtual_stages": 2, "schedule": Schedule.INTERLEAVED}
@@ -231,7 +230,7 @@ def _recomputes(arguments: argparse.Namespace) -> list[Recompute]:
     text = arguments.recompute
     counted = arguments.recompute_method is not None or arguments.recompute_num_layers is not None
     if counted and arguments.recompute_modules is not None:
-        raise InputError("--recompute-modules is of selective recomputation, --recompute-method of full: leave one out")
+        raise InputError("--recompute-modules is for selective recomputation, --recompute-method for full: omit one")
     needed = Recompute.FULL if counted else Recompute.SELECTIVE if arguments.recompute_modules is not None else None
     names = list(Recompute) if text is None else [part.strip() for part in text.split(",")]
     for name in names:

@@ -294,7 +294,7 @@ def layout_of(row: Row, position: int) -> Layout:
     try:
         if name := cell(row, "layout"):
             if given:
-                raise LayoutError(f"{given[0]} stands beside the layout {name[:80]!r}, which says it; leave one empty")
+                raise LayoutError(f"{given[0]} is also part of the layout {name[:80]!r}; leave one empty")
             return parse_layout(name)
         return Layout(**{DEGREES[column]: _degree(row, column, position) for column in given} | _usual(row, given))  # type: ignore[arg-type]
     except LayoutError as error:

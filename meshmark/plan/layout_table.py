@@ -60,11 +60,11 @@ class LayoutRows:
 def batches(
     table: Sequence[Row], machine: Gpu | None = None, of_all: Framework | None = None, narrow: str = ""
 ) -> Iterator[LayoutRows]:
-    """Group the table's rows by model, GPU and recipe. `machine` and `of_all` override the GPU and framework of rows,
-    and `narrow` is the precision of rows that say none.
+    """Group the table's rows by model, GPU and recipe.
 
-    Raises `InputError` for an unknown column, and, with the row and the column, for anything missing or impossible,
-    such as a layout that its framework has not got.
+    `machine` and `of_all` override the GPU and the framework of rows. `narrow` is the precision of rows without one.
+    Raises `InputError` for an unknown column, and for anything missing or impossible, with its row and column. An
+    example is a layout that the framework does not support.
     """
     expect_known(list(table[0]))
     model, layout = _once(model_of, ("model", *DIMENSIONS)), _once(layout_of, ("layout", *DEGREES))

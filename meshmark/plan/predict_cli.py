@@ -18,7 +18,7 @@ from meshmark.text import pluralize
 
 def add_predict(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `predict`."""
-    parser.add_argument("layouts", type=Path, help="CSV file, one layout a row")
+    parser.add_argument("layouts", type=Path, help="CSV file with one layout per row")
     parser.add_argument("-o", "--output", type=Path, required=True, help="the same with predicted columns")
     parser.add_argument("--gpu", help=f"{GPU_HELP}, in place of the file's column gpu")
     add_setting(parser)

@@ -136,7 +136,7 @@ class Prediction:
 
 
 def _available(gpu: Gpu, recipe: TrainingRecipe) -> float:
-    """Return the memory that a framework can allocate. What lies outside is CUDA's and NCCL's, which TPUs have not."""
+    """Return the memory that a framework can allocate: all but that of CUDA and NCCL, which TPUs do not use."""
     return gpu.memory_bytes - (0.0 if gpu.is_tpu else recipe.buffers.outside_bytes)
 
 

@@ -27,8 +27,11 @@ An all-reduce of 256 MB over two nodes of 400 GB/s reached 362 (baselines/papers
 
 
 CONTENTION = 0.189
-"""`contention` of NCCL's kernels: how much longer computation took beside collectives, on average over models on A100,
-H100, MI210 and MI250 (arXiv:2507.03114; at most 0.40). NCCL's 16 to 24 channels occupy 12 to 18 % of an H100."""
+"""Share by which computation slows down while NCCL's collectives run.
+
+It is the average over models on A100, H100, MI210 and MI250 (arXiv:2507.03114; at most 0.40). NCCL's 16 to 24 channels
+occupy 12 to 18 % of an H100.
+"""
 
 
 NCCL = {

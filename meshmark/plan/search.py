@@ -149,7 +149,7 @@ def _predict_all(model: ModelSpec, space: SearchSpace, gpu: Gpu, recipe: Trainin
         if cp < 1 or (cp > 1 and model.seq_len % (2 * cp)):
             raise InputError(f"cp is {cp}: a sequence of {model.seq_len} tokens must divide into 2 x cp equal parts")
     if (space.offload is not Offload.NONE or space.fixed.get("offload_layers")) and gpu.host is None:
-        raise InputError(f"nothing can be offloaded: what a node of {gpu.name} has beside its gpus is not known")
+        raise InputError(f"nothing can be offloaded: the host of a node of {gpu.name} is not known")
     if space.offload is Offload.NVME and gpu.host and not gpu.host.nvme_bytes:
         raise InputError(f"nothing can be offloaded to NVMe: which drives a node of {gpu.name} has is not known")
     grid = enumerate_grid(
@@ -190,8 +190,10 @@ def _with_stages(grid: Grid, space: SearchSpace) -> Grid:
 
 
 def _with_chunks(grid: Grid, model: ModelSpec, space: SearchSpace, *, ends_count: bool) -> Grid:
-    """Return the layouts, and those with as many chunks a stage as the user asks for although they hold unequally many
-    layers, which frameworks cut as they are told (Megatron-Core's `pipeline_model_parallel_layout`).
+    """Return the layouts, and those with the chunks per stage that the user asks for although layers do not divide.
+
+    Frameworks then cut chunks of unequal numbers of layers as the user says (Megatron-Core's
+    `pipeline_model_parallel_layout`).
     """
     if Schedule.INTERLEAVED not in space.schedules:
         return grid
@@ -247,7 +249,7 @@ def _with_fixed(grid: Grid, model: ModelSpec, fixed: Mapping[str, int]) -> Grid:
         kept, why = _can_have(grid, model, name, value)
         if not kept.any():
             said = "recompute_num_layers" if name in ("recompute_layers", "recompute_unit") else name
-            raise InputError(f"--{said.replace('_', '-')} {value}: in no layout that is left it {why}")
+            raise InputError(f"--{said.replace('_', '-')} {value}: in no remaining layout it {why}")
         grid = grid.take(kept)
         grid = dataclasses.replace(grid, **{name: np.full(len(grid), value)})
     return grid
@@ -279,7 +281,7 @@ def _chosen(grid: Grid, only: Mapping[str, Sequence[int]]) -> Grid:
         if not len(kept):
             there = ", ".join(map(str, np.unique(getattr(grid, name))[:20]))
             option, asked = f"--{name.replace('_', '-')}", ",".join(map(str, values))
-            raise InputError(f"{option} {asked}: no layout that is left has it; there are {there}")
+            raise InputError(f"{option} {asked}: no remaining layout has it; they have {there}")
         grid = grid.take(kept)
     return grid
 
@@ -363,7 +365,7 @@ def decides(found: Search, row: int) -> tuple[str, float]:
 
 
 def layout_id(grid: Grid, row: int) -> str:
-    """Return the id of a grid's layout, with the columns that a layout's own id has not got."""
+    """Return the id of a grid's layout, including the columns that are not in a layout's id."""
     counts = {"replicas": ".replicas", "ep": ".ep", "etp": ".etp", "recompute_unit": ".uniform"}
     found: str = grid.layout(row).id
     found += "".join(

@@ -95,11 +95,10 @@ def rates_for(
 
 
 def contended(given: Rates, stack: Stack, there: Gpu) -> Rates:
-    """Return rates of which computation takes longer beside collectives, and collectives longer among many ranks, where
-    they are NCCL's.
+    """Return rates with the costs of NCCL's collectives: they slow computation down, and take longer among many ranks.
 
-    Links of TPUs move data beside the cores. What nanotron, Megatron of 2021 and a calibrated CPU lose is in the rates
-    that their own runs gave.
+    On TPUs these costs are zero, because links move data without the cores. The rates of nanotron, of Megatron of 2021
+    and of a calibrated CPU are returned as given, because the runs that gave them include these costs.
     """
     if stack in (Stack.NANOTRON, Stack.MEGATRON_2021) or there.name == "cpu":
         return given

@@ -368,9 +368,9 @@ def _offload_seconds(
 def _linear_seconds(products: Column, model: ModelSpec, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Column:
     """Return the time of a block's linear layers.
 
-    Narrower products reach the share of their own peak that the best shapes do, compared with those in 16 bits. What a
-    product takes beyond its arithmetic, which a narrow model shows most of, stays as long. Those in 4 bits are as many
-    times faster than in 16 as was measured of whole products, where it was.
+    Products in 8 or 4 bits reach a share of their peak, relative to products in 16 bits, that was measured on the best
+    shapes. The time beyond arithmetic, which matters most in narrow models, stays the same. For products in 4 bits the
+    speed-up over 16 bits is the measured one of whole products, if there is one.
     """
     wide = gpu.peak(recipe.arithmetic) * rates.kernels.gemm_efficiency
     beyond = rates.kernels.gemm_half_width / model.hidden

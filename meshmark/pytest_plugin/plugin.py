@@ -126,7 +126,7 @@ def expect_not_wrong(observed: Record | None) -> None:
     if observed and verdict:
         expect_no_gap(observed, verdict)
     if observed and verdict and not verdict.passed and not verdict.undecided:
-        first = of_verdict(observed, verdict).partition("\n")[0]  # as the suite says that judged it: one defect
+        first = of_verdict(observed, verdict).partition("\n")[0]  # the judging suite's text, so it counts as one defect
         pytest.fail(f"{first}\n{row('so', 'trains wrongly, so its speed counts for nothing')}", pytrace=False)
 
 
@@ -305,7 +305,7 @@ def _held(chosen: Selection, say: Callable[[str], None]) -> KeptRecords | None:
     if chosen.cluster.node_rank or not (file.is_file() and file.stat().st_size):
         return KeptRecords()
     if not is_committed(describe(chosen.options.device, "", 1)):
-        say("--resume: this checkout has changes that no commit holds, so nothing is known to be of the same code")
+        say("--resume: this checkout has uncommitted changes, so records cannot be matched to its code")
     elif unknown := dict.fromkeys(
         source.target
         for target in chosen.targets.values()

@@ -529,7 +529,7 @@ def validate_record(record: Record) -> None:
     """Raise `ValueError` for a record with impossible or useless values."""
     _expect_times(record.timing)
     if record.task is Task.TIME and record.outcome.status is Status.OK and not record.timing.rank_step_seconds:
-        raise ValueError("a timed pass that came to its end, and no step's time")
+        raise ValueError("a completed timed pass without step times")
     for reading in record.memory.readings:
         for instant in (value for name in dataclasses.fields(reading) if (value := getattr(reading, name.name))):
             if dataclasses.is_dataclass(instant):
@@ -538,7 +538,7 @@ def validate_record(record: Record) -> None:
 
 def _expect_times(timing: TimingEvidence) -> None:
     if timing.lap_steps and sum(timing.lap_steps) != max(map(len, timing.rank_step_seconds), default=0):
-        raise ValueError(f"laps of {timing.lap_steps[:4]} steps, which the times are not of")
+        raise ValueError(f"laps of {timing.lap_steps[:4]} steps, which do not match the times")
     launches: list[TimingEvidence | Relaunch] = [timing, *timing.relaunches]
     for launch in launches:
         ranks = launch.rank_step_seconds

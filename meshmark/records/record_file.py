@@ -597,7 +597,7 @@ class _Shared:
         self._read: dict[tuple[type, bytes], Any] = {}
 
     def __call__(self, kind: type, value: Any) -> Any:  # noqa: ANN401
-        form = marshal.dumps(value, 2)  # later forms depend on who else holds its parts
+        form = marshal.dumps(value, 2)  # from version 3 on the bytes depend on other references to the value's parts
         key = kind, hashlib.blake2b(form, digest_size=16).digest()
         if key not in self._read:
             if kind is ConformanceEvidence and isinstance(value, dict) and value.get("base"):

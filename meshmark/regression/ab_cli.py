@@ -28,7 +28,7 @@ def add_ab(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--a", required=True, metavar="REF|VENV|REQ", help=f"the first side: {_SIDE}")
     parser.add_argument("--b", required=True, metavar="REF|VENV|REQ", help="the second side, which may be worse")
     parser.add_argument(
-        "--pairs", type=int, default=30, metavar="N", help="at most (default: 30); it stops when all is decided"
+        "--pairs", type=int, default=30, metavar="N", help="most pairs (default: 30); stops once all is decided"
     )
     parser.add_argument(
         "--results", type=Path, metavar="DIR", help="keep the records there (default: a temporary folder)"
@@ -46,7 +46,7 @@ def add_bisect(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=3,
         metavar="N",
-        help="sessions of each commit (default: 3; of exact changes 1 will do)",
+        help="sessions per commit (default: 3; 1 is enough for exact changes)",
     )
     add_gate(parser)
     parser.add_argument("options", nargs=argparse.REMAINDER, metavar="-- CASE", help=_OPTIONS)
@@ -82,7 +82,7 @@ def _ab(parsed: argparse.Namespace) -> int:
 def _bisect(parsed: argparse.Namespace) -> int:
     gate = parse_gate(parsed.fail_on or DEFAULT_GATE)
     if gate.fails_unsure:
-        raise InputError(f"--fail-on {parsed.fail_on}: {UNSURE} makes no commit bad; leave it out")
+        raise InputError(f"--fail-on {parsed.fail_on}: {UNSURE} never marks a commit as bad; leave it out")
     if parsed.launches < 1:
         raise InputError(f"--launches {parsed.launches}: expected at least 1")
     if gate.timed and parsed.launches < _LEAST_TIMED:
@@ -107,5 +107,5 @@ def _behind_dashes(options: list[str]) -> list[str]:
     """Return the options of pytest. Raises `InputError` if there are none."""
     options = options[1:] if options[:1] == ["--"] else options
     if not options:
-        raise InputError("expected what to run behind --, such as -- suites/test_throughput.py --adapters ddp")
+        raise InputError("expected a command after --, such as -- suites/test_throughput.py --adapters ddp")
     return options

@@ -50,11 +50,9 @@ def find_baseline(name: str | Path, here: Path) -> Path:
 def accept(results: Path, name: str, *, allow: Collection[str] = (), replace: bool = False) -> Path:
     """Write baselines/NAME from a results folder and return its path.
 
-    Conformance and fake worlds are left out: their tests fail by themselves.
-
-    Conformance records are left out, because their tests fail on their own. Raises `InputError` for an invalid name or
-    one that is taken, and for wrong cases, imprecise rates or unfinished tests unless `allow` permits them. The folder
-    stays unchanged if anything is refused.
+    Records of conformance and of fake worlds are left out, because their tests fail without a baseline. Raises
+    `InputError` for an invalid name or one that is taken, and for wrong cases, imprecise rates or unfinished tests
+    unless `allow` permits them. The folder stays unchanged if anything is refused.
     """
     if not _NAME.fullmatch(name):
         raise InputError(f"--name {name!r}: expected letters, digits, '.', '_' or '-', such as a100-8gpu")

@@ -103,8 +103,8 @@ def expect_gated(cases: Collection[Case]) -> None:
     """Raise `InputError` when a session with a baseline has no cases that a baseline can hold."""
     if not cases:
         raise InputError(
-            "--baseline: this session has fake worlds alone, which are held to the plan, and which no baseline holds; "
-            "leave --baseline out, or add a suite that starts every rank, such as suites/test_memory.py"
+            "--baseline: this session has only fake worlds, which are compared with the plan and are in no baseline; "
+            "leave out --baseline, or add a suite that starts every rank, such as suites/test_memory.py"
         )
 
 

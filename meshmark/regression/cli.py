@@ -31,7 +31,7 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", type=Path, metavar="A", help="results folder, or records.jsonl, to compare with")
     parser.add_argument("after", type=Path, metavar="B", help="results folder of what may be better or worse")
     add_gate(parser)
-    parser.add_argument("--across", action="store_true", help="though machine, versions or settings differ")
+    parser.add_argument("--across", action="store_true", help="compare even if machine, versions or settings differ")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE.md", help="every metric of every case, as markdown")
     parser.set_defaults(run=_compare)
 
@@ -41,15 +41,15 @@ def add_baseline(parser: argparse.ArgumentParser) -> None:
     told = f"writes {FOLDER}/NAME, for `pytest suites --baseline NAME`"
     accepting = verbs.add_parser("accept", help=told, description=f"From a results folder, {told}.")
     accepting.add_argument("results", type=Path, metavar="RESULTS", help="results folder, of one session or several")
-    accepting.add_argument("--name", required=True, help="such as a100-8gpu; one a machine and its settings")
+    accepting.add_argument("--name", required=True, help="such as a100-8gpu; use one name per machine and settings")
     accepting.add_argument(
         "--allow",
         action="append",
         default=[],
         choices=ALLOWED,
-        help="cases that are wrong, noisy in their rates, or not all run",
+        help="accept results with cases that are wrong, have noisy rates, or were not all run",
     )
-    accepting.add_argument("--replace", action="store_true", help="a baseline of that name")
+    accepting.add_argument("--replace", action="store_true", help="replace an existing baseline of that name")
     accepting.set_defaults(run=_accept)
 
 
@@ -61,7 +61,7 @@ def _accept(parsed: argparse.Namespace) -> None:
 
 
 def add_gate(parser: argparse.ArgumentParser) -> None:
-    text = f"end with {FAILED} where B is worse: kinds of change, each with the least share that counts; "
+    text = f"exit with {FAILED} if B is worse by one of these kinds of changes, each with the smallest share; "
     parser.add_argument(
         "--fail-on",
         metavar="KIND,...",

@@ -23,8 +23,8 @@ _LONGEST = 150
 
 
 def add_history(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="results folders, one a run, in any order")
-    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="plots there, a file a case (default: none)")
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="results folders of runs, in any order")
+    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="write a plot per case there (default: none)")
     parser.add_argument("--case", metavar="TEXT", default="", help="only cases whose id holds this")
     parser.set_defaults(run=_history)
 

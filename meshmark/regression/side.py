@@ -22,7 +22,7 @@ from meshmark.text import clip
 _WHOLE = (0, 1)
 """pytest's exit codes for a session that came to its end: all tests passed, or some failed."""
 _TIME_UP = 2
-"""And where `--max-time`, which the user gave, ended it."""
+"""Exit code of a session that ended early, which is accepted if the user gave `--max-time`."""
 _SUITES = ("suites", "meshmark.suites")
 _BARE = re.compile(r"[A-Za-z0-9._-]*")
 
@@ -90,12 +90,12 @@ def open_side(text: str, scratch: Path, label: str) -> Iterator[Side]:
         with checkout(commit, scratch / label) as folder:
             below = git("rev-parse", "--show-prefix")  # options name files as they are seen from here
             if not (folder / below).is_dir():
-                raise InputError(f"{text!r} has no folder {below!r}, in which this was called: call it further above")
+                raise InputError(f"{text!r} has no folder {below!r}, the current folder; run this in a parent folder")
             yield Side(name=f"{label} ({text})", folder=folder / below, paths=(folder,))
     elif _BARE.fullmatch(text.strip()) and not (text and Path(text).exists()):
         raise InputError(
             f"{text!r} is no folder with bin/python and no commit of the repository here; a package is named with its "
-            f"release, such as {text.strip() or 'torch'}==1.0, so that a mistyped branch installs nobody's package"
+            f"release, such as {text.strip() or 'torch'}==1.0, so that a mistyped branch installs no unrelated package"
         )
     else:
         yield Side(name=f"{label} ({text})", folder=here, paths=(_installed(text, scratch / label),))

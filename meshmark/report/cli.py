@@ -32,7 +32,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def add_show(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("case", metavar="CASE", help="a case's id, or a part of one that no other case's has")
+    parser.add_argument("case", metavar="CASE", help="a case's id, or a part of it that is in no other case's id")
     parser.add_argument(
         "results", type=Path, metavar="DIR", nargs="?", default=Path("results"), help="(default: results)"
     )
@@ -123,8 +123,8 @@ def _judged(results: Path) -> Path | None:
         return None
     if num_judged(path, "method"):
         raise InputError(
-            f"{str(path)!r} holds records of models made smaller, of which no report is made here; "
-            "`make compression` in a checkout makes their page"
+            f"{str(path)!r} holds records of compressed models, which this report does not cover; "
+            "run `make compression` in a checkout to make their page"
         )
     return path if num_judged(path, "engine") else None
 

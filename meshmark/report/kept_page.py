@@ -1,9 +1,8 @@
-"""A page of which the typed tables are kept as its record: `keep_page` writes it, `kept_page` renders it again.
+"""Keep a page as a record of its text and typed tables: `keep_page` writes the record, `kept_page` renders it.
 
-For studies whose raw measurements are too large to keep, or are gone. The record is a file of JSON lines, one a block
-of the page in order: a text, or a table whose columns say how their values are written. Numbers are kept as numbers.
-`keep_page` fails rather than keep a page that its record would render otherwise: only the spaces in an empty cell may
-differ.
+This is for studies whose raw measurements are too large to keep, or are lost. The record is a file of JSON lines, one
+per block of the page. A block is a text, or a table whose columns say how their values are formatted. Numbers are kept
+as numbers. `keep_page` fails if the record would render a different page; only the spaces in an empty cell may differ.
 """
 
 from __future__ import annotations
@@ -127,7 +126,7 @@ def _table(lines: Sequence[str]) -> KeptTable:
     head, _, *rows = [[cell.strip() for cell in _BORDER.split(line)[1:-1]] for line in lines]
     uneven = next((line for line, row in zip(lines[2:], rows, strict=True) if len(row) != len(head)), None)
     if uneven is not None:
-        raise ResultsError(f"this line of a table has not the {len(head)} cells of its head: {uneven}")
+        raise ResultsError(f"this table row does not have the {len(head)} cells of the header: {uneven}")
     columns = [_column(title, [row[i] for row in rows]) for i, title in enumerate(head)]
     for style in (*_PADDINGS, lines[1].split("|")[1]):
         table = KeptTable(style=style, columns=columns)

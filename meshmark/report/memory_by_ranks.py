@@ -116,7 +116,7 @@ def memory_by_ranks(records: Iterable[Record]) -> dict[Kind, dict[int, StatesPer
 
 
 def rows_by_ranks(records: Iterable[Record]) -> Rows:
-    """Return a row a kind of layout and a column a number of ranks, by ZeRO stage."""
+    """Return a table by ZeRO stage, with one row per kind of layout and one column per number of ranks."""
     found = memory_by_ranks(records)
     whole = {kind.precision: by[min(by)].total for kind, by in found.items() if not kind.zero_stage}
     rows: Rows = []
@@ -139,7 +139,7 @@ BEYOND = 0.005
 
 
 def rows_beyond(records: Iterable[Record]) -> Rows:
-    """Return a row a measured number that differs from the closed form, with the reason that its adapter declares."""
+    """Return one row per measured number that differs from the closed form, with the reason its adapter declares."""
     return [
         {
             "data parallelism of": kind.title,

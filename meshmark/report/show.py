@@ -28,7 +28,7 @@ def matching(records: Sequence[Record], asked: str) -> list[Record]:
     if len(found) == 1:
         return [record for record in records if record.case.id == found[0]]
     if found:
-        raise InputError(f"{asked!r} is part of {len(found)} cases: {', '.join(found[:10])}; say more of one")
+        raise InputError(f"{asked!r} is part of {len(found)} cases: {', '.join(found[:10])}; give a longer part of one")
     if not ids:
         raise InputError(f"no record of {asked!r}: there is none of any case that can be read")
     near = difflib.get_close_matches(asked, ids, n=3, cutoff=0.3) or list(ids)[:3]

@@ -1,6 +1,6 @@
-"""From what became of a launch to its record, with every verdict that the pass allows.
+"""Make a record, with all verdicts that its pass allows, from the results of a launch.
 
-A pass ended as its ranks say or, if they left nothing, by what kept them from it.
+The outcome is what the ranks report. If they report nothing, it is the error that prevented that.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _STATUS: dict[type[BaseException], Status] = {
 def outcome_of_error(error: BaseException) -> Outcome:
     """Return the outcome of a failure outside the ranks, with its stack if it is not a `MeshmarkError`.
 
-    Any such failure while the disk of temporary files is full is taken to come of that.
+    If the disk of temporary files is full, any other failure is attributed to that.
     """
     temporary, full = Path(tempfile.gettempdir()), ""
     status = _STATUS.get(type(error), Status.NO_SPACE if means_no_space(error, [temporary]) else Status.UNFINISHED)
@@ -75,7 +75,7 @@ def outcome_of_error(error: BaseException) -> Outcome:
 
 
 def outcome_of_launch(launched: LaunchResult, world_size: int) -> Outcome:
-    """How the launch ended, after its root cause."""
+    """Return how the launch ended. Its first failure is taken as the root cause."""
     if launched.lost:
         return Outcome(status=Status.NODE_LOST, message=launched.lost)
     if launched.failures:
@@ -110,7 +110,7 @@ def _peer(launched: LaunchResult, rank: int) -> PeerEnd:
     return PeerEnd(rank=rank, kind="done" if done else "ended")
 
 
-# --- What theory and the adapter declare of a case before it runs: what each rank is to hold and to send.
+# --- What each rank should hold and send, according to theory and the adapter.
 
 T = TypeVar("T")
 
@@ -130,8 +130,11 @@ class Declared:
 
 
 def declare(adapter: type[Adapter], case: Case, ranks: Sequence[int], device: str) -> Declared:
-    """Ask `adapter` about `case`. A method that fails takes the verdict that rests on it, and no other. What is on the
-    host counts where `device` is "cpu"."""
+    """Return what `adapter` declares about `case`.
+
+    If one of its methods fails, only the verdict that depends on it cannot be judged. Extra memory on the host is
+    included only if `device` is "cpu".
+    """
     failed: dict[str, str] = {}
 
     def ask(suite: str, method: str, answer: Callable[[int], T]) -> list[T]:
@@ -177,9 +180,10 @@ def _one_time_traffic(declared: Sequence[object]) -> list[OneTimeTraffic]:
 
 
 def _exceptions(case: Case, rank: int, declared: Sequence[object]) -> list[TrafficException]:
-    """Return the exceptions, without what they send over one rank: that is no traffic, and no meter counts it.
+    """Return the exceptions without their flows within a single rank, which no meter counts.
 
-    Raises `ValueError` where they replace what theory does not say.
+    Raises `TypeError` if one is not a `TrafficException`, and `ValueError` if one replaces flows that theory does not
+    plan.
     """
     for each in declared:
         if not isinstance(each, TrafficException):
@@ -193,11 +197,14 @@ def _exceptions(case: Case, rank: int, declared: Sequence[object]) -> list[Traff
     return [each for each in traffic_exceptions if each.sends or each.instead_of]
 
 
-# --- Gaps that the user knows of, in the records of the adapters that they are about.
+# --- The user's known gaps, added to the records of their adapters.
 
 
 def with_gaps(record: Record, gaps: Sequence[tuple[str, KnownGap]]) -> Record:
-    """`gaps`: pattern of an adapter's name, and gap. They come before the adapter's own."""
+    """Return `record` with those `gaps` whose pattern matches its adapter's name.
+
+    Each of `gaps` is a pattern and a gap. They come before the gaps that the adapter declares.
+    """
     known = [gap for pattern, gap in gaps if fnmatch.fnmatchcase(record.case.adapter, pattern)]
     if not known:
         return record
@@ -217,7 +224,10 @@ def unmatched_gaps(gaps: Sequence[tuple[str, KnownGap]], chosen: Collection[str]
 
 
 def with_gaps_of_now(kept: Record, adapter: type[Adapter], gaps: Sequence[tuple[str, KnownGap]]) -> Record:
-    """`kept`, of an earlier run, with those that are known in this one; itself where they are the same."""
+    """Return `kept`, a record of an earlier run, with the gaps that are known now.
+
+    Returns `kept` itself if its gaps are the same.
+    """
     own = list(adapter.known_gaps) if kept.conformance.scenario else []
     bare = dataclasses.replace(kept, conformance=dataclasses.replace(kept.conformance, known_gaps=own))
     found = with_gaps(bare, gaps)
@@ -241,7 +251,10 @@ def assemble(
     nnodes: int,
     remarks: list[str],
 ) -> Record:
-    """The record of `request`; `launches` are several of the untouched pass alone, and none where nothing was done."""
+    """Return the record of `request` from its `launches`.
+
+    There is one launch, except that a timed pass may have several and a pass that was not run has none.
+    """
     case, reports = request.case, launches[0].reports if launches else []
     whole = outcome.status in (Status.OK, Status.NAN)
     ranks = request.fake_ranks or range(case.world_size)
@@ -323,7 +336,7 @@ def assemble(
 
 
 def _environment(request: Request, nnodes: int, reports: Sequence[RankReport]) -> Environment:
-    """Return where the run took place: with the versions of its ranks' own virtual environment, where they had one."""
+    """Return the environment of the run, with the package versions that its ranks report, if they do."""
     here = describe(request.device, request.backend, nnodes)
     told = reports[0].versions if reports else {}
     return dataclasses.replace(here, versions=told) if told else here
@@ -344,7 +357,7 @@ def _left_out(count: int, path: ObservedPath | None) -> list[str]:
 
 
 def _disagreeing(reports: list[RankReport]) -> list[str]:
-    """Where the meters did not see what CUDA's allocator counted: then its parts are not to be trusted either."""
+    """Return remarks on ranks whose meters disagree with CUDA's allocator, so that categories are unreliable too."""
     told = "at the peak the meters saw {:,} bytes and the allocator counted {:,} ({:.1%} apart) on rank {}"
     return [
         told.format(r.memory.counted_peak_bytes, r.memory.allocator_peak_bytes, r.memory.disagreement, r.rank)

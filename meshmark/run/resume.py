@@ -13,7 +13,7 @@ from meshmark.serial import decode, encode
 
 KEPT = "kept: the results folder holds this pass, of the same code and machine"
 _AGAIN = (Status.SKIPPED, Status.SLOW)
-"""Skips cost nothing, and a pass that was too slow is what a higher limit is for."""
+"""Statuses of records that are made again. Skips cost nothing, and slow passes may end under a higher limit."""
 
 
 class KeptRecords:
@@ -21,10 +21,10 @@ class KeptRecords:
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self._records = {(r.task, r.case, r.conformance.scenario): r for r in records}
-        """The last of each."""
+        """The last record of each pass."""
 
     def on_all_nodes(self, cluster: Cluster, request: Request, here: Environment) -> Record | None:
-        """As `of`, where several nodes run: what node 0 finds, which alone has records; a call of all nodes."""
+        """Return the same as `of`, on all nodes. Only node 0 has records. All nodes must call this."""
         if cluster.spec.nnodes == 1:
             return self.of(request, here)
         told = from_node_0(cluster, "held", lambda: json.dumps(encode(self.of(request, here))), seconds=0)
@@ -48,7 +48,7 @@ class KeptRecords:
 
 
 def _lengths(of: Request | Record) -> tuple[float, ...]:
-    """How long its pass is."""
+    """Return the numbers of steps and the timing budget (in seconds) of a pass."""
     return of.steps, of.warmup, of.timing_budget_seconds
 
 

@@ -1,7 +1,7 @@
-"""From a case to its record: once a session, whoever asks.
+"""Run a case and make its record, at most once per session.
 
-What requests are judged by is measured once, and is the same on every node: the noise of their workload and precision.
-The peak that utilisation is relative to is measured once a session, while no ranks run.
+The noise floor that a case is judged by is measured once for each workload and precision. All nodes use the same one.
+The peak for utilisation is also measured once per session, while no ranks run.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class PeakProbe:
         return one and one * (1 if on_cpu else max(1, min(local_ranks, self.num_gpus)))
 
     def _of_all_nodes(self, request: Request, num_threads: int) -> float | None:
-        """The same sum on each; a call of all nodes."""
+        """Return the sum of all nodes' peaks, or None if one could not be measured. All nodes must call this."""
         cluster = self.launcher.cluster
         if cluster.spec.nnodes == 1:
             return self._measure(request, num_threads)
@@ -107,7 +107,7 @@ class PeakProbe:
         )
         try:
             launched = self.launcher.launch(probe, 1, alone=True)
-        except MeshmarkError:  # the launch that it is for meets the same, and tells
+        except MeshmarkError:  # the launch that needs the peak meets the same error and reports it
             return None
         return launched.reports[0].flops_per_second if launched.reports else None
 
@@ -122,8 +122,11 @@ def num_cores(local_ranks: int) -> int:
 
 
 def launch_noise(launcher: Launcher, request: Request, num_gpus: int) -> list[Comparisons]:
-    """The noise runs that `request` is judged by: of PyTorch's eager kernels, whatever the case's tuning, lest a kernel
-    that is wrong be excused by itself. `num_gpus`: on this node. Raises `MeshmarkError` when their processes fail."""
+    """Launch the noise runs that `request` is judged by, and return them.
+
+    They use PyTorch's eager kernels whatever the case's tuning. Otherwise the errors of a wrong kernel would count as
+    noise. `num_gpus` counts this node's GPUs. Raises `MeshmarkError` if a process fails.
+    """
     measured = dataclasses.replace(
         request,
         case=dataclasses.replace(request.case, tuning=request.case.tuning.arithmetic),
@@ -141,8 +144,11 @@ def launch_noise(launcher: Launcher, request: Request, num_gpus: int) -> list[Co
 
 
 def num_processes(request: Request, num_gpus: int) -> int:
-    """Processes that share the noise runs of `request`. Of a large model no two are on one GPU: each holds its model,
-    its optimizer's states and a float64 truth. Of a sample every GPU has runs, until there is one for each."""
+    """Return the number of processes that share the noise runs of `request`.
+
+    For a large model there is at most one process per GPU, because each holds the model, optimizer states and a
+    float64 truth. If the model is judged by a sample, there are at most as many processes as noise runs.
+    """
     if request.case.workload.model.num_parameters <= LARGEST_FULL or request.device != "cuda":
         return NUM_RANKS
     most = request.sample.noise_runs if request.sample else NUM_RANKS
@@ -153,24 +159,28 @@ def num_processes(request: Request, num_gpus: int) -> int:
 
 
 class ToleranceModels:
-    """Those of one session."""
+    """The tolerance models of one session, measured when first needed."""
 
     def __init__(self, launcher: Launcher, results: Path, remarks: list[str], num_gpus: int) -> None:
-        """`remarks`: where is told what the reader of the next record should know. `num_gpus`: on this node."""
+        """Collect in `remarks` what the reader of the next record should know. `num_gpus` counts this node's GPUs."""
         self._launcher, self._results, self._remarks, self._num_gpus = launcher, results, remarks, num_gpus
         self._known: dict[str, ToleranceModel] = {}
         self._failed: dict[str, MeshmarkError] = {}
-        """Why those could not be measured that were tried: to try again takes minutes, and ends the same way."""
+        """Errors of noise floors that could not be measured, by key.
+
+        They are not tried again, because that takes minutes and fails in the same way.
+        """
 
     def forget(self) -> None:
-        """All nodes know the same again: those of the disk of node 0."""
+        """Forget all tolerance models, so that all nodes read those on node 0's disk again."""
         self._known.clear()
         self._failed.clear()
 
     def of(self, request: Request) -> ToleranceModel:
-        """The tolerance model of a request's workload and precision: from this session, from disk, or measured now.
+        """Return the tolerance model for a request's workload and precision.
 
-        Raises `MeshmarkError` when the single process fails, or has failed before, for then nothing can be judged.
+        It is this session's, or read from disk, or measured now. Raises `MeshmarkError` if the measurement fails or
+        has failed before in this session.
         """
         key = noise_key(request.case, request.steps, request.device, request.sample)
         path = noise_folder(self._results) / f"{key}.json"
@@ -187,7 +197,7 @@ class ToleranceModels:
         return self._known[key]
 
     def _shared_runs(self, request: Request, path: Path) -> list[Comparisons]:
-        """Those of node 0: all nodes judge by the same."""
+        """Return node 0's noise runs, so that all nodes judge by the same. All nodes must call this."""
         cluster = self._launcher.cluster
         if cluster.spec.nnodes == 1:
             return self._runs(request, path)
@@ -236,7 +246,7 @@ def find_path(
 
 
 def _judged_first(observed: Record, again: ObservedPath | None) -> ObservedPath:
-    """The steps of the instrumented pass, and on from there what `again` did."""
+    """Return the path of the instrumented pass, continued by the later steps of `again`."""
     losses, digests = observed.training.losses, observed.conformance.digests
     if again is None:
         return ObservedPath(losses=losses, digests=digests)
@@ -257,34 +267,39 @@ def _path_of(launched: LaunchResult) -> ObservedPath | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How cases are run; what they are is the case's business."""
+    """Options of a run that do not define a case."""
 
     device: str = "cpu"
     backend: str | None = None
-    """None takes nccl on cuda where every rank of a node has a GPU of its own, else gloo."""
+    """Communication backend. None means nccl if every rank on a node has its own CUDA GPU, else gloo."""
     num_gpus: int = 0
-    """On this node."""
+    """Number of GPUs on this node."""
     oversubscribe: bool = False
-    """Ranks that share a GPU communicate over nccl, as hosts of their own."""
+    """Whether ranks that share a GPU use NCCL. Each of them then poses as its own host."""
     observed_steps: int | None = None
-    """None takes OBSERVED_STEPS, and of a model that is judged by a sample those that memory and traffic take."""
+    """Number of steps of the instrumented pass.
+
+    None means OBSERVED_STEPS, or up to the metered step if the model is judged by a sample.
+    """
     timed_steps: int = 10
-    """At least."""
+    """Smallest number of timed steps."""
     timing_budget_seconds: float = 0.0
-    """Seconds of steps that are added to these, launch by launch, until the rate is known well."""
+    """Time for more timed steps and launches, in seconds. They end early once the rate is known well."""
     warmup: int = 3
     time_limit_seconds: float = 120.0
     assess: Assess | None = None
-    """None decides by the size of the model."""
+    """What runs are compared with. None means that the size of the model decides."""
     localise: bool | None = False
-    """A case that is not equivalent is run once more, to find the module in which it begins to deviate. None: only one
-    whose diagnosis leaves that open, and that is short."""
+    """Whether to run a case that is not equivalent again, to find the module in which it begins to deviate.
+
+    None means only if the run is short and its diagnosis leaves the module open.
+    """
     on_node_loss: NodeLoss = NodeLoss.END
     known_gaps: tuple[tuple[str, KnownGap], ...] = ()
-    """Beside those of adapters: pattern of an adapter's name, and gap."""
+    """Known gaps besides those of adapters, each with a pattern of adapter names."""
 
     def refuses_to_share(self, ranks: int) -> str | None:
-        """Return why NCCL cannot serve this many ranks of a node, or None if it can, or is to all the same."""
+        """Return why NCCL cannot serve this many ranks on a node, or None if it can or `oversubscribe` is set."""
         return None if self.oversubscribe else refuses_to_share(ranks, self.num_gpus)
 
 
@@ -312,8 +327,10 @@ FAKE_NEEDS = frozenset({Feature.FAKE_WORLD})
 
 
 def fake_ranks(layout: Layout) -> list[int]:
-    """The ranks that stand for a world: the first, the last and, of a pipeline of three stages or more, the first of
-    the stage in the middle."""
+    """Return the ranks that are measured in place of the whole world.
+
+    They are the first and the last. With three or more pipeline stages the middle stage's first rank is added.
+    """
     middle = next(rank for rank in range(layout.world_size) if layout.coordinates(rank).pp == layout.pp // 2)
     return sorted({0, middle, layout.world_size - 1}) if layout.pp > 2 else sorted({0, layout.world_size - 1})
 
@@ -322,12 +339,12 @@ _Key = tuple[Task, Case, str]
 
 
 def _key(request: Request) -> _Key:
-    """Not the case's id, which says nothing of seed or corpus."""
+    """Return the key of a request. It has the whole case, because a case's id leaves out the seed and the corpus."""
     return request.task, request.case, request.scenario
 
 
 Announce = Callable[[str, Case, Record | None], None]
-"""Told before a pass (with None) and after it: its scenario or task, its case, its record."""
+"""Called before a pass (with None) and after it, with its scenario or task, its case and its record."""
 
 
 class Runner:
@@ -342,8 +359,11 @@ class Runner:
         announce: Announce | None = None,
         held: KeptRecords | None = None,
     ) -> None:
-        """`adapters`: name to "module:Class". What is `held`, where that was asked for, is not run again. Raises
-        `ResultsError` when `results` cannot be written."""
+        """Create a runner that appends records to the folder `results`.
+
+        `adapters` maps names to "module:Class". Passes in `held` are not run again. Raises `ResultsError` if `results`
+        cannot be written.
+        """
         self.launcher, self.adapters, self.options = launcher, adapters, options
         self.announce: Announce = announce or (lambda what, case, record: None)
         self.results, self._held = results, held
@@ -352,12 +372,12 @@ class Runner:
             remove_partials(results / "noise")
         self._records: dict[_Key, Record] = {}
         self._remarks: list[str] = []
-        """For the next record."""
+        """Remarks for the next record."""
         self._tolerances = ToleranceModels(launcher, results, self._remarks, options.num_gpus)
         self._peaks = PeakProbe(launcher, options.num_gpus)
 
     def close(self) -> None:
-        """Raises `ResultsError` when the records are not where they are looked for."""
+        """Close the record file and remove the scratch folder. Raises `ResultsError` if the records have moved."""
         try:
             if self._file:
                 self._file.close()
@@ -366,7 +386,7 @@ class Runner:
                 self.scratch.remove()
 
     def refusal(self, case: Case, needs: frozenset[Feature] = frozenset()) -> str | None:
-        """Why `case` is not run; None when it is. `needs`: what the pass takes beyond the case."""
+        """Return why `case` is not run, or None if it is. `needs` are features that the pass needs besides."""
         cluster = self.launcher.cluster
         if Feature.FAKE_WORLD in needs:  # one process at a time, whatever the size of the world
             return self.adapter(case).refusal(case, self.options.device, self._fake_backend(), needs)
@@ -381,7 +401,7 @@ class Runner:
         return self.adapter(case).refusal(case, self.options.device, backend, needs)
 
     def observe(self, case: Case) -> Record:
-        """The instrumented pass, with all its verdicts."""
+        """Run the instrumented pass and return its record with all verdicts."""
         return self.once(self.request(Task.OBSERVE, case))
 
     def observe_alone(self, case: Case) -> Record:
@@ -394,11 +414,11 @@ class Runner:
         return self.once(request, FAKE_NEEDS)
 
     def time(self, case: Case) -> Record:
-        """The untouched pass."""
+        """Run the timed pass, which does not instrument the engine, and return its record."""
         return self.once(self.request(Task.TIME, case))
 
     def observed(self, case: Case) -> Record | None:
-        """The record of the instrumented pass, where this session has made one."""
+        """Return the record of the instrumented pass, or None if this session has not made one."""
         return self._records.get((Task.OBSERVE, case, ""))
 
     @functools.cached_property
@@ -411,12 +431,15 @@ class Runner:
                 self._go_on(error, "scratch", TIME_LIMIT_SECONDS, list(self._records))
 
     def adapter(self, case: Case) -> type[Adapter]:
-        """The class that `case` is run under."""
+        """Return the adapter class that runs `case`."""
         return load_adapter(self.adapters[case.adapter])
 
     def once(self, request: Request, needs: frozenset[Feature] = frozenset(), misfit: str | None = None) -> Record:
-        """The record of `request`, from this session or run now; skipped where its case is refused, or with `misfit`,
-        the reason why it does not fit. `needs`: what the pass takes beyond the case."""
+        """Return the record of `request`, which is run if this session has no record of it.
+
+        The pass is skipped if the case is refused, or if `misfit` gives a reason why it does not fit. `needs` are
+        features that the pass needs besides those of the case.
+        """
         while True:
             try:
                 return self._once(request, needs, misfit)
@@ -475,13 +498,16 @@ class Runner:
         return self._run(request)
 
     def _keep(self, key: _Key, record: Record) -> Record:
-        """Write it; what no reader could take is told in its place, on every node the same."""
+        """Write `record` and return it.
+
+        If no reader could read it, a record of that failure is written instead. This is the same on every node.
+        """
         try:
             self._write(record)
         except (ValueError, KeyError, TypeError) as error:
             if isinstance(error, ResultsError):
                 raise
-            told = AdapterError(f"its record cannot be read again: {error}; does the adapter declare what is none?")
+            told = AdapterError(f"its record cannot be read again: {error}; does the adapter declare invalid values?")
             record = self._unfinished(record, told)
             self._write(record)
         self._records[key] = record
@@ -521,7 +547,7 @@ class Runner:
         )
 
     def _take_remarks(self) -> list[str]:
-        """Remarks of the record that is being made."""
+        """Return the remarks for the record that is being made, and clear them."""
         remarks = list(self._remarks)
         self._remarks.clear()
         return remarks
@@ -556,7 +582,7 @@ class Runner:
         return self.options.backend or ("nccl" if serves else "gloo")
 
     def _fake_backend(self) -> str:
-        """The backend whose copies are made in a fake world."""
+        """Return the backend that a fake world imitates."""
         return self.options.backend or ("nccl" if self.options.device == "cuda" else "gloo")
 
     def _local_ranks(self, case: Case) -> int:
@@ -593,14 +619,14 @@ class Runner:
         launched = self.launcher.launch(again, request.case.world_size)
         outcome = outcome_of_launch(launched, request.case.world_size)
         found = [report.beginning for report in launched.reports if report.beginning]
-        why = f"not found out: {outcome.message.partition(chr(10))[0]}"
+        why = f"unknown: {outcome.message.partition(chr(10))[0]}"
         text = describe_beginning(found, request.case.world_size) if outcome.status is Status.OK else why
         told = dataclasses.replace(verdict, evidence={**verdict.evidence, "begins": text})
         verdicts = [told if each is verdict else each for each in record.verdicts]
         return dataclasses.replace(record, verdicts=verdicts)
 
     def _run_alone(self, request: Request) -> Record:
-        """Each of the ranks in a launch of its own, one after the other: on a GPU each has all of it."""
+        """Run each fake rank in a separate launch, one after the other, so that each has the whole GPU."""
         launches = list[LaunchResult]()
         for rank in request.fake_ranks:
             asked = dataclasses.replace(request, fake_ranks=[rank])
@@ -649,13 +675,15 @@ _LONGEST_STEM = 150
 
 
 def profile(runner: Runner, case: Case) -> Record:
-    """The profiled pass over `case`, whose trace is left beside the records."""
+    """Run the profiled pass over `case`. Its trace is written to the folder `traces` of the results."""
     return runner.once(profiling(runner.request(Task.PROFILE, case), runner.results))
 
 
 def profiling(asked: Request, results: Path) -> Request:
-    """A few steps that nothing is compared of; the trace is left beside the records. Raises `ResultsError` where there
-    can be none."""
+    """Return `asked` as a request for a few profiled steps, which are not compared with anything.
+
+    The trace is written to the folder `traces` of `results`. Raises `ResultsError` if that folder cannot be made.
+    """
     folder = (results / "traces").absolute()  # ranks may start elsewhere
     try:
         folder.mkdir(exist_ok=True)

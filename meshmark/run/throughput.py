@@ -1,6 +1,7 @@
-"""Tokens (or images) per second, how well they are known, and model FLOPs utilisation, from a record's raw times.
+"""Tokens (or images) per second with their interval, and model FLOPs utilisation, from a record's raw times.
 
-A case is launched again until its rate is known. What the processes of one launch meet moves all of its steps alike.
+A case is launched several times until its rate is known. Conditions that differ between launches change all steps of
+a launch alike, so the steps of one launch do not show how far another may be off.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ if TYPE_CHECKING:
 # --- Tokens (or images) per second, how well they are known, and model FLOPs utilisation, from a record's raw times.
 
 LEAST_CLAIMED = 3
-"""Launches from which a rate is held against others: steps of one launch do not show how far another may lie, and two
-show it hardly."""
+"""Number of launches from which rates are compared.
+
+The steps of one launch do not show how far another may be off, and two launches hardly show it.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +55,11 @@ class Throughput:
     per_second: float
     """All tokens or images over the time from the ranks' common start to the last one's end."""
     lowest: float
-    """The 95 % interval of the rate."""
+    """Lower end of the rate's 95 % interval."""
     highest: float
-    """Infinite where steps scatter so widely, or are so few, that they do not bound it."""
+    """Upper end of that interval. Infinite if steps are too few, or scatter too widely, to bound it."""
     relative: float
-    """Half of the interval of the time that a step takes, of that time; infinite of a single step."""
+    """Half the width of the step time's interval, relative to the step time. Infinite for a single step."""
     settled: bool
     """Whether the interval is as narrow as requested. If not, the budget ended first."""
     num_launches: int
@@ -69,7 +72,7 @@ class Throughput:
 
     @property
     def is_claimed(self) -> bool:
-        """Whether a claim to be faster than another, or as fast, may be based on it."""
+        """Whether there are enough launches to compare this rate with others."""
         return self.num_launches >= LEAST_CLAIMED
 
     def ties(self, other: Throughput) -> bool:
@@ -100,7 +103,10 @@ def throughput(record: Record) -> Throughput:
 
 
 def fastest_of(records: Sequence[Record]) -> list[Record]:
-    """The fastest, and behind it those that are tied with it; none where nothing is claimed of any."""
+    """Return the fastest record, followed by those that are tied with it.
+
+    Records with too few launches are left out, so the list may be empty.
+    """
     rated = [(rate, record) for record in records if (rate := throughput(record)).is_claimed]
     ordered = sorted(rated, key=lambda each: each[0].per_second, reverse=True)
     return [record for rate, record in ordered if rate.ties(ordered[0][0])]
@@ -149,17 +155,17 @@ def values_of(record: Record) -> dict[str, object]:
 # --- Timed launches, repeated until the rate is known.
 
 MOST_LAUNCHES = 2 * LEAST_LAUNCHES
-"""Another tells less than it costs."""
+"""Number of launches after which another one costs more than it is worth."""
 
 
 def time_again(
     launcher: Launcher, request: Request, first: LaunchResult, power: Sequence[GpuPower]
 ) -> tuple[list[LaunchResult], list[GpuPower]]:
-    """All launches of the timed pass, `first` among them, and what was seen of their GPUs.
+    """Repeat the timed pass, and return all launches, `first` included, with what was seen of their GPUs.
 
-    Each times as many steps as the first. They end when the rate is known to within PRECISION, when the budget of timed
-    steps is over (a launch's share of it is the request's; there are never two alone), or with one in which a rank
-    fails.
+    Each times as many steps as the first. They end when the rate is known to within PRECISION, when the budget is
+    spent, or when a rank fails. The budget is LEAST_LAUNCHES times the request's. A second launch is always followed
+    by a third, because two bound the rate poorly.
     """
     launches, watched = [first], [list(power)]
     again = dataclasses.replace(request, steps=len(first.reports[0].step_seconds), timing_budget_seconds=0.0)
@@ -177,7 +183,7 @@ def is_wanted(launches: Sequence[LaunchResult], budget_seconds: float, *, on_gpu
         return False
     if len(launches) < LEAST_CLAIMED and on_gpu:  # where a few steps of a large model are all of the budget
         return budget_seconds > 0
-    if len(launches) == 2:  # of which Student's t makes an interval of thirteen times what they differ by
+    if len(launches) == 2:  # Student's t gives two launches an interval of thirteen times their difference
         return budget_seconds > 0
     steps = [seconds for launched in launches for seconds in _step_seconds(launched.reports)]
     repeat = len(steps) // len(launches) if len(launches) > 1 else 0
@@ -204,7 +210,7 @@ def relaunch_of(launched: LaunchResult) -> Relaunch:
 
 
 def launch_watched(launcher: Launcher, request: Request) -> tuple[LaunchResult, list[GpuPower]]:
-    """Launch `request`, and watch its GPUs if they are timed; of anything else nothing is asked."""
+    """Launch `request`. The GPUs are watched only if it is a timed pass on CUDA."""
     timed = request.task is Task.TIME and request.device == "cuda"
     with nvml() if timed else contextlib.nullcontext() as ask, GpuWatch(ask) as watched:
         launched = launcher.launch(request, request.case.world_size)
@@ -212,7 +218,10 @@ def launch_watched(launcher: Launcher, request: Request) -> tuple[LaunchResult, 
 
 
 def power_of_ranks(watched: GpuWatch, reports: Sequence[RankReport]) -> list[GpuPower]:
-    """From the first rank's start to the last one's end, warm-up and building left out."""
+    """Return the power of the ranks' GPUs from the first rank's start to the last one's end.
+
+    Building and warm-up are left out.
+    """
     spans = [report.timed_span for report in reports if report.timed_span]
     if not spans:
         return []

@@ -1,9 +1,8 @@
-"""Judge what was recorded: against the truth and its noise, against the plan, and in time.
+"""Judge a record: its training against the truth, its memory and traffic against the plan, and its timed steps.
 
-All are pure functions from a record to a verdict, so that a record on disk can be judged again. Memory is everything
-that the allocator counted, and each category that an engine names. Traffic is held to theory, and to the exceptions
-from it that the adapter declares, to the byte. A barrier carries no data, so no plan holds one: it is counted and
-reported, and fails no case.
+All functions here are pure, so that a record on disk can be judged again. Memory is judged by the allocator's totals
+and by each category that an engine names. Traffic must match theory, with the adapter's exceptions, to the byte.
+Barriers are counted and reported but fail no case, because they carry no data and no plan has them.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ from meshmark.theory.traffic import METERED_STEP, Flow, OneTimeTraffic, Route, b
 
 BARRIER = "barrier"
 _MEND_TRAFFIC = (
-    "what the framework's algorithm is meant to send otherwise than theory says goes into `Adapter.traffic_exceptions`"
+    "if the framework is meant to send something other than theory says, declare it in `Adapter.traffic_exceptions`"
 )
-_MEND_STEP = "what the framework is meant to send in some steps alone goes into `Adapter.one_time_traffic`"
+_MEND_STEP = "if the framework is meant to send this in some steps only, declare it in `Adapter.one_time_traffic`"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,8 +159,11 @@ def _calls(fewest: int, most: int) -> str:
 
 
 def judge_communication(record: Record) -> Verdict | None:
-    """Every rank's calls by kind and group: the bytes of theory and declared exceptions exactly, in as many calls as
-    these allow; None where theory does not plan it."""
+    """Judge the traffic of every rank, by kind of call and group of ranks.
+
+    The bytes must be exactly those of theory and declared exceptions, and the number of calls within their bounds.
+    Returns None if theory does not plan the traffic, unless a step sends more or less than declared.
+    """
     evidence = record.traffic
     if "communication" in record.unmeasured:
         return Verdict(suite="communication", passed=False, summary=record.unmeasured["communication"])
@@ -211,7 +213,7 @@ def judge_communication(record: Record) -> Verdict | None:
 
 
 def _unlike_verdict(unlike: Sequence[Unlike], told: dict[str, float | int | str]) -> Verdict:
-    """`unlike` begins with what decides: the most bytes."""
+    """Return a failed verdict on steps that sent something else. `unlike` is sorted, most bytes first."""
     worst = unlike[0]
     more = f", and {pluralize(len(unlike) - 1, 'more difference')}" if len(unlike) > 1 else ""
     evidence = told | {
@@ -241,7 +243,7 @@ def _differences(rank: int, asked: list[Collective], expected: dict[Route, Flow]
 
 
 def _as_planned(expected: list[dict[Route, Flow]]) -> str:
-    """The largest flow of all ranks, and how many there are."""
+    """Return a summary of traffic that is as planned: the number of flows, and the largest one."""
     flows = [flow for routes in expected for flow in routes.values()]
     if not flows:
         return "nothing to communicate"
@@ -254,16 +256,25 @@ def _as_planned(expected: list[dict[Route, Flow]]) -> str:
 # --- Memory.
 
 STATE_TOLERANCE = 0.01
-"""Relative, on the bytes of each category of model states, of activations, and of the allocator's totals."""
+"""Relative tolerance on the bytes of each category of model states, of activations, and of the allocator's totals."""
 SCALARS_BYTES = {"cpu": 1024, "cuda": 4096}
-"""Beside it, of totals: loss, norm, scale and a few counts, which nobody names. More is a tensor. On a GPU each takes a
-block of 512 bytes; engines here hold two to four."""
+"""Bytes by which the allocator's totals may also exceed the plan, by device.
+
+They allow for scalars that no engine names: the loss, the norm, the scale and a few counts. A larger excess is a
+tensor. On a GPU each scalar takes a block of 512 bytes; engines here hold two to four.
+"""
 LEAK_BYTES = {"cpu": 64, "cuda": 512}
-"""Growth a step that is not judged: a few scalars, which take a block of 512 bytes each on a GPU. Correct engines grow
-by nothing at all from the metered step on."""
+"""Growth in bytes per step that is not judged, by device.
+
+It allows for a few scalars; on a GPU each takes a block of 512 bytes. Correct engines do not grow at all after the
+metered step.
+"""
 LOSS_BYTES = 256
-"""Beside activations that were counted in a pass of one process: the engine's own loss, its share and what scales it,
-which are no part of the module. Frameworks here hold 32 to 52 bytes of these."""
+"""Bytes allowed besides activations that were counted in a pass of one process.
+
+They hold the engine's loss, its share and its scale factors, which are not part of the module. Frameworks here hold
+32 to 52 bytes of these.
+"""
 COUNT_BYTES = 4
 """PyTorch's optimizers count the steps of every tensor."""
 TOTALS = ("steady", "peak", "unnamed", "growth")
@@ -274,28 +285,29 @@ the next.
 """
 
 _MEND_STATES = (
-    "`Engine.holdings` leaves storages out or names too many, or the framework holds other bytes than its layout "
-    "promises; what it is meant to hold besides goes into `Adapter.extra_memory`"
+    "`Engine.holdings` omits storages or names too many, or the framework holds more or fewer bytes than its layout "
+    "promises; if it is meant to hold more, declare that in `Adapter.extra_memory`"
 )
 _MEND_ACTIVATIONS = (
-    "what the framework is meant to keep follows from `Adapter.recipe`, and what is over from `Adapter.extra_memory`"
+    "declare what the framework keeps in `Adapter.recipe`, and memory beyond that in `Adapter.extra_memory`"
 )
 _MEND_MORE = (
     "the allocator counts bytes that are in no plan: first see whether they grow with depth (`--model layers=8`), with "
-    "micro-batches (`--layouts`) or with steps (`--endurance`). What grows is kept for too long, which the framework "
-    "is to mend. Only a size that follows from its algorithm goes into `Adapter.extra_memory`, with the reason"
+    "micro-batches (`--layouts`) or with steps (`--endurance`). If they grow, the framework keeps something for too "
+    "long, and should be fixed. Declare only a size that follows from its algorithm in `Adapter.extra_memory`, with "
+    "the reason"
 )
 _MEND_GROWTH = (
-    "memory grows from step to step, which no declaration covers: find out what the framework keeps, for example with "
+    "memory grows from step to step, which cannot be declared: find what the framework keeps, for example with "
     "`gc.get_objects()` after two steps, or `torch.cuda.memory_snapshot()`"
 )
 _MEND_LESS = (
-    "the allocator counts fewer bytes than are planned: what the framework is meant to do without follows from "
-    "`Adapter.recipe`, or is a negative size in `Adapter.extra_memory` with its reason"
+    "the allocator counts fewer bytes than planned: if the framework is meant to need less, declare that in "
+    "`Adapter.recipe`, or as a negative size in `Adapter.extra_memory` with its reason"
 )
 
 _UNKNOWN = (
-    "activations and peak, which are not known, for the meter could not tell in its bounded time which storages "
+    "activations and peak, which are unknown, because the meter could not determine in its limited time which storages "
     "another thread had freed"
 )
 
@@ -309,9 +321,12 @@ class MemoryTotal:
     measured: float
     planned: float
     late: float = 0.0
-    """So much of what was measured may have been gone, had a backend's threads been quick, or not yet come."""
+    """Bytes of the measurement that depend on the timing of a backend's threads.
+
+    In another run they may be freed earlier or allocated later.
+    """
     step: int | None = None
-    """After which it was measured; None: at the metered step."""
+    """The step after which it was measured. None means the metered step."""
     interval: Interval | None = None
     """Interval of the growth per step, if several steps give it."""
     spare: int = 0
@@ -323,12 +338,12 @@ class MemoryTotal:
 
     @property
     def deviation(self) -> float:
-        """All of it, relative to the plan."""
+        """The whole deviation, relative to the plan."""
         return (self.measured - self.planned) / max(self.planned, 1.0)
 
     @property
     def error(self) -> float:
-        """Relative to the plan, of what neither late buffers nor (of totals) scalars account for."""
+        """Deviation that neither late buffers nor (in totals) scalars account for, relative to the plan."""
         beyond = max(self.measured - self.late - self.planned, self.planned - self.measured, 0.0)
         return max(beyond - self.spare, 0.0) / max(self.planned, 1.0)
 
@@ -339,7 +354,7 @@ class MemoryTotal:
 
     @property
     def smallest_detectable(self) -> float:
-        """Bytes more than were measured that would have failed."""
+        """Excess over the plan, in bytes, above which the verdict fails."""
         if self.interval:
             return self.spare + self.interval.half_width
         return self.spare + self.late + STATE_TOLERANCE * max(self.planned, 1.0)
@@ -350,9 +365,14 @@ def _after(step: int) -> str:
 
 
 def judge_memory(record: Record) -> Verdict | None:
-    """On every rank, within 1 % of the closed form plus what the adapter declares: bytes of parameters, gradients,
-    optimizer states and, where they are planned, activations; and all that the allocator counted, after the step and
-    (where it is planned) at the peak. Nothing may grow from step to step. None where nothing is planned."""
+    """Judge the memory of every rank.
+
+    Each number must be within 1 % of the closed form plus what the adapter declares. The numbers are the bytes of
+    parameters, gradients, optimizer states and, if planned, activations. The allocator's totals after the step and,
+    if planned, at the peak are judged too. Nothing may grow from step to step.
+
+    Returns None if a rank's memory is not planned and nothing else is wrong.
+    """
     if "memory" in record.unmeasured:
         return Verdict(suite="memory", passed=False, summary=record.unmeasured["memory"])
     found: list[MemoryTotal] = []
@@ -396,11 +416,10 @@ def judge_memory(record: Record) -> Verdict | None:
 
 
 def _growth(rank: int, live: Mapping[int, int], spare: int) -> MemoryTotal | None:
-    """How much more a rank holds after each step than after the one before, from the metered step on; None where fewer
-    than two steps tell.
+    """Return the growth of a rank's memory per step, from the metered step on, or None if there are fewer than three.
 
-    The interval is that of the mean of these differences. What comes once and stays widens it, and is judged by
-    `_later`; what comes in every step does not.
+    The interval is that of the mean difference between consecutive steps. A buffer that appears once and stays widens
+    the interval; `_later` judges it. Growth in every step does not widen it.
     """
     steps = sorted(step for step in live if step >= METERED_STEP)
     if len(steps) < 3:
@@ -482,8 +501,11 @@ def _evidence(worst: MemoryTotal, found: Sequence[MemoryTotal], record: Record) 
 def memory_categories(
     reading: MemoryReading, plan: ModelStates, declared: Sequence[ExtraMemory], *, with_activations: bool
 ) -> Iterator[tuple[str, float, float]]:
-    """Category, measured and expected bytes. Activations are those that PyTorch's operators save on a CPU, whose memory
-    is the host's; they are left out where the meter does not know which storages had ended."""
+    """Yield each category with its measured and its expected bytes.
+
+    Activations are those that PyTorch's operators save on a CPU, where all memory is the host's. They are left out if
+    the meter does not know which storages had been freed.
+    """
     plan = plan.with_host() if with_activations else plan
     for name in ("parameters", "gradients", "optimizer_states"):
         yield name, getattr(reading.states, name), getattr(plan, name) + declared_bytes(declared, name)
@@ -501,7 +523,7 @@ def memory_totals(
     storages it is unknown which buffers at the peak were late, and which bytes had a name.
     """
     steady, peak = reading.steady, reading.peak
-    passing = declared_bytes(declared, "unnamed")  # which may be there after a step as well, and not after another
+    passing = declared_bytes(declared, "unnamed")  # may be held after some steps and not after others
     plan = plan.with_host() if on_cpu else plan
     spare = SCALARS_BYTES["cpu" if on_cpu else "cuda"]
     yield MemoryTotal(
@@ -542,8 +564,10 @@ def memory_totals(
 # --- Equivalence.
 
 BLIND = 0.3
-"""Detection limit above which a run that looks right has shown nothing: a rank of two whose part is missing, the
-smallest defect of all in a reduction, scales a gradient by a half."""
+"""Detection limit above which a run that looks right proves nothing.
+
+The smallest defect of a reduction is a missing part of one of two ranks. It scales a gradient by a half.
+"""
 HIDDEN = 3.0
 """Multiple of its noise by which a number may be off in the other direction by chance, and hide an error of that
 size.
@@ -616,7 +640,7 @@ def judge_equivalence(record: Record) -> Verdict:
 
 
 def _what_is_wrong(record: Record, tolerance_model: ToleranceModel, quantity: Quantity, step: int, ratio: float) -> str:
-    """`quantity` at `step` is the worst, that multiple of its noise."""
+    """Return a summary of what is wrong. `quantity` at `step` is the worst, at `ratio` times its noise."""
     found = record.equivalence
     if found.wrong_start:
         return f"starts elsewhere: {len(found.wrong_start)} initial values differ, first {found.wrong_start[0]}"
@@ -663,7 +687,7 @@ def detection_limits(record: Record) -> dict[str, Limit]:
 
 
 def _limits(tolerance_model: ToleranceModel, deviations: Deviations, kind: QuantityKind) -> dict[str, Limit]:
-    """Those by one kind of comparison alone."""
+    """Return the detection limits by parameter for one kind of comparison."""
     limits, norms = {}, gradient_norms(deviations)
     zero = {replace(quantity, kind=kind) for quantity in zeros(deviations)}
     for quantity, steps in deviations.items():
@@ -687,19 +711,21 @@ def _limits(tolerance_model: ToleranceModel, deviations: Deviations, kind: Quant
 
 # --- Time: the timed steps must be those whose gradients and updates were judged.
 
-_MEND = "`step` must do what `backward` and `update` do, however little of it is read"
+_MEND = "`step` must compute the same as `backward` and `update`, even if its results are not read"
 
 
 def judge_throughput(record: Record) -> Verdict | None:
-    """The losses of all steps, and the parameters after the last, are in every launch bit for bit those of the verified
-    path: the steps that were judged, and as many more by the same `backward` and `update`; and ranks that hold the same
-    hold the same after the last timed step. None where nothing was told of either.
+    """Judge whether the timed steps computed the same as the steps whose gradients and updates were judged.
 
-    Where bits differ, another such pass has told whether this engine ever computes the same bits twice. If it does, the
-    timed path is another one. If it does not (atomic additions, threads), bits say nothing, and the losses of the steps
-    that were judged must agree as two correct runs do: each within the tolerance model's tolerance of the truth, and so
-    within twice that of one another. Under a parameter server, which replica comes first is chance: from the first
-    fetch on, two correct runs agree in nothing, and the losses before it are those that are compared.
+    In every launch, all losses and the parameters after the last step must equal the verified path's bit for bit. The
+    verified path is the judged steps, continued by the same `backward` and `update`. Replicas must also be equal after
+    the last timed step. Returns None if neither was recorded.
+
+    If bits differ, the verified path has been computed again, to see whether this engine's bits are reproducible. If
+    they are, the timed path is a different one, and the verdict fails. If they are not (atomic additions, threads),
+    only the losses of the judged steps are compared. Each must be within the tolerance of the truth, and so within
+    twice that of the other. Under a parameter server the order of replicas is random, so only the losses before the
+    first fetch are compared.
     """
     timing, drifts = record.timing, record.equivalence.drifts
     path, losses = timing.observed, record.training.losses
@@ -739,7 +765,7 @@ def judge_throughput(record: Record) -> Verdict | None:
 
 
 def _compared(record: Record) -> list[int]:
-    """After how many steps the parameters of both paths are known."""
+    """Return the numbers of steps after which the parameters of both paths are known."""
     path = record.timing.observed
     return [done for done in record.timing.digests if path and path.digest(done) is not None]
 
@@ -760,7 +786,7 @@ def _verdict(summary: str, record: Record, *, passed: bool = False) -> Verdict:
 
 
 def not_judged(record: Record, adapter: type[Adapter]) -> list[str]:
-    """Return, in words, what the verdicts of an observed pass leave out; nothing where they leave out nothing."""
+    """Return descriptions of what the verdicts of an observed pass do not cover."""
     if record.fake_ranks:
         ranks, world = ", ".join(map(str, record.fake_ranks)), record.case.world_size
         return [f"everything but memory and traffic of ranks {ranks}: the world of {world} was fake", *_memory(record)]
@@ -814,7 +840,7 @@ def _communication(record: Record) -> Iterator[str]:
         others = [step for step in range(record.steps) if step != METERED_STEP]
         unread = [step for step in others if step not in read]
         unlike = [step for step in others if step in read and not repeats(record.case, rank, step)]
-        for steps, why in ((unread, "of which it is not known what was sent"), (unlike, "in which others are due")):
+        for steps, why in ((unread, "whose traffic is unknown"), (unlike, "whose planned traffic differs")):
             if steps:
                 found.setdefault(f"{_steps(steps)}, {why}", []).append(rank)
     for text, ranks in found.items():

@@ -37,10 +37,10 @@ GROUP = "meshmark.algorithms"
 class Algorithm:
     """How replicas train together. This class itself is synchronous training.
 
-    An algorithm is a frozen dataclass of its options, and its methods answer everything that Meshmark asks of it: its
-    exact transition, what it sends and keeps, with which optimizers it is defined, and how it is got wrong. The rest of
-    Meshmark calls these methods and never asks which algorithm it has. To add one, subclass this class, give it a
-    `kind`, and override what differs; `docs/algorithms.md` has an example.
+    An algorithm is a frozen dataclass of its options. Its methods define everything that Meshmark needs: the exact
+    transition, the traffic and memory, the optimizers that it supports, and its common faults. The rest of Meshmark
+    calls these methods and never checks which algorithm it has. To add one, subclass this class, give it a `kind`, and
+    override what differs; `docs/algorithms.md` has an example.
 
     Raises `InputError` for options that are out of range or contradict each other.
     """

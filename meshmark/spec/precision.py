@@ -82,7 +82,7 @@ class Precision:
 
     def __post_init__(self) -> None:
         if self.PRESETS.get(self.name, self) != self:
-            raise InputError(f"precision {self.name!r} is a preset of another arithmetic; name yours otherwise")
+            raise InputError(f"precision {self.name!r} is a preset with other arithmetic; choose another name")
 
     def __str__(self) -> str:
         return self.name

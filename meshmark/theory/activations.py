@@ -1,9 +1,9 @@
 """Bytes that forward passes keep for the backward pass.
 
 Selective recomputation of single modules saves some of them: Megatron-Core's `recompute_modules`. A checkpointed module
-(`core_attn`, `mlp`, `moe`, `shared_experts`) keeps its input and nothing inside. Of the others the output alone is
-dropped and made again (Megatron-Core's `CheckpointWithoutOutput`). A norm is repeated only where it is a module of its
-own: `TELayerNormColumnParallelLinear` contains the norms of dense layers with grouped attention.
+(`core_attn`, `mlp`, `moe`, `shared_experts`) keeps its input and nothing inside. Other modules drop only their output
+and compute it again (Megatron-Core's `CheckpointWithoutOutput`). A norm is repeated only if it is a separate module:
+`TELayerNormColumnParallelLinear` contains the norms of dense layers with grouped attention.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def repeated(model: ModelSpec, recipe: TrainingRecipe, module: RecomputeModule) 
 
 
 def expect_modules(model: ModelSpec, modules: frozenset[RecomputeModule]) -> None:
-    """Raise `InputError` for a module that the model has not got, or that another one contains."""
+    """Raise `InputError` for a module that the model does not have, or that another one contains."""
     has_experts = model.routing_share > 0.0
     there = {
         RecomputeModule.MLP: model.routing_share < 1.0,

@@ -140,7 +140,7 @@ def departed(flows: Sequence[Flow], traffic_exceptions: Iterable[TrafficExceptio
         for flow in exception.instead_of:
             if flow not in left:
                 ranks = ", ".join(map(str, flow.ranks))
-                raise ValueError(f"departs from {flow.kind} of {flow.purpose} over ranks {ranks}: none of theory's")
+                raise ValueError(f"replaces {flow.kind} of {flow.purpose} over ranks {ranks}, which theory lacks")
             left.remove(flow)
     return left + [flow for exception in traffic_exceptions for flow in exception.sends]
 
@@ -489,7 +489,8 @@ class Padding:
 def sharded_recipe(recipe: TrainingRecipe, sharding: Sharding, num_micro_batches: int) -> TrainingRecipe:
     """Return `recipe` for a framework with this sharding.
 
-    How much is left of whole gradients, whose reduction is put off, when the peak comes is not planned.
+    The peak is not planned if the reduction is delayed, because it is unknown how much of the whole gradients remains
+    when the peak occurs.
     """
     puts_off = num_micro_batches > 1 and not sharding.reduces_within
     backward = replace(recipe.backward, keeps_root=not sharding.reshards_root, kept_share=sharding.kept_share)

@@ -1,10 +1,10 @@
 """A small net of AmoebaNet-D's cells (arXiv:1802.01548), as a list of layers.
 
-Where the paper's cells take a maximum, these take a mean, and their activation is SiLU, not ReLU: at kinks and ties
-float32 and float64 disagree once in a while, and a right gradient is then far from the exact one. Its pairs of 1 x 7
-and 7 x 1 are 1 x 3 and 3 x 1, for images of 8 pixels.
+Unlike the paper's cells, these take means instead of maxima, and SiLU instead of ReLU. At kinks and ties float32 and
+float64 sometimes disagree, and a correct gradient is then far from the exact one. The paper's convolutions of 1 x 7 and
+7 x 1 are 1 x 3 and 3 x 1 here, for images of 8 pixels.
 
-What goes from cell to cell is one tensor, both states side by side: of the cell before the previous one, and of the
+Cells pass on one tensor, which concatenates two states: that of the cell before the previous one, and that of the
 previous one. A reduction cell halves the former for the next cell too.
 
 Shape suffixes: B images, C channels, H and W pixels, V classes.
@@ -40,7 +40,7 @@ class Activated(nn.Module):
 
 
 def across(width: int, stride: int = 1) -> nn.Sequential:
-    """Over rows, then over columns."""
+    """Return two convolutions, one over rows and then one over columns."""
     return nn.Sequential(Activated(width, width, (1, 3), (1, stride)), Activated(width, width, (3, 1), (stride, 1)))
 
 
@@ -52,13 +52,13 @@ class CellStem(nn.Module):
         self.entry = Activated(spec.num_channels, spec.cells[0], 3)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        images_BCHW = images_BCHW.to(self.entry.convolution.weight.dtype)  # exact in all: there are 17 shades
+        images_BCHW = images_BCHW.to(self.entry.convolution.weight.dtype)  # exact in any dtype: there are 17 shades
         x_BCHW = self.entry(images_BCHW)
         return torch.cat((x_BCHW, x_BCHW), 1)
 
 
 class Cell(nn.Module):
-    """Both states to the next two, [B, C, H, W] to the like; normal, or to half the size."""
+    """A cell: maps both states [B, C, H, W] to the next two. A reduction cell halves height and width."""
 
     def __init__(self, sizes: CellSizes) -> None:
         super().__init__()
@@ -98,12 +98,12 @@ class Cell(nn.Module):
 
 
 def smoothed(x_BCHW: Tensor, stride: int = 1) -> Tensor:
-    """The mean over each pixel's neighbours, what lies outside as zero."""
+    """Return the mean over each pixel and its neighbours. Pixels outside the image count as zero."""
     return F.avg_pool2d(x_BCHW, 3, stride, 1)
 
 
 class LastState(MeanClassifier):
-    """Last layer: of both states the last one, by its mean over pixels to logits [B, V]."""
+    """Last layer: maps the mean over pixels of the last state to logits [B, V]."""
 
     def __init__(self, spec: AmoebaNetSpec) -> None:
         super().__init__(spec.last_width, spec.num_classes)

@@ -43,7 +43,7 @@ class CoAtNetSpec(Convolutional):
         self.check_sizes(widths, sum(block.stride == 2 for block in self.blocks) if widths else 0)
         for field in ("convolutions", "attentions"):
             if not getattr(self, field):
-                raise InputError(f"model {self.name!r}: it has no {field}; a ResNetSpec or a VisionSpec may be meant")
+                raise InputError(f"model {self.name!r}: it has no {field}; use a ResNetSpec or a VisionSpec")
         for field in ("expansion", "head_dim"):
             if (got := getattr(self, field)) < 1:
                 raise InputError(f"model {self.name!r}: {field} is {got}, expected at least 1")

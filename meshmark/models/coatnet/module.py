@@ -1,8 +1,8 @@
 """A small net of convolutions and attention (CoAtNet, arXiv:2106.04803), as a list of layers.
 
-Of the paper's it has neither squeeze-and-excitation nor stochastic depth; its activation is SiLU between convolutions.
-Norms stand behind convolutions as in MobileNetV2 (arXiv:1801.04381): the shift of one before an expansion would be
-undone by the batch norm that follows.
+Unlike the paper's, it has neither squeeze-and-excitation nor stochastic depth. Its activation between convolutions is
+SiLU. Norms follow convolutions, as in MobileNetV2 (arXiv:1801.04381), because the batch norm after an expansion would
+undo the shift of a norm before it.
 
 Shape suffixes: B images, C channels, H and W pixels a side, P pixels, A heads, D head width.
 """
@@ -40,7 +40,7 @@ class HybridStem(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """To more channels, each by itself over its neighbours, and back."""
+    """Inverted bottleneck: expands to more channels, convolves each over its neighbours, and projects back."""
 
     def __init__(self, sizes: HybridSizes) -> None:
         super().__init__()
@@ -58,13 +58,13 @@ class Bottleneck(nn.Module):
 
 
 class RelativeAttention(nn.Module):
-    """Attention from all pixels to all, with a bias for each head by their relative position (its eq. 3, by head)."""
+    """Attention between all pixels, with a bias per head and relative position (eq. 3 of the paper, by head)."""
 
     def __init__(self, sizes: HybridSizes) -> None:
         super().__init__()
         self.head_dim, self.side = sizes.head_dim, sizes.side
         self.q = nn.Linear(sizes.inner, sizes.outer)
-        self.k = nn.Linear(sizes.inner, sizes.outer, bias=False)  # to which softmax would be blind
+        self.k = nn.Linear(sizes.inner, sizes.outer, bias=False)  # softmax cancels a bias of the keys
         self.v = nn.Linear(sizes.inner, sizes.outer)
         self.positions = nn.Embedding(sizes.num_positions, sizes.num_heads)
         self.out = nn.Linear(sizes.outer, sizes.outer)
@@ -103,7 +103,10 @@ class HybridFeedForward(nn.Module):
 
 
 class HybridTransformer(nn.Module):
-    """Pre-norm, of [B, C, H, W] as pixels [B, P, C]; pooled before attention where the image becomes smaller."""
+    """Pre-norm transformer block on [B, C, H, W], computed on pixels [B, P, C].
+
+    Where the image becomes smaller, it is pooled before attention.
+    """
 
     def __init__(self, sizes: HybridSizes) -> None:
         super().__init__()
@@ -112,7 +115,7 @@ class HybridTransformer(nn.Module):
         self.feed_forward_norm, self.feed_forward = nn.LayerNorm(sizes.outer), HybridFeedForward(sizes)
 
     def forward(self, x_BCHW: Tensor, beside_BCHW: Tensor) -> Tensor:
-        """`beside`: the shortcut of the attention."""
+        """Apply the block to `x`. `beside` is the output of the shortcut, which is added to the attention's."""
         normed_BHWC = self.attention_norm(x_BCHW.permute(0, 2, 3, 1))
         pooled_BCHW = pooled(normed_BHWC.permute(0, 3, 1, 2), self.stride)
         x_BPC = beside_BCHW.flatten(2).transpose(1, 2) + self.attention(pooled_BCHW.flatten(2).transpose(1, 2))
@@ -126,7 +129,7 @@ def pooled(x_BCHW: Tensor, stride: int) -> Tensor:
 
 
 class HybridBlock(nn.Module):
-    """Either kind beside a shortcut, [B, C, H, W] to the like."""
+    """A bottleneck or a transformer block with a shortcut. Maps [B, C, H, W] to images, which may be smaller."""
 
     def __init__(self, sizes: HybridSizes) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ Router = Callable[[Tensor], Tensor]
 class Mixture(nn.Module):
     """The experts that the gate scores highest, weighed by the softmax of their scores.
 
-    An expert without tokens is run on none, so that its parameters have a gradient, of zero, at every step.
+    An expert without tokens still runs, on an empty input, so that its parameters have a gradient of zero.
     """
 
     def __init__(self, spec: MixtureSpec) -> None:
@@ -32,7 +32,7 @@ class Mixture(nn.Module):
         self.gate = nn.Linear(spec.hidden, spec.num_experts, bias=False)
         self.experts = nn.ModuleList(FeedForward(spec) for _ in range(spec.num_experts))
         self.router: Router | None = None
-        """Decides in the place of the scores; of the truth alone."""
+        """Chooses the experts instead of the scores. Only the truth sets it."""
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         x_NC = x_BTC.flatten(0, 1)

@@ -1,7 +1,7 @@
 """A small residual network of convolutions and batch norms (arXiv:1512.03385), as a list of layers.
 
-Its activation is SiLU: where ReLU has its kink, float32 and float64 disagree about a sign once in a while, and a right
-gradient is then far from the exact one.
+Its activation is SiLU. At ReLU's kink float32 and float64 sometimes disagree about a sign, and a correct gradient is
+then far from the exact one.
 
 Shape suffixes: B images, C channels, H and W pixels, V classes.
 """
@@ -28,12 +28,12 @@ class Stem(nn.Module):
         self.norm = BatchNorm(spec.widths[0])
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        images_BCHW = images_BCHW.to(self.convolution.weight.dtype)  # exact in all: there are 17 shades
+        images_BCHW = images_BCHW.to(self.convolution.weight.dtype)  # exact in any dtype: there are 17 shades
         return F.silu(self.norm(self.convolution(images_BCHW)))
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions beside a shortcut, [B, C, H, W] to the like."""
+    """Two convolutions with a shortcut. Maps [B, C, H, W] to images, which may be smaller."""
 
     def __init__(self, sizes: ResidualSizes) -> None:
         super().__init__()

@@ -80,7 +80,7 @@ class Attention(nn.Module):
         self.rope_theta = spec.rope_theta if isinstance(spec, ModelSpec) else _ROPE_THETA
         self.causal = spec.causal
         self.q = nn.Linear(spec.hidden, spec.hidden, bias=bias)
-        # To a bias of the keys softmax is blind; a GPT has it all the same, as GPT-2 does.
+        # Softmax cancels a bias of the keys. A GPT has one nevertheless, like GPT-2.
         self.k = nn.Linear(spec.hidden, spec.kv_hidden, bias=bias and spec.family is not Family.VIT)
         self.v = nn.Linear(spec.hidden, spec.kv_hidden, bias=bias)
         self.out = nn.Linear(spec.hidden, spec.hidden, bias=bias)
@@ -95,7 +95,7 @@ class Attention(nn.Module):
         return out
 
     def attend(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
-        """Over whole sequences, of any of the heads."""
+        """Return the attention of any number of heads over whole sequences, as [B, H, T, D]."""
         if self.rotary:
             q_BHTD, k_BKTD = rotate(q_BHTD, self.rope_theta), rotate(k_BKTD, self.rope_theta)
         return F.scaled_dot_product_attention(
@@ -188,8 +188,11 @@ class Head(nn.Module):
 
 
 class Transformer(Model):
-    """A tied head shares the embedding's parameter where a part holds both, and holds a copy called
-    `head.output.weight` where it does not."""
+    """The transformer of a `ModelSpec`.
+
+    If one part holds both the embedding and a tied head, they share one parameter. Otherwise the head holds a copy,
+    `head.output.weight`.
+    """
 
     block: ClassVar = Block
     spec: TextSpec

@@ -17,8 +17,10 @@ from meshmark.models.vision_transformer.config import VisionSpec
 
 
 class BatchNorm(nn.BatchNorm1d):
-    """Over all rows of [rows, C], or pixels of [B, C, H, W], computed in at least float32, whatever its weights were
-    cast to."""
+    """Batch norm over all rows of [rows, C], or all pixels of [B, C, H, W].
+
+    It computes in at least float32, whatever dtype its weights have.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x if x.dtype is torch.float64 else x.float()
@@ -47,7 +49,7 @@ class PatchEmbedding(nn.Module):
         patches_BKP = F.unfold(images_BNHW, self.patch_size, stride=self.patch_size)
         x_BPC = self.patches(patches_BKP.transpose(1, 2))
         x_BPC = x_BPC + self.positions(torch.arange(x_BPC.shape[1], device=x_BPC.device))
-        # Positions first: of a blank patch alone a layer norm would make 300 times its gradient, too much for fp16.
+        # Add positions first: the layer norm of a blank patch would scale its gradient by 300, too much for fp16.
         x_BPC = self.norm(x_BPC.flatten(0, 1)).view_as(x_BPC)
         out: Tensor = self.dropout(x_BPC)
         return out
