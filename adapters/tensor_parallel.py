@@ -140,7 +140,10 @@ def summed_embedding(case: Case) -> tuple[ExtraMemory, ...]:
 
 
 class TensorParallel(Adapter):
-    """Input projections of attention and feed-forward are Colwise, output projections Rowwise."""
+    """PyTorch's tensor parallelism, `parallelize_module`, over replicas too.
+
+    Input projections of attention and feed-forward are Colwise, output projections Rowwise.
+    """
 
     engine: ClassVar[type[TensorParallelEngine]] = TensorParallelEngine
     capabilities: ClassVar = Capabilities(

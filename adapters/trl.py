@@ -74,7 +74,7 @@ def examples(case: Case) -> Iterator[dict[str, list[int]]]:
 
 
 class TRLSFT(HFTrainer):
-    """`SFTTrainer`, on causal models of Transformers alone (`--workload hf:FILE.json`)."""
+    """TRL's `SFTTrainer`, on causal models of Transformers alone (`--workload hf:FILE.json`)."""
 
     requires: ClassVar[tuple[Requirement, ...]] = (
         *REQUIRES,

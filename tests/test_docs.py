@@ -21,7 +21,7 @@ from meshmark.records.schema import schema
 from meshmark.spec import workload
 from meshmark.spec.hardware import GPUS
 from meshmark.spec.layout import GLOSSARY
-from studies import docs_links, docs_schema, docs_site
+from studies import adapter_list, docs_links, docs_schema, docs_site
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(ROOT.glob("docs/**/*.md"))
@@ -69,6 +69,10 @@ def test_every_page_is_in_the_site() -> None:
     reports = {f"reports/{page.name}" for page in ROOT.glob("reports/*.md")}
     frameworks = {f"frameworks/{name}.md" for name in docs_site.FRAMEWORKS}
     assert listed == {page.name for page in PAGES} | reports | frameworks
+
+
+def test_the_list_of_adapters_is_up_to_date() -> None:
+    assert adapter_list.PAGE.read_text() == adapter_list.page(), "run `python -m studies.adapter_list`"
 
 
 @pytest.mark.parametrize("name", docs_site.FRAMEWORKS)

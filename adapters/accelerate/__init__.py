@@ -267,8 +267,11 @@ class AccelerateFSDP2Engine(FSDP2Engine, AccelerateEngine):
 
 
 class AccelerateFSDP2(Adapter):
-    """Blocks are sharded each on its own, the rest with the model; bf16 as by `adapters.fsdp2`: bf16 weights are
-    gathered from fp32 shards, and gradients reduced as the precision says (Accelerate's own choice would be bf16)."""
+    """Accelerate's FSDP2 plugin. Every block is sharded on its own, and the rest with the model.
+
+    In bf16, weights are gathered in bf16 from fp32 shards, as by `adapters.fsdp2`, and gradients are reduced in the
+    precision that the case asks for (Accelerate's own choice would be bf16).
+    """
 
     requires: ClassVar[tuple[Requirement, ...]] = (REQUIREMENT,)
     preload: ClassVar[tuple[str, ...]] = ("deepspeed",)

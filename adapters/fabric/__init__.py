@@ -134,6 +134,8 @@ def canonical(name: str) -> str:
 
 
 class FabricDDP(Adapter):
+    """Fabric's `DDPStrategy`; model and optimizer are set up together by `setup`."""
+
     requires: ClassVar = FABRIC
     together: ClassVar = True
     """`setup(module, optimizer)`, the first of the two documented ways."""
@@ -175,12 +177,17 @@ class FabricDDP(Adapter):
 
 
 class FabricDDPSeparate(FabricDDP):
+    """Fabric's `DDPStrategy`; model and optimizer are set up by `setup_module` and `setup_optimizers`."""
+
     together: ClassVar = False
 
 
 class FabricFSDP(FSDP1):
-    """Blocks by `auto_wrap_policy`, and what is left with the model. Fabric refuses its `FSDPStrategy` on a CPU, but
-    not a subclass; that one names the device, which Fabric leaves out where there is no index."""
+    """Fabric's `FSDPStrategy` with an `auto_wrap_policy` for blocks; model and optimizer are set up together.
+
+    Fabric refuses the strategy on a CPU, but not a subclass of it. The subclass here names the device, which Fabric
+    leaves out if it has no index.
+    """
 
     requires: ClassVar = FABRIC
     together: ClassVar = True
@@ -250,4 +257,6 @@ def _batch_norms(case: Case) -> dict[str, tuple[int, ...]]:
 
 
 class FabricFSDPSeparate(FabricFSDP):
+    """Fabric's `FSDPStrategy`; model and optimizer are set up by `setup_module` and `setup_optimizers`."""
+
     together: ClassVar = False

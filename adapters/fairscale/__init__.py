@@ -230,8 +230,11 @@ def canonical(name: str) -> str:
 
 
 class FairScaleFSDP(Adapter):
-    """Every block is wrapped on its own, and the model with what is left: embedding and head. bf16 is FSDP's own: bf16
-    weights are gathered from fp32 shards, and gradients reduced as the precision says."""
+    """FairScale's FullyShardedDataParallel. Every block is wrapped on its own, and embedding and head with the model.
+
+    In bf16, weights are gathered in bf16 from fp32 shards, and gradients are reduced in the precision that the case
+    asks for.
+    """
 
     requires: ClassVar = _FAIRSCALE
     arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, reduces_each=True)

@@ -58,7 +58,7 @@ def counts_tokens(case: Case) -> TrafficException:
 
 
 class HFTrainer(UnderAccelerate):
-    """Under PyTorch's DDP, which the Trainer takes where it is given nothing else."""
+    """`transformers.Trainer` under PyTorch's DDP, which it uses if it is given nothing else."""
 
     track: ClassVar = Track.THEORY
     requires: ClassVar[tuple[Requirement, ...]] = REQUIRES
@@ -127,7 +127,10 @@ class HFTrainerRecommended(HFTrainer):
 
 
 class HFTrainerFSDP2(AccelerateFSDP2):
-    """`fsdp=True`: blocks are sharded each on its own, the rest with the model, reduced in every micro-batch."""
+    """`transformers.Trainer` with `fsdp=True`. Every block is sharded on its own, and the rest with the model.
+
+    Gradients are reduced in every micro-batch.
+    """
 
     requires: ClassVar[tuple[Requirement, ...]] = REQUIRES
     preload: ClassVar[tuple[str, ...]] = HFTrainer.preload

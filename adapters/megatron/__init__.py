@@ -30,8 +30,11 @@ from meshmark.theory.traffic import Purpose, TrafficException, exceptions_for, s
 
 
 class Megatron(Adapter):
-    """Every replica seeds its own random states: by Megatron's default (`data_parallel_random_init` off) all would drop
-    the same."""
+    """Megatron-core's tensor-parallel layers and vocabulary-parallel loss in Meshmark's model (arXiv:1909.08053).
+
+    Every replica seeds its own random states: by Megatron's default (`data_parallel_random_init` off), all would drop
+    the same.
+    """
 
     requires: ClassVar = (Requirement(module="megatron.core", distribution="megatron-core"),)
     arithmetic: ClassVar = Arithmetic(casting=Casting.AUTOCAST, splits_products=True)

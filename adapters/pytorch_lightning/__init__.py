@@ -93,7 +93,7 @@ def reduced_once(case: Case, exceptions: tuple[TrafficException, ...]) -> tuple[
 
 
 class LightningTrainer(DDP):
-    """`DDPStrategy`."""
+    """`lightning.Trainer` with `DDPStrategy`."""
 
     requires: ClassVar[tuple[Requirement, ...]] = REQUIRES
     capabilities: ClassVar = Capabilities(

@@ -31,7 +31,7 @@ class SimpleFSDPEngine(FSDP2Engine):
 
 
 class SimpleFSDP(FSDP2):
-    """`data_parallel(model, mesh, mode="fully_shard")`."""
+    """torchtitan's SimpleFSDP: `data_parallel(model, mesh, mode="fully_shard")`."""
 
     virtual_environment: ClassVar[str] = "torchtitan"
     requires: ClassVar = (Requirement(module="torchtitan", distribution="torchtitan"),)
