@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,7 @@ from meshmark.adapter.engine import RankContext
 from meshmark.adapter.single import Single
 from meshmark.judge.deviation import Drift, Quantity, QuantityKind
 from meshmark.judge.diagnosis import diagnose, first_drift
-from meshmark.judge.failed_step import FailedStep
+from meshmark.judge.failed_step import FailedStep, Stopwatch
 from meshmark.judge.faults import Diagnosis, Fault, named_factor
 from meshmark.judge.gradient_faults import _is_by_chance, nobody_reduced
 from meshmark.judge.partial_faults import describe_region
@@ -608,6 +609,12 @@ def test_one_shard_that_is_clipped_by_its_own_norm() -> None:
 
     found = explained_update(clip, Layout(dp=2, zero_stage=3))
     assert found == "clipped by the norm of a rank's own rows, not of all, in the rows of data-parallel rank 1 alone"
+
+
+def test_waiting_for_a_busy_machine_does_not_count_as_search() -> None:
+    stopwatch = Stopwatch()
+    time.sleep(0.2)
+    assert stopwatch.seconds < 0.2
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -23,7 +22,7 @@ import numpy as np
 
 from meshmark import rank_progress
 from meshmark.judge.deviation import Deviations, Drift, Quantity, QuantityKind
-from meshmark.judge.failed_step import Explanation, FailedStep, block_of
+from meshmark.judge.failed_step import Explanation, FailedStep, Stopwatch, block_of
 from meshmark.judge.faults import MOST_NAMES, Diagnosis, Fault, named_factor
 from meshmark.judge.gradient_faults import (
     explain_buffers,
@@ -85,7 +84,7 @@ def diagnose(
     if found.fault in (Fault.SCALED, Fault.MISSING) and loss > first:
         told = f"from step {loss} on the loss is wrong too, so the forward pass or its batch is"
         there = {q: e for (q, step), e in wrong.items() if step == loss}
-        later = _WrongStep(step=loss, excesses=there, drifted=False, twin=twin, begun=at.begun)
+        later = _WrongStep(step=loss, excesses=there, drifted=False, twin=twin, search=at.search)
         gradients = _without_zeros(_failed(case, trace, tolerance_model, later, *_GRADIENTS), deviations)
         if gradients.names and (cause := explain_gradients(gradients)) and cause[0] is not found.fault:
             told = f"step {loss} tells the cause: {cause[1]}"
@@ -206,8 +205,8 @@ class _WrongStep:
     """True if gradients also differ between ranks."""
     twin: Twin | None
     """The twin with which the run's gradients were also compared."""
-    begun: float = field(default_factory=time.monotonic)
-    """When the search for its cause began."""
+    search: Stopwatch = field(default_factory=Stopwatch)
+    """Time that the search for its cause has taken."""
 
 
 def _at(case: Case, trace: Trace, deviations: Deviations, tolerance_model: ToleranceModel, at: _WrongStep) -> Diagnosis:
@@ -267,7 +266,7 @@ def _failed(
         loss_is_wrong=not at.excesses.keys().isdisjoint({QuantityKind.LOSS.of(), QuantityKind.TWIN_LOSS.of()}),
         loss_tolerance=tolerance(loss.of()),
         right={name: tolerance(kinds[0].of(name)) for name in compared},
-        begun=at.begun,
+        search=at.search,
     )
 
 
