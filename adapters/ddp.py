@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from meshmark.adapter.contract import PYTORCH_2_13, Adapter, Arithmetic, Capabilities, Casting, Feature, Track
 from meshmark.adapter.engine import DataParallelEngine, Engine, RankContext, initial_model
 from meshmark.models.module import buffer_shapes, parameter_shapes
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case, Knob
 from meshmark.spec.precision import Dtype, Precision

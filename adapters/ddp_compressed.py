@@ -23,7 +23,7 @@ from meshmark.algorithms.compressed.compressor import CompressorKind
 from meshmark.algorithms.compressed.compressors import Draw
 from meshmark.algorithms.compressed.traffic import summed_bytes, trained_shapes
 from meshmark.errors import AdapterError
-from meshmark.models.transformer.config import TEXT_FAMILIES, Family
+from meshmark.models.transformer import TEXT_FAMILIES, Family
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
 from meshmark.theory.memory import ExtraMemory

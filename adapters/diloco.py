@@ -20,7 +20,7 @@ from meshmark.adapter.engine import (
 )
 from meshmark.adapters.checkpoint import load_local, save_local
 from meshmark.algorithms.local_sgd import DiLoCo as DiLoCoAlgorithm
-from meshmark.models.transformer.config import TEXT_FAMILIES, Family
+from meshmark.models.transformer import TEXT_FAMILIES, Family
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshmark.models.mixture.config import MixtureSpec
+from meshmark.models.mixture import MixtureSpec
 from meshmark.spec.case import Case
 
 EXPERT_RANKS = 2

@@ -16,7 +16,7 @@ from meshmark.adapters.checkpoint import load_local, save_local
 from meshmark.algorithms.local_sgd import FedAvg as FedAvgAlgorithm
 from meshmark.algorithms.local_sgd.client_shares import client_shares
 from meshmark.algorithms.local_sgd.transition import client_rows
-from meshmark.models.transformer.config import TEXT_FAMILIES, Family
+from meshmark.models.transformer import TEXT_FAMILIES, Family
 from meshmark.reference.data import Batch
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case

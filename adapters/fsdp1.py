@@ -25,7 +25,7 @@ from meshmark.adapter.engine import (
 )
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
 from meshmark.models.module import Model, build_model, initial_value, sizes_by_block
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision

@@ -14,7 +14,7 @@ from meshmark.adapter.engine import Gathered, RankContext
 from meshmark.adapters.fsdp1 import FSDP1, FSDP1Engine, canonical
 from meshmark.adapters.ignored import average_gradients, held_whole, sent_whole
 from meshmark.models.module import Model, block_of, parameter_shapes
-from meshmark.models.transformer.config import TEXT_FAMILIES
+from meshmark.models.transformer import TEXT_FAMILIES
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
 from meshmark.theory.memory import ExtraMemory

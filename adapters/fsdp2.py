@@ -17,7 +17,7 @@ from meshmark.adapter.engine import AUTOCAST, DataParallelEngine, Engine, RankCo
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
 from meshmark.errors import AdapterError
 from meshmark.models.module import Block, Model, block_of, build_model, initial_value, parameter_shapes
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case, Knob
 from meshmark.spec.layout import Offload

@@ -17,7 +17,7 @@ from meshmark.adapter.engine import Engine, Holdings, RankContext, optimizer_sta
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
 from meshmark.adapters.pipeline_stages import Part, chunk_of, examples, receive_buffers, set_shapes
 from meshmark.models.module import Model, drawn_name
-from meshmark.models.transformer.config import CONVOLUTIONAL_FAMILIES, Family
+from meshmark.models.transformer import Family
 from meshmark.reference.data import Batch
 from meshmark.reference.objective import build_optimizer, build_schedule, cross_entropy, weighted_cross_entropy
 from meshmark.spec.case import Case, Knob
@@ -230,9 +230,9 @@ def _schedule(
 
 
 _NO_SCALER = "torch.distributed.pipelining scales no loss, and PyTorch's GradScaler tells no other stage of an overflow"
-NO_IMAGES: dict[Feature | Precision | Family | Knob, str] = dict.fromkeys(
-    (Family.VIT, *CONVOLUTIONAL_FAMILIES), "images are cut into stages under GPipe and 1F1B alone"
-)
+NO_IMAGES: dict[Feature | Precision | Family | Knob, str] = {
+    Family.IMAGES: "images are cut into stages under GPipe and 1F1B alone"
+}
 """Reasons of pipelines in other orders, or crossed with other axes."""
 
 

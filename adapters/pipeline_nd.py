@@ -20,7 +20,7 @@ from meshmark.adapters.pipeline import NO_IMAGES, Pipeline, PipelineEngine, grou
 from meshmark.adapters.pipeline_stages import Part
 from meshmark.adapters.tensor_parallel import parallelize
 from meshmark.models.module import Model
-from meshmark.models.transformer.config import TEXT_FAMILIES, Family
+from meshmark.models.transformer import TEXT_FAMILIES, Family
 from meshmark.models.transformer.module import Transformer
 from meshmark.reference.data import Batch
 from meshmark.spec.case import Case

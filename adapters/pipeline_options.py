@@ -16,7 +16,7 @@ from meshmark.adapter.engine import RankContext, initial_model
 from meshmark.adapters.pipeline import NO_IMAGES, Pipeline, PipelineEngine
 from meshmark.adapters.pipeline_stages import Part
 from meshmark.models.module import Model
-from meshmark.models.transformer.config import TEXT_FAMILIES, Family
+from meshmark.models.transformer import TEXT_FAMILIES, Family
 from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute

@@ -14,7 +14,7 @@ from meshmark.adapter.contract import Capabilities, Feature, Requirement, Track
 from meshmark.adapter.engine import Engine, RankContext, initial_model
 from meshmark.adapter.loop import GREENLET, LOOP_LACKS, Dealing, Loop, LoopEngine, collate
 from meshmark.adapters.ddp import DDPRecommended
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 from meshmark.reference.objective import build_optimizer, build_schedule, loss_share
 from meshmark.spec.case import Case
 from meshmark.spec.workload import Loss

@@ -16,7 +16,7 @@ from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.checkpoint import load_local, save_local
 from meshmark.adapters.ddp import DDP, DDPEngine
 from meshmark.algorithms.local_sgd import LocalSGD
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 from meshmark.reference.objective import Schedule, build_schedule
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision

@@ -18,7 +18,7 @@ from meshmark.adapter.engine import DataParallelEngine, Engine, RankContext, con
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
 from meshmark.adapters.fsdp2 import fill_shards, mesh_extra_memory
 from meshmark.models.module import Model, initial_value
-from meshmark.models.transformer.config import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
+from meshmark.models.transformer import TEXT_FAMILIES, Family
 from meshmark.models.transformer.module import Transformer
 from meshmark.reference.data import Batch
 from meshmark.reference.objective import build_optimizer
@@ -153,8 +153,7 @@ class TensorParallel(Adapter):
         precisions=frozenset({Precision.FP64, Precision.FP32}),
         sequence_parallel=True,
         lacks={
-            Family.VIT: "embedding and loss are parallel in a vocabulary",
-            **dict.fromkeys(CONVOLUTIONAL_FAMILIES, "convolutions are not split"),
+            Family.IMAGES: "embedding and loss are parallel in a vocabulary; convolutions are not split",
             Family.MIXTURE: "a gate and its experts are not split",
             Precision.BF16: "autocast, whose copies DTensor does not plan; not tried",
             Precision.FP16: "PyTorch's GradScaler does not tell other tensor-parallel ranks of an overflow",

@@ -19,7 +19,7 @@ from meshmark.adapters.tensor_parallel import (
     summed_embedding,
 )
 from meshmark.models.module import Model, parameter_shapes, skeleton
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Axis
 from meshmark.spec.precision import Precision

@@ -10,7 +10,7 @@ from meshmark.adapter.contract import Capabilities, Feature
 from meshmark.adapter.engine import Engine, Holdings, RankContext, optimizer_state_tensors
 from meshmark.adapters.ddp import DDP, DDPEngine
 from meshmark.models.module import parameter_shapes
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 from meshmark.reference.objective import parameter_groups, reference_optimizer
 from meshmark.spec.case import Case
 from meshmark.theory.memory import ExtraMemory

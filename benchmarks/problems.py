@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from meshmark.models.transformer.config import model_spec
+from meshmark.models.transformer import model_spec
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec

@@ -12,7 +12,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import core_adapters
 from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.errors import LayoutError
-from meshmark.models.transformer.config import Family, ModelSpec
+from meshmark.models.transformer import Family, ModelSpec
 from meshmark.records.record import Record, Status
 from meshmark.records.request import Task
 from meshmark.report.conformance import columns

@@ -26,7 +26,7 @@ from meshmark.environment import describe
 from meshmark.errors import MeshmarkError
 from meshmark.launch.cluster import Cluster, ClusterSpec
 from meshmark.launch.launch import ForkserverLauncher, Launcher
-from meshmark.models.transformer.config import ModelSpec, gpt
+from meshmark.models.transformer import ModelSpec, gpt
 from meshmark.plan.calibrate import calibrate_here
 from meshmark.records.rank_report import RankReport
 from meshmark.records.request import Request, Task

@@ -23,11 +23,12 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     "keep an adapter in a package of my own": ("examples/meshmark-mine", "meshmark/adapter/registry.py"),
     "train a model of my own": ("docs/your-model.md", "examples/workloads", "meshmark/reference/own_model.py"),
     "add a model family": (
+        "meshmark/models/resnet",
         "meshmark/models/config.py",
-        "meshmark/theory/model_theory.py",
         "meshmark/models/module.py",
+        "docs/usage.md",
     ),
-    "add a workload, or a size of model": ("meshmark/spec/workload.py", "meshmark/models/transformer/config.py"),
+    "add a workload, or a size of model": ("meshmark/spec/workload.py", "meshmark/models/transformer/__init__.py"),
     "change a model that everyone trains, or its data": (
         "meshmark/models/transformer/module.py",
         "meshmark/models/vision_transformer/module.py",
@@ -51,9 +52,10 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         "tests/broken",
     ),
     "add a clause to the conformance table": (
-        "meshmark/conformance/scenario.py",
-        "meshmark/conformance/judges.py",
         "meshmark/conformance/clauses.py",
+        "meshmark/conformance/judges.py",
+        "meshmark/passes/clauses.py",
+        "tests/broken/clause_mutants.py",
     ),
     "have ranks do something new": ("meshmark/records/request.py", "meshmark/passes", "meshmark/launch/rank.py"),
     "change how ranks are started and ended": (

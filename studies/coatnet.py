@@ -94,7 +94,7 @@ parameters, so that of a pipeline whose stages have as many blocks each the last
 ## How it was obtained
 
 - The nets: inverted bottlenecks of width w and 2 w, transformer blocks of width 2 w and 4 w, two of each (eight of
-  each where planned), [CoAtNetSpec](../meshmark/models/coatnet/config.py) after arXiv:2106.04803; AdamW, clipped
+  each where planned), [CoAtNetSpec](../meshmark/models/coatnet/__init__.py) after arXiv:2106.04803; AdamW, clipped
   gradients, a global batch of 32 digit images, fp32.
 - Every layout is PyTorch's own, so that no two frameworks are compared: `ddp`, `ddp-zero1` (ZeroRedundancyOptimizer),
   `fsdp2-noreshard` (ZeRO-2), `fsdp2` (ZeRO-3), `fsdp2-offload`, `pipeline` (1F1B, as many micro-batches as

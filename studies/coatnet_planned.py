@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from meshmark.measure.readings import wire_factor
-from meshmark.models.coatnet.config import CoAtNetSpec
+from meshmark.models.coatnet import CoAtNetSpec
 from meshmark.models.config import Dataset
 from meshmark.spec.case import Case
 from meshmark.spec.hardware import gpu

@@ -18,7 +18,7 @@ from meshmark.adapter.registry import builtin_adapters
 from meshmark.environment import describe
 from meshmark.launch.cluster import Cluster, ClusterSpec
 from meshmark.launch.launch import ForkserverLauncher
-from meshmark.models.transformer.config import gpt
+from meshmark.models.transformer import gpt
 from meshmark.report.kept_page import keep_page
 from meshmark.report.table import table_of
 from meshmark.run.runner import Runner, RunOptions

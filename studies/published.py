@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshmark.models.transformer.config import ModelSpec, gpt, llama
+from meshmark.models.transformer import ModelSpec, gpt, llama
 from meshmark.plan.layout_table import batches
 from meshmark.plan.prediction import Prediction, predict_grid
 from meshmark.plan.rates import Rates

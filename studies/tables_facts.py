@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from meshmark.models.transformer.config import model_spec
+from meshmark.models.transformer import model_spec
 from meshmark.plan.rows import Row, number
 from meshmark.spec.hardware import TERA, gpu
 from meshmark.theory.recipe import recipe

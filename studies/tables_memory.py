@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from meshmark.models.transformer.config import gpt
+from meshmark.models.transformer import gpt
 from meshmark.plan.rows import Row, number
 from meshmark.spec.hardware import GIB
 from meshmark.spec.layout import Recompute

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshmark.models.transformer.config import ModelSpec, gpt, model_spec
+from meshmark.models.transformer import ModelSpec, gpt, model_spec
 from meshmark.plan.rows import Row, number
 from studies.papers import paper
 from studies.table import Cell, Table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from meshmark.models.transformer.config import gpt
+from meshmark.models.transformer import gpt
 from meshmark.plan.rates import rates
 from meshmark.plan.rows import number
 from meshmark.plan.simulator import simulate

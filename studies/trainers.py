@@ -21,7 +21,7 @@ from meshmark.adapter.loop import GREENLET
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.conformance.finding import ClauseResult
 from meshmark.judge.faults import Diagnosis, Fault
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 from meshmark.records.record import Record
 from meshmark.records.record_file import read_records
 from meshmark.report.conformance import AdapterColumn, columns

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshmark.models.transformer.config import ModelSpec, gpt
+from meshmark.models.transformer import ModelSpec, gpt
 from meshmark.plan.prediction import Prediction, predict_grid
 from meshmark.plan.rates import HostRates, KernelRates, NetworkRates, Rates
 from meshmark.plan.rows import Row, number, read_rows

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from meshmark.models.transformer.config import ModelSpec
+from meshmark.models.transformer import ModelSpec
 from meshmark.plan.rows import Row, number
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout

@@ -17,8 +17,11 @@ def pytest_meshmark_cases(config: pytest.Config, selection: Selection) -> list[C
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Conformance, at 26 clauses an adapter, and profiles are asked for: by their option or their file. Convergence,
-    which is of no adapter, and inference, which has adapters of its own, by their files."""
+    """Leave out suites that run only if the user asks for them.
+
+    Conformance, which runs many clauses per adapter, and profiles run by their option or their file. Convergence, which
+    tests no adapter, and inference, which has adapters of its own, run by their file only.
+    """
     asked = {f"test_{name}.py": config.getoption(f"--{name}") for name in OPTIONAL}
     asked["test_convergence.py"] = asked["test_inference.py"] = False
     if asked.get(collection_path.name, True):

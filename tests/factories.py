@@ -12,7 +12,7 @@ from meshmark.judge.tolerance_model import Way
 from meshmark.measure.laps import GpuPower
 from meshmark.measure.profile import ActivityKind, Bandwidth, Kernel, Profile
 from meshmark.measure.readings import AlikeSteps, Bytes, Collective, DeviceMemory, MemoryReading, TrafficReading
-from meshmark.models.transformer.config import Family, ModelSpec
+from meshmark.models.transformer import Family, ModelSpec
 from meshmark.records.record import (
     ConformanceEvidence,
     EquivalenceEvidence,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from meshmark.launch.launch import ForkserverLauncher
 from meshmark.measure.readings import Bytes
-from meshmark.models.transformer.config import TEXT_FAMILIES, Family, ModelSpec
+from meshmark.models.transformer import TEXT_FAMILIES, Family, ModelSpec
 from meshmark.models.transformer.module import Transformer
 from meshmark.records.record import Record, Verdict
 from meshmark.reference.data import make_batch

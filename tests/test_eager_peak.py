@@ -20,7 +20,7 @@ from meshmark.adapter.single import SingleEngine
 from meshmark.measure.meters import Watch, read_memory
 from meshmark.measure.readings import MemoryReading
 from meshmark.models.module import parameter_shapes
-from meshmark.models.transformer.config import Family, ModelSpec, gpt, llama
+from meshmark.models.transformer import Family, ModelSpec, gpt, llama
 from meshmark.passes.observe import Observer
 from meshmark.records.request import Request, Task
 from meshmark.spec.case import Case, Tuning

@@ -84,7 +84,7 @@ def test_the_engine_does_what_is_specified_and_broken_ones_are_named(
     problem = make_workload(optimizer=PLAIN, algorithm=SPEC, global_batch=8)
     layout = Layout(dp=2, num_micro_batches=2)
     case = Case(adapter="fed-avg", workload=problem, layout=layout, precision=Precision.FP64)
-    mutants = {m.defect.__name__: m for m in ALGORITHM_MUTANTS if m.adapter == "fed-avg"}
+    mutants = {m.defect.__name__: m for m in ALGORITHM_MUTANTS if m.workload.algorithm.kind == SPEC.kind}
     trials = [Trial(case=case, defect=mutants[name].defect if name else None, steps=5) for name in ("", *mutants)]  # type: ignore[arg-type]
     honest, *broken = train_all(trials, tmp_path)
     assert furthest(assess_replicas(honest, problem)) < 1e-14

@@ -8,7 +8,7 @@ import pytest
 
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.errors import LayoutError
-from meshmark.models.transformer.config import MODELS
+from meshmark.models.transformer import MODELS
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.workload import WORKLOADS, Workload

@@ -14,7 +14,7 @@ from meshmark.cli.options import chosen_workloads
 from meshmark.errors import InputError
 from meshmark.models.model_text import describe, described_model
 from meshmark.models.planned_model import PlannedModel
-from meshmark.models.transformer.config import ModelSpec
+from meshmark.models.transformer import ModelSpec
 from meshmark.models.transformer.module import Transformer
 from meshmark.plan.model_names import plan_model
 

@@ -26,7 +26,7 @@ from meshmark.models.module import (
     parameter_shapes,
     random_bits,
 )
-from meshmark.models.transformer.config import MODELS
+from meshmark.models.transformer import MODELS
 from meshmark.spec.layout import Layout
 from tests.factories import make_case, make_model, make_workload
 

@@ -13,7 +13,7 @@ from meshmark.cli.options import chosen_layouts, chosen_workloads
 from meshmark.errors import InputError, LayoutError
 from meshmark.models.config import Dataset
 from meshmark.models.model_text import described_model
-from meshmark.models.transformer.config import MODELS, Family
+from meshmark.models.transformer import MODELS, Family
 from meshmark.plan.model_names import plan_model
 from meshmark.spec.layout import Layout, Offload, Recompute, Schedule, parse_layout
 

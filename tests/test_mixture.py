@@ -19,7 +19,7 @@ from meshmark.errors import InputError
 from meshmark.judge.faults import Fault
 from meshmark.judge.truth import NEAR, exact_gradients, followed, initial_values
 from meshmark.launch.launch import ForkserverLauncher
-from meshmark.models.mixture.config import MIXTURE_MINI
+from meshmark.models.mixture import MIXTURE_MINI
 from meshmark.models.mixture.module import Mixture
 from meshmark.models.module import build_model, parameter_shapes, skeleton
 from meshmark.reference.data import make_batch

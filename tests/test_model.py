@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from meshmark.models.module import parameter_shapes
-from meshmark.models.transformer.config import Family, ModelSpec
+from meshmark.models.transformer import Family, ModelSpec
 from meshmark.models.transformer.module import Attention, RMSNorm, Transformer, rotate
 from meshmark.reference.data import Batch, make_batch
 from meshmark.reference.objective import loss_share
@@ -255,7 +255,7 @@ def test_the_loss_is_computed_wide(dtype: torch.dtype, wide: torch.dtype) -> Non
 
 
 def test_shapes_are_known_without_allocating() -> None:
-    from meshmark.models.transformer.config import MODELS
+    from meshmark.models.transformer import MODELS
 
     shapes = parameter_shapes(MODELS["llama-7b"])
     assert shapes["blocks.31.feed_forward.gate.weight"] == (11008, 4096)

@@ -9,7 +9,7 @@ import pytest
 
 from meshmark.errors import InputError, UnknownNameError
 from meshmark.models.module import parameter_shapes
-from meshmark.models.transformer.config import MODELS, Family, ModelSpec, model_spec
+from meshmark.models.transformer import MODELS, Family, ModelSpec, model_spec
 from meshmark.models.transformer.module import Transformer
 from tests.factories import make_model
 

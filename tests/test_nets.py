@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshmark.models.module import initial_value
-from meshmark.models.transformer.config import gpt
+from meshmark.models.transformer import gpt
 from meshmark.reference.data import IGNORED, load_corpus, load_digits
 from meshmark.reference.objective import cross_entropy
 from meshmark.spec.algorithm import algorithm_named

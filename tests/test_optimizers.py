@@ -18,7 +18,7 @@ from meshmark.errors import InputError
 from meshmark.judge.truth import ExactOptimizer
 from meshmark.launch.launch import ForkserverLauncher
 from meshmark.models import module as model_module
-from meshmark.models.transformer.config import Family, ModelSpec
+from meshmark.models.transformer import Family, ModelSpec
 from meshmark.reference.objective import newton_schulz, reference_optimizer
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case

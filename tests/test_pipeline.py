@@ -15,7 +15,7 @@ from meshmark.conformance.clauses import CLAUSES
 from meshmark.conformance.scenario import plain_cells, plain_workload
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.launch.launch import ForkserverLauncher
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 from meshmark.plan.simulator import task_order
 from meshmark.pytest_plugin.plugin import expect, expect_clause
 from meshmark.run.runner import Runner, RunOptions

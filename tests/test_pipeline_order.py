@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshmark.adapters.pipeline import Pipeline
-from meshmark.models.transformer.config import ModelSpec
+from meshmark.models.transformer import ModelSpec
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.workload import Workload

@@ -10,7 +10,7 @@ import torch
 
 from meshmark.measure.readings import Collective, wire_factor
 from meshmark.models.module import parameter_shapes
-from meshmark.models.transformer.config import MODELS, Family, ModelSpec
+from meshmark.models.transformer import MODELS, Family, ModelSpec
 from meshmark.models.transformer.module import Transformer
 from meshmark.spec.layout import Layout
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec

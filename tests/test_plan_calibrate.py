@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from meshmark.cli.commands import main
 from meshmark.errors import InputError
-from meshmark.models.transformer.config import gpt
+from meshmark.models.transformer import gpt
 from meshmark.plan.calibrate import (
     Microbenchmarks,
     calibrate_here,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from meshmark.cli.commands import main
 from meshmark.errors import InputError
-from meshmark.models.transformer.config import ModelSpec
+from meshmark.models.transformer import ModelSpec
 from meshmark.plan.model_names import plan_model
 from meshmark.plan.predict_file import predict_file
 from meshmark.plan.prediction import Prediction, predict_grid

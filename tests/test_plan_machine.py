@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshmark.cli.commands import main
-from meshmark.models.transformer.config import model_spec
+from meshmark.models.transformer import model_spec
 from meshmark.plan.frameworks import FRAMEWORKS
 from meshmark.plan.gpu_file import gpu_template, read_gpu
 from meshmark.plan.prediction import MEMORY_ERROR, predict_grid

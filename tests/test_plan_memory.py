@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshmark.models.transformer.config import model_spec
+from meshmark.models.transformer import model_spec
 from meshmark.plan.frameworks import recipe_of
 from meshmark.plan.model_names import known_models, model_of_size, plan_model
 from meshmark.plan.rates import Rates, rates

@@ -9,7 +9,7 @@ import pytest
 
 from meshmark.cli.commands import main
 from meshmark.errors import InputError
-from meshmark.models.transformer.config import llama
+from meshmark.models.transformer import llama
 from meshmark.plan.layout_columns import recomputed_columns
 from meshmark.plan.model_names import plan_model
 from meshmark.plan.predict_file import predict_rows

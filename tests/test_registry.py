@@ -26,7 +26,7 @@ from meshmark.cli.commands import main
 from meshmark.cli.options import chosen_adapters
 from meshmark.environment import PACKAGES
 from meshmark.errors import AdapterError, InputError, UnknownNameError
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
 from meshmark.spec.precision import Precision

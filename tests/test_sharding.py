@@ -14,7 +14,7 @@ from meshmark.adapter.registry import load_adapter
 from meshmark.adapters import ROSTER
 from meshmark.adapters.fsdp2 import dealt_rows
 from meshmark.models.module import parameter_shapes
-from meshmark.models.transformer.config import ModelSpec, gpt, llama
+from meshmark.models.transformer import ModelSpec, gpt, llama
 from meshmark.plan.model_names import known_models
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout

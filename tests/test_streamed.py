@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.launch.launch import ForkserverLauncher
-from meshmark.models.transformer.config import Family, ModelSpec
+from meshmark.models.transformer import Family, ModelSpec
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout

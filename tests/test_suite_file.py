@@ -17,7 +17,7 @@ from meshmark.cli.commands import main
 from meshmark.cli.suite_file import CASES, OPTIONS, hold, read_suite, run_file
 from meshmark.errors import InputError, ResultsError
 from meshmark.models.model_text import describe, described_model
-from meshmark.models.transformer.config import MODELS
+from meshmark.models.transformer import MODELS
 from meshmark.plan.rates import rates
 from meshmark.plan.search import Search, search
 from meshmark.pytest_plugin.selection import add_options

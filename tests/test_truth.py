@@ -17,7 +17,7 @@ from meshmark.judge.deviation import Deviation, deviation, global_norm
 from meshmark.judge.trace import Trace, host_copies
 from meshmark.judge.truth import ExactOptimizer, assess, exact_gradients, initial_values, norm_deviation
 from meshmark.models.module import initial_value
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 from meshmark.models.transformer.module import Transformer
 from meshmark.reference.data import make_batch
 from meshmark.reference.objective import loss_share

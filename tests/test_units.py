@@ -12,7 +12,7 @@ import pytest
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.judge.deviation import Assess
 from meshmark.launch.launch import ForkserverLauncher
-from meshmark.models.transformer.config import ModelSpec, gpt
+from meshmark.models.transformer import ModelSpec, gpt
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout

@@ -22,10 +22,9 @@ from meshmark.judge.deviation import QuantityKind
 from meshmark.judge.truth import exact_gradients, initial_values
 from meshmark.judge.twin import exact_buffers, initial_buffers
 from meshmark.launch.launch import ForkserverLauncher
-from meshmark.models.config import ImageModelConfig
+from meshmark.models.config import ImageModelConfig, digit_models
 from meshmark.models.module import buffer_shapes, build_model, parameter_shapes, sizes_by_block
-from meshmark.models.transformer.config import MODELS, Family
-from meshmark.models.vision_transformer.config import VISION_MODELS
+from meshmark.models.transformer import MODELS, Family
 from meshmark.records.record import Record
 from meshmark.reference import data
 from meshmark.reference.data import IGNORED, check_data, load_digits, make_batch
@@ -114,7 +113,7 @@ def test_weights_weigh() -> None:
     assert float(loss_share(logits, weighed, VIT.loss)) == pytest.approx(0.25 * each[0] + 2 * each[1])
 
 
-@pytest.mark.parametrize("spec", VISION_MODELS.values(), ids=lambda s: s.name)
+@pytest.mark.parametrize("spec", digit_models().values(), ids=lambda s: s.name)
 def test_closed_forms_are_those_of_the_model(spec: ImageModelConfig) -> None:
     model, sizes = build_model(spec), sizes_by_block(spec)
     assert spec.num_parameters == sum(p.numel() for p in model.parameters())
@@ -224,7 +223,7 @@ def test_contradictions_are_refused() -> None:
         dataclasses.replace(RESNET.model, widths=())
     with pytest.raises(InputError, match="attentions holds 12, not divisible by head_dim 8"):
         dataclasses.replace(COATNET.model, attentions=(12,))
-    with pytest.raises(InputError, match="it has no attentions; a ResNetSpec"):
+    with pytest.raises(InputError, match="it has no attentions; use a ResNetSpec"):
         dataclasses.replace(COATNET.model, attentions=())
     with pytest.raises(InputError, match="its last cell .* reduces, and no later cell would read"):
         dataclasses.replace(AMOEBANET.model, cells=(4, 8))

@@ -7,19 +7,19 @@ import dataclasses
 import pytest
 
 from meshmark.errors import InputError, UnknownNameError
-from meshmark.models.config import Dataset
-from meshmark.models.mixture.config import MIXTURE_MINI
-from meshmark.models.transformer.config import MODELS
-from meshmark.models.vision_transformer.config import VISION_MODELS
+from meshmark.models.config import Dataset, digit_models
+from meshmark.models.mixture import MIXTURE_MINI
+from meshmark.models.transformer import MODELS
 from meshmark.spec.workload import WORKLOADS, workload
 from tests.factories import make_model, make_workload
 
 
 def test_presets_stand_under_their_own_names_and_name_known_models() -> None:
-    assert {"gpt-tiny", "llama-tiny", "gpt-1.3b"} <= set(WORKLOADS)
+    assert {"gpt-tiny", "llama-tiny", "gpt-1.3b", "resnet-digits", "vit-digits-bn"} <= set(WORKLOADS)
+    known = {**MODELS, MIXTURE_MINI.name: MIXTURE_MINI}
     for name, preset in WORKLOADS.items():
         assert preset.name == name
-        assert preset.model == {**MODELS, **VISION_MODELS, MIXTURE_MINI.name: MIXTURE_MINI}[preset.model.name]
+        assert preset.model == (known | digit_models())[preset.model.name if preset.model.name in known else name]
 
 
 def test_a_preset_is_changed_by_copy() -> None:

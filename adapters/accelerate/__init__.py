@@ -42,7 +42,7 @@ from meshmark.adapters.deepspeed.config import prepare
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine, is_deepspeed
 from meshmark.adapters.fsdp2 import FSDP2, FSDP2Engine, fsdp2_exceptions, row_extra_memory
 from meshmark.models.module import block_classes
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision

@@ -20,7 +20,7 @@ from meshmark.adapters.deepspeed.operators import load
 from meshmark.adapters.deepspeed.variants import DeepSpeedOffload
 from meshmark.errors import AdapterError
 from meshmark.models.mixture.module import Mixture
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.optimizer import OptimizerKind

@@ -22,7 +22,7 @@ from meshmark.adapters.accelerate.prepare import (
 from meshmark.adapters.fsdp1 import FSDP1, FSDP1Engine, canonical
 from meshmark.adapters.fsdp1_options import IGNORED, IgnoresLastNorm, IgnoringFSDP1Engine
 from meshmark.models.module import Model, block_classes, build_model, drawn_name, initial_value, skeleton
-from meshmark.models.transformer.config import TEXT_FAMILIES
+from meshmark.models.transformer import TEXT_FAMILIES
 from meshmark.reference.objective import build_optimizer, build_schedule
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision

@@ -29,7 +29,7 @@ from meshmark.adapters.accelerate.prepare import (
     runs_on_cpus,
     whole_batches,
 )
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 from meshmark.reference.data import Batch
 from meshmark.reference.objective import build_optimizer, build_schedule, loss_share
 from meshmark.spec.case import Case

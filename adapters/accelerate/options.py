@@ -12,7 +12,7 @@ from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.accelerate import Accelerate, AccelerateDDPEngine
 from meshmark.adapters.accelerate.prepare import TakesSeveral
 from meshmark.errors import AdapterError
-from meshmark.models.transformer.config import TEXT_FAMILIES, Family
+from meshmark.models.transformer import TEXT_FAMILIES, Family
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
 from meshmark.spec.precision import Precision

@@ -12,7 +12,7 @@ from meshmark.adapter.engine import Engine, RankContext, initial_model
 from meshmark.adapters.compressed.memory import held_besides
 from meshmark.algorithms import compressed, one_bit
 from meshmark.algorithms.compressed.compressor import SPARSE, CompressorKind
-from meshmark.models.transformer.config import TEXT_FAMILIES, Family
+from meshmark.models.transformer import TEXT_FAMILIES, Family
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision

@@ -9,7 +9,7 @@ from meshmark.adapter.contract import Adapter, Arithmetic, Capabilities, Casting
 from meshmark.adapter.engine import Engine, RankContext, initial_model
 from meshmark.adapters.decentralised.memory import held_besides
 from meshmark.algorithms import decentralised
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision

@@ -26,7 +26,7 @@ from meshmark.adapters.deepspeed.traffic_exceptions import (
     zero_exceptions,
 )
 from meshmark.models.module import Model, parameter_shapes
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 from meshmark.reference.objective import build_optimizer, build_schedule
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap

@@ -20,7 +20,7 @@ from meshmark.adapters.deepspeed.engine import DeepSpeedEngine, whole, whole_gra
 from meshmark.adapters.deepspeed.traffic_exceptions import sharing_exceptions, state_shards
 from meshmark.errors import AdapterError
 from meshmark.models.module import parameter_shapes
-from meshmark.models.transformer.config import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
+from meshmark.models.transformer import TEXT_FAMILIES, Family
 from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Axis, Recompute
@@ -113,9 +113,8 @@ class DeepSpeedAutoTP(DeepSpeed):
         precisions=frozenset({Precision.FP32}),
         lacks={
             **DeepSpeed.capabilities.lacks,
-            Family.VIT: "its names are not in the patterns given here",
             Family.OWN: "its patterns of names are not mapped to a plan; tp takes one",
-            **dict.fromkeys(CONVOLUTIONAL_FAMILIES, "AutoTP splits linear layers"),
+            Family.IMAGES: "their names are not in the patterns given here, and convolutions are not split",
             Family.MIXTURE: "its names are not in the patterns given here",
             Precision.BF16: "not tried",
             Precision.FP16: "not tried",

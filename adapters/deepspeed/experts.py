@@ -26,10 +26,10 @@ from meshmark.adapters.expert_ranks import (
     refusal_of_ranks,
 )
 from meshmark.errors import AdapterError
-from meshmark.models.mixture.config import MixtureSpec
+from meshmark.models.mixture import MixtureSpec
 from meshmark.models.mixture.module import Mixture
 from meshmark.models.module import Model, parameter_shapes
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap

@@ -25,7 +25,7 @@ from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.config import prepare
 from meshmark.adapters.deepspeed.engine import TAG, DeepSpeedEngine
 from meshmark.errors import AdapterError
-from meshmark.models.transformer.config import TEXT_FAMILIES
+from meshmark.models.transformer import TEXT_FAMILIES
 from meshmark.reference.data import IGNORED, Batch
 from meshmark.reference.objective import build_optimizer, build_schedule, loss_share
 from meshmark.spec.case import Case

@@ -16,7 +16,7 @@ from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.config import ds_config, prepare
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.adapters.deepspeed.traffic_exceptions import zero_exceptions
-from meshmark.models.transformer.config import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
+from meshmark.models.transformer import TEXT_FAMILIES, Family
 from meshmark.models.transformer.module import Transformer
 from meshmark.reference.data import Batch
 from meshmark.reference.objective import build_optimizer, build_schedule, cross_entropy
@@ -125,9 +125,8 @@ class DeepSpeedPipeline(DeepSpeed):
         precisions=frozenset({Precision.FP32}),
         lacks={
             **DeepSpeed.capabilities.lacks,
-            Family.VIT: "its stages pass targets to the loss, and no weights",
             Family.OWN: "its stages pass targets to the loss, and no weights",
-            **dict.fromkeys(CONVOLUTIONAL_FAMILIES, "its stages pass targets to the loss, and no weights"),
+            Family.IMAGES: "its stages pass targets to the loss, and no weights",
             Family.MIXTURE: "its stages are layers of a dense model",
             Precision.BF16: "not tried",
             Precision.FP16: "not tried",

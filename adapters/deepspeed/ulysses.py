@@ -18,7 +18,7 @@ from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.adapters.deepspeed.traffic_exceptions import zero_exceptions
 from meshmark.errors import AdapterError
 from meshmark.models.module import Model
-from meshmark.models.transformer.config import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
+from meshmark.models.transformer import TEXT_FAMILIES, Family
 from meshmark.models.transformer.module import Attention, Transformer
 from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
@@ -94,9 +94,8 @@ class DeepSpeedUlysses(DeepSpeed):
         precisions=frozenset({Precision.FP32}),
         lacks={
             **DeepSpeed.capabilities.lacks,
-            Family.VIT: "an image's patches and its class token are not dealt out",
             Family.OWN: "its rows have no sequence to deal out",
-            **dict.fromkeys(CONVOLUTIONAL_FAMILIES, "it has no sequences to deal out"),
+            Family.IMAGES: "images have no sequence of tokens to deal out",
             Family.MIXTURE: "its experts were not tried on parts of sequences",
             Precision.BF16: "not tried",
             Precision.FP16: "not tried",

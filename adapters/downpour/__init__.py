@@ -11,7 +11,7 @@ from meshmark.adapter.contract import Adapter, Capabilities, Feature
 from meshmark.adapter.engine import Engine, RankContext, initial_model
 from meshmark.algorithms.compressed.traffic import trained_shapes
 from meshmark.algorithms.downpour import Downpour as DownpourAlgorithm
-from meshmark.models.transformer.config import TEXT_FAMILIES, Family
+from meshmark.models.transformer import TEXT_FAMILIES, Family
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision

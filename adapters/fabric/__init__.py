@@ -24,7 +24,7 @@ from meshmark.adapters.ddp import DDPEngine
 from meshmark.adapters.fsdp1 import FSDP1, FSDP1Engine
 from meshmark.errors import AdapterError
 from meshmark.models.module import block_classes, block_of, buffer_shapes, parameter_shapes
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute

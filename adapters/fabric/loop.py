@@ -17,7 +17,7 @@ from meshmark.adapter.loop import GREENLET, LOOP_LACKS, Dealing, Loop, LoopEngin
 from meshmark.adapters.ddp import DDPRecommended
 from meshmark.adapters.fabric import FABRIC, ON_CPU, launched
 from meshmark.errors import AdapterError
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 from meshmark.reference.data import Batch
 from meshmark.reference.objective import build_optimizer, build_schedule, loss_share
 from meshmark.spec.case import Case

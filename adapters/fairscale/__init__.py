@@ -25,7 +25,7 @@ from meshmark.adapter.engine import (
 )
 from meshmark.adapters.fairscale.on_cpu import StayOnCPU, run_without_cuda
 from meshmark.models.module import parameter_shapes, sizes_by_block
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 from meshmark.reference.objective import build_optimizer, parameter_groups, reference_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap

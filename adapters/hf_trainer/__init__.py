@@ -27,7 +27,7 @@ from meshmark.adapters.hf_trainer.loop import (
     HFOwnOptimizerLoop,
 )
 from meshmark.adapters.hf_trainer.rows import no_model_of_transformers, uncountable
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 from meshmark.spec.case import Case
 from meshmark.spec.optimizer import OptimizerKind
 from meshmark.spec.precision import Precision

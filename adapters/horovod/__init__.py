@@ -16,7 +16,7 @@ from meshmark.adapters.horovod.launch import join
 from meshmark.adapters.horovod.traffic import HorovodTraffic
 from meshmark.algorithms.compressed import Compressed
 from meshmark.algorithms.compressed.compressor import CompressorKind
-from meshmark.models.transformer.config import TEXT_FAMILIES, Family
+from meshmark.models.transformer import TEXT_FAMILIES, Family
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap

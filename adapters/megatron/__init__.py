@@ -17,7 +17,7 @@ from meshmark.adapters.megatron.engine import MegatronEngine
 from meshmark.adapters.megatron.layers import initialize, parallelize, recompute
 from meshmark.adapters.megatron.on_cpu import seed
 from meshmark.adapters.megatron.random_states import random_states
-from meshmark.models.transformer.config import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
+from meshmark.models.transformer import TEXT_FAMILIES, Family
 from meshmark.models.transformer.module import Transformer
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
@@ -43,9 +43,8 @@ class Megatron(Adapter):
         families=TEXT_FAMILIES,
         precisions=frozenset({Precision.FP32, Precision.BF16}),
         lacks={
-            Family.VIT: "embedding and loss are replaced by those that are parallel in a vocabulary",
             Family.OWN: "its layers are megatron-core's, in a transformer over tokens",
-            **dict.fromkeys(CONVOLUTIONAL_FAMILIES, "convolutions are not split"),
+            Family.IMAGES: "embedding and loss are parallel in a vocabulary; convolutions are not split",
             Family.MIXTURE: "megatron-core's experts are layers of its own",
             Precision.FP64: "the vocabulary-parallel loss and the gradient norm are float32 whatever they are given",
             Precision.FP16: "PyTorch's GradScaler does not tell other tensor-parallel ranks of an overflow",

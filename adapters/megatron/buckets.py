@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from meshmark.adapters.megatron.gpt_weights import dense
-from meshmark.models.transformer.config import Family, ModelSpec
+from meshmark.models.transformer import Family, ModelSpec
 from meshmark.spec.case import Case
 
 

@@ -12,7 +12,7 @@ from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.expert_ranks import EXPERT_RANKS, elements_elsewhere, mixture_of, refusal_of_ranks
 from meshmark.adapters.megatron.gpt_model import MegatronGPT
 from meshmark.adapters.megatron.on_cpu import route_without_transformer_engine
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
 from meshmark.spec.precision import Precision

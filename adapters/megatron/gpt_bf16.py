@@ -10,7 +10,7 @@ import torch
 
 from meshmark.adapters.megatron.gpt_engine import GPTModelEngine
 from meshmark.adapters.megatron.gpt_weights import initial_values, shard
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
 from meshmark.theory.traffic import Flow, Purpose, TrafficException, exceptions_for

@@ -21,7 +21,7 @@ from meshmark.adapters.megatron.gpt_engine import GPTModelEngine
 from meshmark.adapters.megatron.gpt_weights import dense, fused_of, initial_values, partly_frozen, shard
 from meshmark.adapters.megatron.on_cpu import MarkedNorm, cuda_is, norms_marked, seed
 from meshmark.adapters.megatron.random_states import random_states
-from meshmark.models.transformer.config import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
+from meshmark.models.transformer import TEXT_FAMILIES, Family
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Recompute, Schedule
@@ -75,9 +75,8 @@ class MegatronGPT(Adapter):
         lacks={
             Precision.FP16: "its loss scaling was not tried",
             Precision.BF16_REDUCE_BF16: "not tried",
-            Family.VIT: "GPTModel has an embedding and a loss over a vocabulary",
             Family.OWN: "it builds a GPTModel of its own",
-            **dict.fromkeys(CONVOLUTIONAL_FAMILIES, "GPTModel is a transformer"),
+            Family.IMAGES: "GPTModel is a transformer with an embedding and a loss over a vocabulary",
             Family.MIXTURE: "megatron-core's experts are not mapped",
             Precision.FP64: "the vocabulary-parallel loss and the gradient norm are float32 whatever they are given",
             Feature.MATRIX_WISE: "its optimizer is given tensor-parallel parts of the parameters",

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from meshmark.adapters.expert_ranks import expert_numbers
-from meshmark.models.mixture.config import MixtureSpec
+from meshmark.models.mixture import MixtureSpec
 from meshmark.models.module import initial_value, parameter_shapes
-from meshmark.models.transformer.config import Family, ModelSpec
+from meshmark.models.transformer import Family, ModelSpec
 from meshmark.spec.workload import Workload
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")

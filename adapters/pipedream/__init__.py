@@ -13,7 +13,7 @@ from meshmark.adapters.pipedream.mare import PipeMareEngine
 from meshmark.adapters.pipedream.two_buffered import TwoBufferedEngine
 from meshmark.adapters.pipeline import NO_IMAGES, Pipeline, PipelineEngine
 from meshmark.algorithms import pipedream
-from meshmark.models.transformer.config import TEXT_FAMILIES, Family
+from meshmark.models.transformer import TEXT_FAMILIES, Family
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Schedule
 from meshmark.spec.precision import Precision

@@ -21,7 +21,7 @@ from meshmark.adapters.ddp import DDP
 from meshmark.adapters.fsdp1 import FSDP1, FSDP1Engine
 from meshmark.adapters.fsdp2 import FSDP2
 from meshmark.models.module import block_classes, sizes_by_block
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
 from meshmark.spec.workload import Loss

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 
 from meshmark.adapter.loop import GlobalRows, collate
 from meshmark.adapters.torchtitan.stand_ins import sum_gradients
-from meshmark.models.transformer.config import ModelSpec
+from meshmark.models.transformer import ModelSpec
 from meshmark.reference.data import Batch
 
 

@@ -15,7 +15,7 @@ from meshmark.adapter.contract import Arithmetic, Casting, Feature, Requirement,
 from meshmark.adapter.engine import AUTOCAST, Engine, RankContext, configure
 from meshmark.adapters.fsdp2 import FSDP2, FSDP2Engine, fill_shards
 from meshmark.models.module import build_model, parameter_shapes
-from meshmark.models.transformer.config import TEXT_FAMILIES, Family
+from meshmark.models.transformer import TEXT_FAMILIES, Family
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute

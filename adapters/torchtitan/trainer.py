@@ -20,7 +20,7 @@ from meshmark.adapters.fsdp2 import dealt_rows, fsdp2_exceptions, mesh_extra_mem
 from meshmark.adapters.pipeline import Pipeline
 from meshmark.adapters.tensor_parallel_fsdp2 import local_shapes
 from meshmark.adapters.torchtitan.loop import TorchTitanLoop
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute, Schedule
 from meshmark.spec.optimizer import OptimizerKind

@@ -20,7 +20,7 @@ from packaging.version import Version
 
 from meshmark.environment import interpreter_of
 from meshmark.errors import AdapterError
-from meshmark.models.transformer.config import TEXT_FAMILIES, Family
+from meshmark.models.transformer import TEXT_FAMILIES, Family
 from meshmark.spec.algorithm import SYNCHRONOUS, Algorithm
 from meshmark.spec.case import Case, Knob
 from meshmark.spec.known_gap import KnownGap

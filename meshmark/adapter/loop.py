@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 from meshmark.adapter.contract import Feature, Requirement
 from meshmark.adapter.engine import DataParallelEngine, Holdings, RankContext, skip_block
 from meshmark.errors import AdapterError
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 from meshmark.reference.data import Batch, make_batch
 from meshmark.spec.case import Case, Knob
 from meshmark.spec.layout import Layout

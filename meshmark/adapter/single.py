@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshmark.adapter.contract import Adapter, Arithmetic, Capabilities, Casting, Feature
 from meshmark.adapter.engine import AUTOCAST, DataParallelEngine, Engine, RankContext, initial_model, skip_block
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 from meshmark.reference.data import Batch
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case, Knob

@@ -17,7 +17,7 @@ from meshmark.errors import InputError, UnknownNameError
 from meshmark.judge.deviation import ENDURANCE_STEPS, ENDURANCE_TIME, LARGEST_FULL
 from meshmark.models.config import Dataset
 from meshmark.models.model_text import KEYS, described_model, is_description
-from meshmark.models.transformer.config import ModelSpec
+from meshmark.models.transformer import ModelSpec
 from meshmark.regression.gate import DEFAULT_GATE
 from meshmark.spec.case import NONE, WORDS
 from meshmark.spec.layout import GLOSSARY, parse_layout

@@ -21,7 +21,7 @@ from meshmark.compression.judge import Batch, judge, mean_loss
 from meshmark.import_target import class_at
 from meshmark.measure.laps import ratio_interval
 from meshmark.models.module import build_model
-from meshmark.models.transformer.config import ModelSpec
+from meshmark.models.transformer import ModelSpec
 from meshmark.records.judged_case import CaseVerdict, JudgedCase, newest_lines
 from meshmark.reference.data import make_batch
 from meshmark.reference.objective import build_optimizer, loss_share

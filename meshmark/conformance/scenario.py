@@ -11,9 +11,9 @@ from typing import Any
 from meshmark.adapter.contract import Adapter, Feature
 from meshmark.adapter.matrix import combinations, takes, variants
 from meshmark.adapter.matrix import layouts as matrix_layouts
-from meshmark.errors import AlgorithmError, LayoutError, MeshmarkError
+from meshmark.errors import AdapterError, AlgorithmError, LayoutError, MeshmarkError
 from meshmark.models.config import Dataset
-from meshmark.models.transformer.config import Family, ModelSpec
+from meshmark.models.transformer import Family, ModelSpec
 from meshmark.records.record import Status
 from meshmark.records.request import Task
 from meshmark.reference.data import on_corpus
@@ -22,7 +22,7 @@ from meshmark.spec.case import Case, InvalidLayout, cell
 from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.precision import Precision
-from meshmark.spec.workload import Workload, workload
+from meshmark.spec.workload import WORKLOADS, Workload, workload
 
 STEPS = 3
 RESUMED_STEPS = 4
@@ -259,17 +259,28 @@ def _plain(own: Workload) -> Workload:
 
 
 def _by_algorithm(plain: Workload, adapter: type[Adapter]) -> Workload:
-    """Return `plain` with the first algorithm of an adapter that works with its optimizer, unless it is synchronous.
+    """Return `plain` with the first algorithm that the adapter has, unless the adapter trains synchronously.
 
-    The workload is renamed if its algorithm changes.
+    The optimizer is that of `plain`, or the first of the presets that such an algorithm works with. The workload is
+    renamed by what changes. Raises `AdapterError` if no preset fits.
     """
     can = adapter.capabilities
     if SYNCHRONOUS.kind in can.algorithms:
         return plain
     presets = sorted(algorithm_presets().values(), key=lambda preset: preset.kind)
-    fitting = (one for one in presets if can.trains_by(one) and not one.refusal(plain.optimizer))
-    own = replace(plain, algorithm=next(fitting))
-    return replace(own, name=own.id)
+    mini = workload("gpt-mini")
+    others = [w for w in WORKLOADS.values() if w.model == mini.model]
+    for other in [mini, *others]:
+        suffix = other.name.removeprefix(mini.name)
+        named = replace(plain, name=f"{plain.name}{suffix}", optimizer=other.optimizer) if suffix else plain
+        for algorithm in presets:
+            if can.trains_by(algorithm) and not algorithm.refusal(named.optimizer):
+                own = replace(named, algorithm=algorithm)
+                return replace(own, name=own.id)
+    raise AdapterError(
+        f"{adapter.__name__} trains by {', '.join(sorted(can.algorithms))}: no preset of these works with an optimizer "
+        "of the built-in workloads"
+    )
 
 
 def _grown(plain: Workload, layout: Layout, global_batch: int | None) -> Workload:

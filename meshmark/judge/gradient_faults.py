@@ -49,7 +49,7 @@ from meshmark.judge.partial_faults import (
 from meshmark.judge.trace import Trace, low_precisions
 from meshmark.judge.twin import Change, exact_buffers, known_parameters, replica_truth, together
 from meshmark.models.module import Model
-from meshmark.models.transformer.config import ModelSpec
+from meshmark.models.transformer import ModelSpec
 from meshmark.reference.data import Batch, make_batch
 from meshmark.spec.case import Case
 from meshmark.text import pluralize

@@ -28,7 +28,7 @@ from meshmark.judge.deviation import Quantity as Q
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import ExactOptimizer, scalar_deviation
 from meshmark.models.module import Model, build_model, drawn_name, initial_value, parameter_shapes
-from meshmark.models.transformer.config import ModelSpec
+from meshmark.models.transformer import ModelSpec
 from meshmark.reference.data import Batch, make_batch
 from meshmark.reference.objective import loss_share
 from meshmark.spec.optimizer import OptimizerSpec

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshmark.models.transformer.config import ModelSpec
+from meshmark.models.transformer import ModelSpec
 from meshmark.models.transformer.module import Attention, Block, FeedForward, Transformer, products_of
 from meshmark.reference.data import Batch
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,10 +13,29 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from meshmark.errors import InputError
 
 if TYPE_CHECKING:
-    from meshmark.models.transformer.config import Family
     from meshmark.spec.case import Case
 
 UNKNOWN_THEORY = "meshmark.theory.model_theory:UnknownTheory"
+
+
+class Family(StrEnum):
+    """The kinds of models that adapters distinguish. Adding an image model does not add a member."""
+
+    GPT = "gpt"
+    """Learned positions, LayerNorm, biases, GELU feed-forward (GPT-2, arXiv:2005.14165)."""
+    LLAMA = "llama"
+    """Rotary positions, RMSNorm, no biases, SwiGLU feed-forward, grouped-query attention (arXiv:2302.13971)."""
+    MIXTURE = "mixture"
+    """The blocks of a GPT with a mixture of experts as the feed-forward network (arXiv:1701.06538)."""
+    IMAGES = "images"
+    """Any model of images: a vision transformer, or convolutions."""
+    OWN = "own"
+    """A user's own module."""
+    VIT = "images"
+    """Former name of `IMAGES`, as are the next three."""
+    RESNET = "images"
+    COATNET = "images"
+    AMOEBANET = "images"
 
 
 class Dataset(StrEnum):
@@ -254,6 +275,10 @@ class ImageModelConfig(ModelConfig):
             """True if it normalises over the images of one micro-batch of one replica."""
 
     @property
+    def family(self) -> Family:
+        return Family.IMAGES
+
+    @property
     def couples_rows(self) -> bool:
         return self.batch_norm
 
@@ -303,6 +328,17 @@ class ImageModelConfig(ModelConfig):
 
     def on_images(self, *, num_channels: int, image_size: int, num_classes: int) -> Self:
         return dataclasses.replace(self, num_channels=num_channels, image_size=image_size, num_classes=num_classes)
+
+
+def digit_models() -> Mapping[str, ImageModelConfig]:
+    """Return the presets of all families that train on the digit images, by the name of their workload.
+
+    A family declares them as `DIGITS` in its package, which is found by its place in this folder.
+    """
+    folder = importlib.import_module("meshmark.models")
+    names = [module.name for module in pkgutil.iter_modules(folder.__path__) if module.ispkg]
+    families = [importlib.import_module(f"{folder.__name__}.{name}") for name in names]
+    return {name: model for family in families for name, model in getattr(family, "DIGITS", {}).items()}
 
 
 def model_classes() -> Mapping[str, type[ModelConfig]]:

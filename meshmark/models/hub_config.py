@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from meshmark.errors import InputError
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 
 Fields = dict[str, Family | float]
 """Fields of a `ModelSpec` by name."""

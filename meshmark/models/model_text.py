@@ -9,7 +9,7 @@ from typing import cast
 from meshmark.errors import InputError
 from meshmark.models.hub_config import LARGEST, Fields, read_config
 from meshmark.models.planned_config import planned_model, planned_type
-from meshmark.models.transformer.config import TEXT_FAMILIES, Family, ModelSpec
+from meshmark.models.transformer import TEXT_FAMILIES, Family, ModelSpec
 
 KEYS = {
     "family": "family",

@@ -11,7 +11,7 @@ from pathlib import Path
 from meshmark.errors import InputError
 from meshmark.models.hub_config import LARGEST, SILENT
 from meshmark.models.planned_model import PlannedModel
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 
 _DENSE = {
     "num_layers": "num_hidden_layers",

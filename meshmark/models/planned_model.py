@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from meshmark.errors import InputError
-from meshmark.models.transformer.config import ModelSpec
+from meshmark.models.transformer import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)

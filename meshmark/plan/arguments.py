@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshmark.errors import InputError
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 from meshmark.plan.calibration_file import calibrated_at
 from meshmark.plan.frameworks import FRAMEWORKS, Framework, default_framework, framework, narrowed_on
 from meshmark.plan.gpu_file import named_gpu, read_gpu

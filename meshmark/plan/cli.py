@@ -12,7 +12,7 @@ from pathlib import Path
 
 from meshmark.errors import InputError, UnknownNameError
 from meshmark.models.model_text import is_description
-from meshmark.models.transformer.config import Family, ModelSpec
+from meshmark.models.transformer import Family, ModelSpec
 from meshmark.plan.arguments import (
     DEFAULT_GPU,
     GPU_HELP,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from meshmark.errors import InputError, UnknownNameError
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 from meshmark.plan.stacks import is_modern
 from meshmark.spec.hardware import Gpu
 from meshmark.spec.layout import AXES, Axis, Layout, Recompute

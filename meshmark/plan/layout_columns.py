@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from meshmark.errors import InputError, LayoutError, UnknownNameError
-from meshmark.models.transformer.config import TEXT_FAMILIES, Family, ModelSpec, gpt, llama
+from meshmark.models.transformer import TEXT_FAMILIES, Family, ModelSpec, gpt, llama
 from meshmark.plan.model_names import known_models, plan_model
 from meshmark.plan.rows import Row
 from meshmark.spec.hardware import MOST_GPUS

@@ -12,7 +12,7 @@ import numpy as np
 
 from meshmark.errors import InputError
 from meshmark.models.planned_model import PlannedModel
-from meshmark.models.transformer.config import Family, ModelSpec
+from meshmark.models.transformer import Family, ModelSpec
 from meshmark.plan.frameworks import Asked, Framework, framework, recipe_of
 from meshmark.plan.gpu_file import named_gpu
 from meshmark.plan.layout_columns import (

@@ -10,7 +10,7 @@ from typing import TypedDict
 from meshmark.errors import InputError, UnknownNameError
 from meshmark.models.model_text import described_model, is_description
 from meshmark.models.planned_model import PlannedModel
-from meshmark.models.transformer.config import MODELS, Dimensions, Family, ModelSpec, gpt, llama
+from meshmark.models.transformer import MODELS, Dimensions, Family, ModelSpec, gpt, llama
 
 
 class _Vocabulary(TypedDict):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from meshmark.errors import InputError
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 from meshmark.plan.frameworks import Framework, default_framework, narrowed_on
 from meshmark.plan.gpu_file import named_gpu
 from meshmark.plan.layout_table import LayoutRows, batches

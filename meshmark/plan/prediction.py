@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshmark.models.transformer.config import ModelSpec
+from meshmark.models.transformer import ModelSpec
 from meshmark.plan.rates import Rates
 from meshmark.plan.stacks import Stack, stack_of
 from meshmark.plan.step_time import StepTime, step_time

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from meshmark.errors import InputError
 from meshmark.models.planned_model import PlannedModel
-from meshmark.models.transformer.config import ModelSpec
+from meshmark.models.transformer import ModelSpec
 from meshmark.plan.model_names import model_of_size
 from meshmark.plan.prediction import Prediction, predict_grid
 from meshmark.plan.rates import Rates

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshmark.models.transformer.config import ModelSpec
+from meshmark.models.transformer import ModelSpec
 from meshmark.plan.bubble import host_lag, message_wait_seconds, waits_for_messages
 from meshmark.plan.network import (
     AttentionTime,

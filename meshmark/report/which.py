@@ -20,7 +20,7 @@ from meshmark.conformance.finding import ClauseResult
 from meshmark.conformance.reproducers import Reproducer, failed_clauses, read_reproducers
 from meshmark.environment import Environment
 from meshmark.errors import InputError, ResultsError
-from meshmark.models.transformer.config import ModelSpec
+from meshmark.models.transformer import ModelSpec
 from meshmark.plan.frameworks import framework
 from meshmark.plan.model_names import plan_model
 from meshmark.plan.search import NothingFitsError, Search, search, simulate_first

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from meshmark.models.config import Dataset, ModelConfig
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 from meshmark.spec.layout import Recompute
 
 if TYPE_CHECKING:

@@ -7,10 +7,9 @@ from enum import StrEnum
 from typing import TypeVar
 
 from meshmark.errors import AlgorithmError, InputError, UnknownNameError
-from meshmark.models.config import Dataset, ImageModelConfig, ModelConfig
-from meshmark.models.mixture.config import MIXTURE_MINI, MixtureSpec
-from meshmark.models.transformer.config import MODELS, ModelSpec
-from meshmark.models.vision_transformer.config import VISION_MODELS
+from meshmark.models.config import Dataset, ImageModelConfig, ModelConfig, digit_models
+from meshmark.models.mixture import MIXTURE_MINI, MixtureSpec
+from meshmark.models.transformer import MODELS, ModelSpec
 from meshmark.spec.algorithm import SYNCHRONOUS, Algorithm, algorithm_presets
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.own_model import OwnModelConfig as OwnModelConfig  # a model family that records may hold
@@ -172,7 +171,8 @@ _LAMB = OptimizerSpec(kind=OptimizerKind.LAMB, learning_rate=1e-2, weight_decay=
 _UNCLIPPED_LAMB = replace(_LAMB, clip_norm=None, eps=1e-4)
 
 
-def _digits(name: str, model: ImageModelConfig) -> Workload:
+def digits(name: str, model: ImageModelConfig) -> Workload:
+    """Return the workload that trains a model on the digit images."""
     return Workload(
         name=name,
         model=model,
@@ -211,12 +211,7 @@ WORKLOADS: dict[str, Workload] = {
         Workload(name="llama-tiny", model=MODELS["llama-tiny"], optimizer=_TINY_OPTIMIZER),
         Workload(name="bert-mini", model=MODELS["bert-mini"], dataset=Dataset.MASKED_TEXT, optimizer=_TINY_OPTIMIZER),
         Workload(name="gpt-moe-mini", model=MIXTURE_MINI, optimizer=_TINY_OPTIMIZER),
-        _digits("vit-digits", VISION_MODELS["vit-mini"]),
-        _digits("vit-digits-bn", VISION_MODELS["vit-mini-bn"]),
-        _digits("resnet-digits", VISION_MODELS["resnet-mini"]),
-        _digits("coatnet-digits", VISION_MODELS["coatnet-mini"]),
-        _digits("coatnet-digits-bn", VISION_MODELS["coatnet-mini-bn"]),
-        _digits("amoebanet-digits", VISION_MODELS["amoebanet-mini"]),
+        *(digits(name, model) for name, model in digit_models().items()),
         Workload(name="gpt2-124m", model=MODELS["gpt2-124m"], masked=False),
         Workload(name="gpt-1.3b", model=MODELS["gpt-1.3b"], masked=False),
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshmark.errors import InputError
-from meshmark.models.transformer.config import Family, ModelSpec
+from meshmark.models.transformer import Family, ModelSpec
 from meshmark.spec.layout import Recompute, RecomputeModule, Schedule
 from meshmark.theory.backward_pass import (
     INDEX_BYTES,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshmark.models.transformer.config import Family, ModelSpec
+from meshmark.models.transformer import Family, ModelSpec
 from meshmark.spec.precision import Precision
 from meshmark.theory.grid import Column
 from meshmark.theory.partition import Stage

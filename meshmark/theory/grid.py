@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshmark.errors import InputError
-from meshmark.models.transformer.config import ModelSpec
+from meshmark.models.transformer import ModelSpec
 from meshmark.spec.layout import AXES, Axis, Layout, Offload, Recompute, RecomputeModule, Schedule
 
 Column = npt.NDArray[Any]

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import numpy as np
 
 from meshmark.models.config import ImageModelConfig, LayerSizes, ModelConfig
-from meshmark.models.mixture.config import MixtureSpec
-from meshmark.models.transformer.config import Family, ModelSpec
+from meshmark.models.mixture import MixtureSpec
+from meshmark.models.transformer import Family, ModelSpec
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute
 from meshmark.spec.own_model import LayerCount, OwnModelConfig

@@ -16,7 +16,7 @@ import numpy as np
 
 from meshmark.errors import LayoutError
 from meshmark.models.config import ImageModelConfig, LayerSizes
-from meshmark.models.transformer.config import Family, ModelSpec
+from meshmark.models.transformer import Family, ModelSpec
 from meshmark.spec.layout import Layout
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.precision import Dtype

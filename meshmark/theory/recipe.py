@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from meshmark.errors import InputError, UnknownNameError
-from meshmark.models.transformer.config import ModelSpec
+from meshmark.models.transformer import ModelSpec
 from meshmark.spec.case import Case
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.precision import Dtype, Precision

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshmark.models.transformer.config import Family
+from meshmark.models.transformer import Family
 from meshmark.theory.backward_pass import INDEX_BYTES, Pass, attention_bytes, norm_bytes
 from meshmark.theory.grid import Column, Grid
 from meshmark.theory.model_theory import bucket_elements

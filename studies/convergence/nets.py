@@ -21,8 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from meshmark.algorithms.contract import Transition
 from meshmark.models.config import ModelConfig
 from meshmark.models.module import Model, build_model, initial_value, parameter_shapes
-from meshmark.models.transformer.config import MODELS
-from meshmark.models.vision_transformer.config import VISION_MODELS
+from meshmark.models.transformer import MODELS
+from meshmark.models.vision_transformer import VIT_MINI
 from meshmark.models.vision_transformer.module import BatchNorm
 from meshmark.reference.data import IGNORED, load_corpus, load_digits
 from meshmark.reference.objective import cross_entropy
@@ -220,7 +220,7 @@ def language_model(count: int) -> Net:
 def vision_transformer(count: int) -> Net:
     return Net(
         name="vision transformer",
-        model=VISION_MODELS["vit-mini"],
+        model=VIT_MINI,
         data=Images(count=count),
         rate=0.2,
         aim=1.5,

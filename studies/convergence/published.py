@@ -17,8 +17,8 @@ from torch import Tensor
 
 from meshmark.algorithms.compressed import EF21, Compressing, DoubleSqueeze, ErrorFeedback
 from meshmark.algorithms.compressed.compressor import Compressor, CompressorKind
-from meshmark.models.transformer.config import MODELS
-from meshmark.models.vision_transformer.config import VISION_MODELS
+from meshmark.models.resnet import RESNET_MINI
+from meshmark.models.transformer import MODELS
 from meshmark.reference.data import FOUND_PERCENT, IGNORED, hidden, load_corpus, load_digits
 from meshmark.spec.algorithm import Algorithm, algorithm_named
 from studies.convergence.logistic import dealt_rows
@@ -122,7 +122,7 @@ def residual_network(count: int) -> Net:
     data = HeldOut(count=count)
     return Net(
         name=RESNET,
-        model=VISION_MODELS["resnet-mini"],
+        model=RESNET_MINI,
         data=data,
         rate=RATE * count / EIGHT,
         aim=0.0,

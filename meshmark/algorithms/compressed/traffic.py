@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from meshmark.algorithms.compressed.compressor import Compressor, CompressorKind
 from meshmark.models.module import parameter_shapes as reference_shapes
-from meshmark.models.transformer.config import ModelSpec
+from meshmark.models.transformer import ModelSpec
 from meshmark.spec.case import Case
 from meshmark.theory.partition import parameter_shapes, uniform_stages
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshmark.models.amoebanet.config import AmoebaNetSpec, CellSizes
+from meshmark.models.amoebanet import AmoebaNetSpec, CellSizes
 from meshmark.models.module import Model
 from meshmark.models.resnet.module import MeanClassifier
 from meshmark.models.vision_transformer.module import BatchNorm

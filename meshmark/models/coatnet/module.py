@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshmark.models.coatnet.config import CoAtNetSpec, HybridSizes
+from meshmark.models.coatnet import CoAtNetSpec, HybridSizes
 from meshmark.models.module import Model
 from meshmark.models.vision_transformer.module import BatchNorm, Classifier
 

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshmark.models.mixture.config import MixtureSpec
+from meshmark.models.mixture import MixtureSpec
 from meshmark.models.transformer.module import Block, FeedForward, Transformer
-from meshmark.models.vision_transformer.config import TransformerSpec
+from meshmark.models.vision_transformer import TransformerSpec
 
 Router = Callable[[Tensor], Tensor]
 """From scores [N, E] to the experts [N, K] that every token is sent to."""

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshmark.models.module import Model
-from meshmark.models.resnet.config import ResidualSizes, ResNetSpec
+from meshmark.models.resnet import ResidualSizes, ResNetSpec
 from meshmark.models.vision_transformer.module import BatchNorm
 
 

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshmark.models.mixture.config import MixtureSpec
+from meshmark.models.mixture import MixtureSpec
 from meshmark.models.module import Model
-from meshmark.models.transformer.config import Family, ModelSpec
-from meshmark.models.vision_transformer.config import TransformerSpec
+from meshmark.models.transformer import Family, ModelSpec
+from meshmark.models.vision_transformer import TransformerSpec
 
 TextSpec = ModelSpec | MixtureSpec
 """Spec of a transformer over tokens."""
@@ -81,7 +81,7 @@ class Attention(nn.Module):
         self.causal = spec.causal
         self.q = nn.Linear(spec.hidden, spec.hidden, bias=bias)
         # Softmax cancels a bias of the keys. A GPT has one nevertheless, like GPT-2.
-        self.k = nn.Linear(spec.hidden, spec.kv_hidden, bias=bias and spec.family is not Family.VIT)
+        self.k = nn.Linear(spec.hidden, spec.kv_hidden, bias=bias and spec.family is not Family.IMAGES)
         self.v = nn.Linear(spec.hidden, spec.kv_hidden, bias=bias)
         self.out = nn.Linear(spec.hidden, spec.hidden, bias=bias)
 

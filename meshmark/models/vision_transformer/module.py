@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshmark.models.module import Model
 from meshmark.models.transformer.module import Block
-from meshmark.models.vision_transformer.config import VisionSpec
+from meshmark.models.vision_transformer import VisionSpec
 
 
 class BatchNorm(nn.BatchNorm1d):
