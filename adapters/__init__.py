@@ -1,9 +1,9 @@
 """Adapters: one file or folder per framework, the only place that imports the framework.
 
-The registries map a name to "module:Class", resolved when needed; importing this package imports no framework. A
-choice that is not part of a layout makes another adapter of its framework: `fsdp2` is *as theory says*, with every
-choice explicit; `fsdp2-CHOICE` differs from it in what it is called after; `fsdp2-recommended` is *as its authors
-recommend*, with their documented defaults (`Adapter.track`).
+The registries map a name to "module:Class", resolved when needed; importing this package imports no framework. An
+option that is not part of a layout makes another adapter of its framework. `fsdp2` sets every option explicitly, as
+theory assumes it. `fsdp2-CHOICE` differs from it in the option that it is named after. `fsdp2-recommended` has the
+defaults that its authors document (`Adapter.track`).
 """
 
 ADAPTERS: dict[str, str] = {

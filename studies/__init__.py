@@ -1,4 +1,6 @@
 """Evidence: published tables, twins, validation, fits. Runs from a checkout; nothing imports it.
-What `baselines/` holds of papers and machines is set beside what the planner says, and leaves the pages of `reports/`;
-rates are fitted here and read by `meshmark/plan`. `architecture` writes the page docs/architecture.md.
+
+Studies compare the published and measured tables of `baselines/` with the planner, and write pages of `reports/`. Rates
+are fitted here and read by `meshmark/plan`. `architecture` and `adapter_list` write docs/architecture.md and
+docs/adapters.md.
 """

@@ -173,11 +173,12 @@ def page() -> str:
     )
     return f"""# Architecture
 
-Made by `python -m studies.architecture` from the imports and docstrings of the folders; edit those.
+Made by `python -m studies.architecture` from the imports and docstrings of the folders. To change this page, edit the
+docstrings.
 
 Data flows one way: case -> launch -> worker -> adapter and engine -> meters -> record -> verdict -> report. Imports
-point one way as well, downward in this picture; an arrow that follows from others is left out.
-`tests/test_architecture.py` holds every folder to the line «May import: ...» of its docstring.
+point one way as well, downward in this picture. An arrow is left out if a path of other arrows implies it.
+`tests/test_architecture.py` checks every folder against the line «May import: ...» of its docstring.
 
 ```mermaid
 graph TD
@@ -185,7 +186,7 @@ graph TD
 ```
 
 `{FRONT}` stands for the modules of `meshmark/` outside its folders. `adapters` and `suites` are folders at the top, and
-links inside the package: they are imported as `meshmark.adapters` and `meshmark.suites` alone.
+symbolic links inside the package: they are imported only as `meshmark.adapters` and `meshmark.suites`.
 
 ## The folders, from the bottom up
 

@@ -1,3 +1,5 @@
-"""The product: one file a question (does it train correctly, hold what it should, send what it should, how fast, does
-it keep every clause), one test a case. Tests are a line each: the plugin's fixtures bring the record, and its verdict
-decides."""
+"""The suites: one file per question, one test per case.
+
+The questions are: does it train correctly, does it hold and send what it should, how fast is it, does it keep every
+clause. Each test is one line: the plugin's fixtures make the record, and its verdict decides.
+"""
