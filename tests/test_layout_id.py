@@ -106,7 +106,7 @@ def test_different_models_have_different_names() -> None:
         ("layers=6", ["hidden missing"]),
         ("layers=6,hidden", ["'hidden' at character 10", "KEY=VALUE"]),
         ("layers=6,width=3", ["'width=3' at character 10", "kv_heads"]),
-        ("layers=6,layers=7,hidden=32", ["'layers=7' at character 10", "already"]),
+        ("layers=6,layers=7,hidden=32", ["'layers=7' at character 10", "given twice"]),
         ("layers=-1,hidden=32", ["character 1", "whole number"]),
         ("layers=1e3,hidden=32", ["character 1", "whole number"]),
         ("layers=99999999999999999999,hidden=32", ["10,000,000"]),

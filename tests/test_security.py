@@ -218,7 +218,7 @@ def test_a_wait_ends_with_the_key_or_in_time_and_holds_nobody_up(connect: Callab
 
 def test_who_does_not_know_the_secret_is_told_nothing(server: StoreServer, connect: Callable[[], RunStore]) -> None:
     connect().set("key", "value")
-    with pytest.raises(ClusterError, match="holds another secret"):
+    with pytest.raises(ClusterError, match="has a different secret"):
         RunStore("127.0.0.1", server.port, b"a guess of sixteen", SECOND)
     with pytest.raises((RuntimeError, dist.DistNetworkError)):  # what reads, writes and lists a TCPStore
         dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=SECOND).get("key")
@@ -498,7 +498,7 @@ def test_a_user_without_a_home_directory_is_told_what_to_set(monkeypatch: pytest
     monkeypatch.delenv("HOME")
     monkeypatch.delenv("MESHMARK_RDZV_SECRET", raising=False)
     monkeypatch.setattr(pwd, "getpwuid", lambda user: {}[user])
-    with pytest.raises(ClusterError, match="has no home directory: set MESHMARK_RDZV_SECRET"):
+    with pytest.raises(ClusterError, match="has no home directory: set the same MESHMARK_RDZV_SECRET"):
         run_secret()
 
 
