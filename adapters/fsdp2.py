@@ -238,7 +238,7 @@ class FSDP2Offload(FSDP2):
         engine = super().build(case, context)
         units = sharded_units(engine)
         if not units or not all(p.offload_to_cpu for unit in units for p in _sharded_parameters(unit)):
-            raise AdapterError(f"rank {context.rank}: fully_shard does not offload all parameters, as requested")
+            raise AdapterError(f"rank {context.rank}: fully_shard does not offload all parameters, though asked to")
         return engine
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import pkgutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -16,9 +17,16 @@ def import_module_of(where: str) -> ModuleType:
 
 
 def class_at(target: str) -> Any:  # noqa: ANN401
-    """Return the class that a target names. Raises any error of importing it."""
+    """Return the class, or function, that a target names. Raises any error of importing it."""
     where, _, name = target.rpartition(":")
     return getattr(import_module_of(where), name)
+
+
+def import_packages(folder: str) -> list[ModuleType]:
+    """Return the packages directly in the package called `folder`, imported, in the order of their names."""
+    paths = importlib.import_module(folder).__path__
+    names = [module.name for module in pkgutil.iter_modules(paths) if module.ispkg]
+    return [importlib.import_module(f"{folder}.{name}") for name in names]
 
 
 def import_file(path: Path) -> ModuleType:

@@ -10,7 +10,6 @@ it by the suites and by the clauses on checkpoints.
 from __future__ import annotations
 
 import argparse
-import inspect
 import re
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from meshmark.report.results import CaseResult, newest, results
 from meshmark.report.table import inline
 from meshmark.report.table import table as markdown
 from meshmark.text import clip, pluralize
+from studies.adapter_list import summary
 from studies.architectures import detection_range
 
 PAGE, RESULTS = Path("reports/trainers.md"), Path("results/trainers")
@@ -79,7 +79,7 @@ def page(records: Sequence[Record], clauses: Sequence[AdapterColumn]) -> str:
     environment = newest(records).environment
     right = sum(row["optimises"] == _RIGHT for row in rows)
     kinds = [
-        f"- **{name}**: {inline(_first_paragraph(name))}"
+        f"- **{name}**: {inline(summary(load_adapter(builtin_adapters()[name])))}"
         for name in adapters()
         if any(result.case.adapter == name for result in every)
     ]
@@ -226,11 +226,6 @@ def _resumes(result: CaseResult, clauses: Sequence[AdapterColumn]) -> str:
         return "–"
     same = found.evidence.startswith(_SAME_BITS)  # which is what resuming is about, whatever it trains
     return "yes" if same or found.result is ClauseResult.PASS else f"**{inline(clip(found.evidence, _CELL))}**"
-
-
-def _first_paragraph(name: str) -> str:
-    text = inspect.getdoc(load_adapter(builtin_adapters()[name])) or ""
-    return " ".join(text.partition("\n\n")[0].split())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,11 +14,13 @@ import pytest
 
 from meshmark.adapter.registry import builtin_adapters, core_adapters, load_adapter, select
 from meshmark.adapters import ADAPTERS, ROSTER
+from meshmark.adapters.pipedream import PipeDream
 from meshmark.conformance import judges, randomness
 from meshmark.conformance.clauses import CLAUSES, judge_clause
 from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.conformance.scenario import DROPOUT_STEPS, SCENARIOS, Scenario, plain_cells, plain_workload
 from meshmark.conformance.scenario_runner import ScenarioRunner
+from meshmark.errors import AdapterError
 from meshmark.judge.deviation import Deviation, Drift, Quantity
 from meshmark.launch.launch import ForkserverLauncher
 from meshmark.measure.readings import Bytes
@@ -40,6 +42,7 @@ from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Layout
+from meshmark.spec.optimizer import OptimizerKind
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
 from meshmark.theory.memory import ModelStates
@@ -364,6 +367,20 @@ def test_what_was_not_run_or_not_finished_is_no_pass() -> None:
     assert judge_clause(CLAUSES["loss"], {"plain": skipped}).result is ClauseResult.UNSUPPORTED
     hung = plain(outcome=Outcome(status=Status.HUNG, rank=1, message="no end"))
     assert "hung on rank 1" in failing(judge_clause(CLAUSES["loss"], {"plain": hung}))
+
+
+def test_an_adapter_whose_algorithms_take_no_adamw_is_given_their_optimizer() -> None:
+    class PlainSteps(PipeDream):
+        capabilities = dataclasses.replace(PipeDream.capabilities, algorithms=frozenset({"pipedream"}))
+
+    class NoPreset(PipeDream):
+        capabilities = dataclasses.replace(PipeDream.capabilities, algorithms=frozenset({"of nobody"}))
+
+    cells = [cell for cell in plain_cells("plain", PlainSteps, 2) if isinstance(cell, Case)]
+    assert cells and {cell.workload.optimizer.kind for cell in cells} == {OptimizerKind.SGD}
+    assert all("-sgd-pipedream" in cell.workload.name for cell in cells)
+    with pytest.raises(AdapterError, match="NoPreset trains by of nobody: no preset of these works with"):
+        plain_cells("none", NoPreset, 2)
 
 
 def test_every_clause_stands_on_scenarios_and_every_scenario_serves_a_clause() -> None:

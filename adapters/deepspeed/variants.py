@@ -409,7 +409,7 @@ class DeepSpeedOffloadParams(DeepSpeedOffload):
         """On a CPU nothing that is measured would tell whether the option was heeded."""
         engine = super().build(case, context)
         if not (isinstance(engine, DeepSpeedEngine) and engine.zero.offload_param):
-            raise AdapterError(f"rank {context.rank}: DeepSpeed does not offload parameters, as requested")
+            raise AdapterError(f"rank {context.rank}: DeepSpeed offloads no parameters, though asked to")
         return engine
 
 

@@ -145,7 +145,7 @@ class FairScaleCheckpointOffload(FairScaleFSDP):
         assert isinstance(engine, FSDPEngine)
         found = [forward.args[2] for part in engine.module.modules() if (forward := vars(part).get("forward"))]
         if case.layout.recompute is Recompute.FULL and not (found and all(found)):
-            raise AdapterError(f"rank {context.rank}: FairScale does not offload inputs of blocks, as requested")
+            raise AdapterError(f"rank {context.rank}: FairScale offloads no inputs of blocks, though asked to")
         return engine
 
 

@@ -269,8 +269,7 @@ def _by_algorithm(plain: Workload, adapter: type[Adapter]) -> Workload:
         return plain
     presets = sorted(algorithm_presets().values(), key=lambda preset: preset.kind)
     mini = workload("gpt-mini")
-    others = [w for w in WORKLOADS.values() if w.model == mini.model]
-    for other in [mini, *others]:
+    for other in (preset for preset in WORKLOADS.values() if preset.model == mini.model):  # `mini` comes first
         suffix = other.name.removeprefix(mini.name)
         named = replace(plain, name=f"{plain.name}{suffix}", optimizer=other.optimizer) if suffix else plain
         for algorithm in presets:

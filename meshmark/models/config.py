@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from meshmark.errors import InputError
+from meshmark.import_target import import_packages
 
 if TYPE_CHECKING:
     from meshmark.spec.case import Case
@@ -239,6 +238,30 @@ class ModelConfig:
         raise InputError(f"model {self.name!r} takes {', '.join(sorted(self.datasets))}, no images")
 
 
+class MultiHead:
+    """Sizes of attention with as many heads of keys and values as of queries, for families with these fields."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def hidden(self) -> int: ...
+
+        @property
+        def num_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.num_heads
+
+    @property
+    def kv_hidden(self) -> int:
+        return self.hidden
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerSizes:
     """One layer: the embedding, a block, or the head."""
@@ -335,9 +358,7 @@ def digit_models() -> Mapping[str, ImageModelConfig]:
 
     A family declares them as `DIGITS` in its package, which is found by its place in this folder.
     """
-    folder = importlib.import_module("meshmark.models")
-    names = [module.name for module in pkgutil.iter_modules(folder.__path__) if module.ispkg]
-    families = [importlib.import_module(f"{folder.__name__}.{name}") for name in names]
+    families = import_packages("meshmark.models")
     return {name: model for family in families for name, model in getattr(family, "DIGITS", {}).items()}
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from meshmark.import_target import class_at
 from meshmark.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -209,8 +209,7 @@ def initial_value(
 
     The model's family says how values are made.
     """
-    where, _, function = model.initial_values.partition(":")
-    values: Callable[..., Tensor] = getattr(importlib.import_module(where), function)
+    values: Callable[..., Tensor] = class_at(model.initial_values)
     return values(model, name, full_shape, seed=seed, block=block, device=device)
 
 
@@ -388,8 +387,7 @@ def initial_buffer(name: str) -> float:
 
 def module_class(spec: ModelConfig) -> type[Model]:
     """Return the module class that the model's family names."""
-    where, _, name = spec.module.partition(":")
-    found: type[Model] = getattr(importlib.import_module(where), name)
+    found: type[Model] = class_at(spec.module)
     return found
 
 

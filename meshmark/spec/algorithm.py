@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
-import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from meshmark.errors import AlgorithmError
+from meshmark.import_target import import_packages
 from meshmark.spec.optimizer import OptimizerSpec
 
 if TYPE_CHECKING:  # names for annotations: the folders below import this module
@@ -201,9 +201,8 @@ def algorithm_classes() -> Mapping[str, type[Algorithm]]:
     """
     found: dict[str, type[Algorithm]] = {Algorithm.kind: Algorithm}
     owners = {Algorithm.kind: "Meshmark"}
-    folder = importlib.import_module("meshmark.algorithms")
-    for family in pkgutil.iter_modules(folder.__path__):
-        for own in importlib.import_module(f"{folder.__name__}.{family.name}").ALGORITHMS if family.ispkg else ():
+    for family in import_packages("meshmark.algorithms"):
+        for own in family.ALGORITHMS:
             found[own.kind], owners[own.kind] = own, "Meshmark"
     for point in importlib.metadata.entry_points(group=GROUP):
         owner = point.dist.name if point.dist else "unknown"

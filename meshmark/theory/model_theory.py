@@ -7,13 +7,13 @@ operations. The backward pass does twice the matrix products of the forward pass
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
+from meshmark.import_target import class_at
 from meshmark.models.config import ImageModelConfig, LayerSizes, ModelConfig
 from meshmark.models.mixture import MixtureSpec
 from meshmark.models.transformer import Family, ModelSpec
@@ -330,31 +330,25 @@ class CountedTheory(UnknownTheory):
         layout = case.layout
         if layout.virtual_stages > 1 or (layout.tp > 1 and not (self.model.split and self.model.split.is_planned)):
             return None
-        counted: Callable[..., float | None] = _imported(self.model.dry_run)
+        counted: Callable[..., float | None] = class_at(self.model.dry_run)
         return counted(case, rank, step, casts_weights)
 
     def tensor_parallel_sends(self, case: Case, rank: int, step: int) -> tuple[tuple[str, int, int], ...] | None:
-        counted: Callable[..., tuple[tuple[str, int, int], ...]] = _imported(self.model.sends)
+        counted: Callable[..., tuple[tuple[str, int, int], ...]] = class_at(self.model.sends)
         return counted(case, rank, step)
 
     def recomputed_gathers(self) -> tuple[tuple[int, int], ...]:
-        counted: Callable[..., tuple[tuple[int, int], ...]] = _imported(self.model.recomputed)
+        counted: Callable[..., tuple[tuple[int, int], ...]] = class_at(self.model.recomputed)
         return counted(self.model)
 
     def bucket_elements(self) -> int:
         return self.model.num_parameters
 
 
-def _imported(target: str) -> Any:  # noqa: ANN401
-    """Return the object at "package.module:name"."""
-    where, _, name = target.partition(":")
-    return getattr(importlib.import_module(where), name)
-
-
 @functools.lru_cache(maxsize=64)
 def theory_of(model: ModelConfig) -> UnknownTheory:
     """Return the closed forms that a model's family names."""
-    found: UnknownTheory = _imported(model.theory)(model)
+    found: UnknownTheory = class_at(model.theory)(model)
     return found
 
 

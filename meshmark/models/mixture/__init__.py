@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from meshmark.errors import InputError
-from meshmark.models.config import Dataset, ModelConfig
+from meshmark.models.config import Dataset, ModelConfig, MultiHead
 from meshmark.models.transformer import Family, ModelSpec, gpt
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixtureSpec(ModelConfig):
+class MixtureSpec(MultiHead, ModelConfig):
     """Dimensions of a GPT whose feed-forward networks are mixtures of experts.
 
     See arXiv:1701.06538 and arXiv:2401.04088 section 2.1. A gate without bias scores every expert. Each token goes
@@ -77,18 +77,6 @@ class MixtureSpec(ModelConfig):
     @property
     def dropout(self) -> float:
         return 0.0
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden // self.num_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.num_heads
-
-    @property
-    def kv_hidden(self) -> int:
-        return self.hidden
 
     @property
     def expert_parameters(self) -> int:

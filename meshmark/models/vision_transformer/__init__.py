@@ -7,13 +7,13 @@ from functools import cached_property
 from typing import ClassVar
 
 from meshmark.errors import InputError
-from meshmark.models.config import ImageModelConfig, LayerSizes
+from meshmark.models.config import ImageModelConfig, LayerSizes, MultiHead
 from meshmark.models.mixture import MixtureSpec
 from meshmark.models.transformer import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionSpec(ImageModelConfig):
+class VisionSpec(MultiHead, ImageModelConfig):
     """Dimensions of a vision transformer (arXiv:2010.11929) without a class token: it classifies the mean over
     patches.
 
@@ -65,18 +65,6 @@ class VisionSpec(ImageModelConfig):
     def patch_values(self) -> int:
         """Values per patch."""
         return self.patch_size**2 * self.num_channels
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden // self.num_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.num_heads
-
-    @property
-    def kv_hidden(self) -> int:
-        return self.hidden
 
     @property
     def embedding_parameters(self) -> int:
