@@ -37,6 +37,10 @@ class Pace(StrEnum):
     """It made no progress in the middle of its work."""
 
 
+EXPLAIN_SECONDS = 300.0
+"""Seconds past the time limit that a rank may take to name a defect. The time limit is for the training, and a verdict
+is not lost because its explanation took long.
+"""
 LAST_PART = 0.5
 """Share of the time limit. A rank without progress for this long hangs, however long its units took before."""
 STALL = 5.0

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from meshmark import rank_progress
 from meshmark.launch import watchdog
 from meshmark.launch.rank import RankInfo
 from meshmark.launch.watchdog import Watchdog
@@ -93,6 +94,38 @@ def test_a_pause_of_all_processes_is_no_hang(tmp_path: Path, ends: bool, monkeyp
     found = Watchdog(Frozen(ends), None, request, ranks, "failed").run()
     assert [(one.rank, one.kind) for one in found] == ([] if ends else [(1, Status.UNFINISHED)])
     assert ends or "was stopped for 1 s; then: no end within 1 s" in found[0].message
+
+
+class Explaining(Dying):
+    """Rank 1 searches for the name of a defect for a second."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self._started = time.monotonic()
+
+    def wait(self, seconds: float) -> None:
+        time.sleep(0.05)
+
+    def exit_code(self, info: RankInfo) -> int | None:
+        return 0 if self._ended or info.rank == 0 or time.monotonic() > self._started + 1 else None
+
+
+@pytest.mark.parametrize("allowed", [60.0, 0.1])
+def test_the_search_for_a_defects_name_may_exceed_the_time_limit(
+    tmp_path: Path, allowed: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A verdict was lost when its search reached the limit, although the training had ended in time."""
+    monkeypatch.setattr(watchdog, "EXPLAIN_SECONDS", allowed)
+    monkeypatch.setattr(watchdog, "_STACK_SECONDS", 0.0)
+    monkeypatch.setattr(rank_progress, "_marker", rank_progress._Marker())
+    ranks = make_ranks(tmp_path)
+    for info in ranks:
+        info.file("report").write_text("{}")
+    rank_progress.watch(ranks[1].file("progress"))
+    rank_progress.begin(rank_progress.Phase.EXPLAIN)
+    request = dataclasses.replace(make_request("ddp"), time_limit_seconds=0.2)
+    late = [failure.rank for failure in Watchdog(Explaining(), None, request, ranks, "failed").run()]
+    assert late == ([] if allowed == 60.0 else [1])
 
 
 @pytest.mark.parametrize("dies, blamed", [(-signal.SIGABRT, [0, 1]), (-signal.SIGKILL, [0])])

@@ -36,7 +36,7 @@ from meshmark.launch.processes import end_children, end_started_with, process_st
 from meshmark.launch.rank import RankInfo, run_forked_rank
 from meshmark.launch.watchdog import RankProcesses, Watchdog
 from meshmark.passes.noise import VARIABLES
-from meshmark.rank_progress import Pace
+from meshmark.rank_progress import EXPLAIN_SECONDS, Pace
 from meshmark.records.rank_report import RankFailure, RankReport, StackState
 from meshmark.records.record import Place, Status
 from meshmark.records.request import Request, Task
@@ -172,7 +172,7 @@ def _run(watchdog: Watchdog, others: Cluster | None, place: Place, started: floa
     if others is None or lost:
         return [local], lost
     try:
-        limit = watchdog.request.time_limit_seconds + _ANSWER_SECONDS
+        limit = watchdog.request.time_limit_seconds + EXPLAIN_SECONDS + _ANSWER_SECONDS
         texts = others.exchange("result", json.dumps(local), seconds=limit)
     except NodeLostError as error:
         return [local], str(error)

@@ -20,7 +20,7 @@ from meshmark.launch.folders import is_full
 from meshmark.launch.fork_server import LOST_EXIT_CODE
 from meshmark.launch.processes import STATES, process_state
 from meshmark.launch.rank import STACK_SIGNAL, RankInfo, ask
-from meshmark.rank_progress import Mark, Pace, read_mark
+from meshmark.rank_progress import EXPLAIN_SECONDS, Mark, Pace, Phase, read_mark
 from meshmark.records.rank_report import RankFailure, StackState
 from meshmark.records.record import Status
 from meshmark.records.request import Request, Task
@@ -103,7 +103,7 @@ class Watchdog:
             self.processes.start()
             late = self._wait()
             if late:
-                self.marks = {p.rank: read_mark(p.file("progress"), started=self.started) for p in self.ranks}
+                self.marks = {info.rank: self._mark(info) for info in self.ranks}
                 self.stopped = time.monotonic()
                 self._dump_stacks()
                 self.states = {p.rank: self._state(p) for p in self.ranks}
@@ -144,11 +144,19 @@ class Watchdog:
                 last_moment = time.monotonic() + max(self.processes.grace_seconds, least)
             if last_moment is not None and time.monotonic() > last_moment:
                 return []
-            if time.monotonic() > deadline:
+            past = time.monotonic() - deadline
+            if past > EXPLAIN_SECONDS or (past > 0 and not self._explains()):
                 return [info.rank for info in self._alive()]
         self._note_deaths()
         self._anyone_failed()
         return []
+
+    def _mark(self, info: RankInfo) -> Mark:
+        return read_mark(info.file("progress"), started=self.started)
+
+    def _explains(self) -> bool:
+        """Return whether a rank, having trained and found a defect, searches for its name."""
+        return any(self._mark(info).phase is Phase.EXPLAIN for info in self._alive())
 
     def _lost_seconds(self) -> float:
         """Wait for the next event, and return the seconds by which the wait took too long.
