@@ -47,7 +47,8 @@ from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
-from tests.broken.mutant import GPT, LAYOUTS, under
+from tests.broken.mutant import GPT, under
+from tests.broken.mutants import BROKEN_ADAPTERS
 
 SHARES = {"batched": 0.6, "single": 0.2, "adapters": 0.2}
 """Shares of the time by how runs are made. A group of the first takes a second or two, of the last a minute."""
@@ -205,7 +206,7 @@ def measure_adapters(seed: int) -> Group:
     records: list[Record] = []
     with tempfile.TemporaryDirectory() as folder, Cluster(ClusterSpec()) as cluster:
         runner = Runner(ForkserverLauncher(cluster), builtin_adapters(), RunOptions(observed_steps=STEPS), Path(folder))
-        for adapter, layout in LAYOUTS.items():
+        for adapter, layout in BROKEN_ADAPTERS.items():
             own = dataclasses.replace(layout, num_micro_batches=num_chunks // layout.dp)
             name = adapter.partition("/")[0]
             case = Case(adapter=name, workload=under(adapter, problem), layout=own, precision=precision)

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import gzip
 import json
-import os
 import subprocess
 import sys
 import time
@@ -31,12 +30,12 @@ from meshmark.errors import InputError
 from meshmark.report.kept_page import keep_page
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.serial import decode, encode
-from meshmark.spec.algorithm import algorithm_presets
+from meshmark.spec.algorithm import SYNCHRONOUS, algorithm_presets
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import WORKLOADS, workload
-from tests.broken.mutant import ALGORITHMS, GPT, LAYOUTS, under
-from tests.broken.mutants import MUTANTS, sized
+from tests.broken.mutant import GPT, LAYOUTS, algorithm_of, layout_of, under
+from tests.broken.mutants import BROKEN_ADAPTERS, MUTANTS, sized
 from tests.correct.registry import cases as correct_cases
 
 MEASURED = Path("results/power/measured.json.gz")
@@ -45,7 +44,7 @@ SEEDS = 4
 SEEDS_BY_CHANCE = 24
 """Seeds of the algorithms whose steps depend on which replica comes first."""
 SEEDED = 6
-"""Adapters, the first of LAYOUTS, that run under other seeds and numbers of micro-batches too."""
+"""Adapters, the first of `BROKEN_ADAPTERS`, that run under other seeds and numbers of micro-batches too."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,10 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def try_every_defect() -> int:
-    """Run the tests that train with algorithms' defects over all of them; `make test` takes a sample."""
-    files = ("tests/test_compressed.py", "tests/test_downpour.py")
+    """Run the tests that train with algorithms' defects, and name them, which `make test` leaves out."""
+    files = ("tests/test_algorithm_mutants.py",)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", *files]
-    return subprocess.run(command, env=os.environ | {"EVERY_DEFECT": "1"}).returncode
+    return subprocess.run(command).returncode
 
 
 def measure(names: Sequence[str], num_groups: int) -> Power:
@@ -129,8 +128,8 @@ def real_cases() -> Iterable[Case]:
     """The adapters that the mutants break, as they are, over seeds and numbers of micro-batches."""
     for seed, num_micro_batches in ((0, 4), (1, 2), (2, 1)):
         problem = dataclasses.replace(GPT, name=f"{GPT.name}-seed{seed}", seed=seed)  # an id does not tell seeds apart
-        for adapter, layout in list(LAYOUTS.items())[: None if seed == 0 else SEEDED]:
-            fixed = layout.pp > 1 or adapter in ALGORITHMS  # which may not divide otherwise
+        for adapter, layout in list(BROKEN_ADAPTERS.items())[: None if seed == 0 else SEEDED]:
+            fixed = layout.pp > 1 or algorithm_of(adapter) is not SYNCHRONOUS  # which may not divide otherwise
             own = layout if fixed else dataclasses.replace(layout, num_micro_batches=num_micro_batches)
             yield Case(
                 adapter=adapter.partition("/")[0], workload=under(adapter, problem), layout=own
@@ -153,12 +152,13 @@ def algorithm_cases() -> Iterable[Case]:
 
 def _cases_of(end: str) -> Iterator[Case]:
     """Return the cases of the algorithm that ends the names of its presets; not every optimizer has one."""
-    engines = {name: load_adapter(builtin_adapters()[name])() for name in ALGORITHMS}
+    names = [name for name in BROKEN_ADAPTERS if algorithm_of(name) is not SYNCHRONOUS]
+    engines = {name: load_adapter(builtin_adapters()[name])() for name in names}
     for start in (name for name in WORKLOADS if name.startswith(GPT.name)):
         with contextlib.suppress(InputError):
             problem = workload(f"{start}-{end}")
             for name, engine in engines.items():
-                case = Case(adapter=name, workload=problem, layout=LAYOUTS[name])
+                case = Case(adapter=name, workload=problem, layout=layout_of(name))
                 if engine.supports(case, "cpu", "gloo") is None:
                     yield case
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import builtin_adapters, core_adapters, load_adapter
+from meshmark.spec.algorithm import SYNCHRONOUS
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "adapters.md"
@@ -24,12 +25,9 @@ TITLES = {
     "Horovod": ("horovod",),
     "torchtitan": ("torchtitan",),
     "Trainers and loops": ("hf_trainer", "plain_loop", "pytorch_lightning", "trl"),
-    "Algorithms that are not synchronous": (
-        *("compressed", "ddp_compressed", "decentralised", "diloco", "downpour", "fed_avg", "pipedream"),
-        "post_local_sgd",
-    ),
 }
 """Modules or folders of adapters/ by the title that they stand under. The first title has all others."""
+_ALGORITHMS = "Algorithms that are not synchronous"
 _INTRODUCTION = """# Adapters
 
 Every adapter that Meshmark ships. Those in **bold** run by default. The others run where you name them, for example by
@@ -42,7 +40,7 @@ Made by `python -m studies.adapter_list` from the docstrings of the adapters; ed
 
 def page() -> str:
     """Return the page: a list for each title, in the order of the registry."""
-    lists: dict[str, list[str]] = {title: [] for title in TITLES}
+    lists: dict[str, list[str]] = {title: [] for title in (*TITLES, _ALGORITHMS)}
     for name, target in builtin_adapters().items():
         adapter = load_adapter(target)
         lists[_title(adapter)].append(_item(name, adapter))
@@ -59,7 +57,8 @@ def summary(adapter: type[Adapter]) -> str:
 
 def _title(adapter: type[Adapter]) -> str:
     place = adapter.__module__.removeprefix("meshmark.adapters.").partition(".")[0]
-    return next((title for title, places in TITLES.items() if place in places), next(iter(TITLES)))
+    other = next(iter(TITLES)) if SYNCHRONOUS.kind in adapter.capabilities.algorithms else _ALGORITHMS
+    return next((title for title, places in TITLES.items() if place in places), other)
 
 
 def _item(name: str, adapter: type[Adapter]) -> str:

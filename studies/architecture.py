@@ -40,6 +40,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     "add an algorithm that is not synchronous": (
         "meshmark/spec/algorithm.py",
         "meshmark/algorithms/local_sgd",
+        "tests/broken/algorithms",
         "docs/algorithms.md",
     ),
     "have a fault recognised and named": (

@@ -1,4 +1,4 @@
-"""What an addition takes: a family of image models is a folder of two files, and a workload comes of it."""
+"""What an addition takes: a family of image models is a folder of two files, an algorithm three files and a line."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 DIMENSIONS = '''"""Two linear layers a block, over pixels."""
@@ -147,3 +149,88 @@ def test_a_family_of_image_models_is_a_folder_of_two_files(tmp_path: Path) -> No
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "model family images (embedding and loss are parallel in a vocabulary" in done.stdout
+
+
+MUTANTS = '''"""Elastic averaging whose center is wrong."""
+
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.broken.engine import Broken
+from tests.broken.mutant import of_algorithm
+
+
+class _Meets(Broken):
+    center: list[Tensor]
+    trained: list[Tensor]
+
+
+class CenterStays(_Meets):
+    def meet(self) -> None:
+        before = [center.clone() for center in self.center]
+        super().meet()
+        for center, kept in zip(self.center, before, strict=True):
+            center.copy_(kept)
+
+
+class NoCenter(_Meets):
+    def meet(self) -> None:
+        for parameter in self.trained:
+            dist.all_reduce(parameter.data)
+            parameter.data.div_(dist.get_world_size())
+
+
+MUTANTS = [
+    *of_algorithm(
+        "easgd",
+        "gpt-mini-sgd-easgd2",
+        {
+            CenterStays: "the center stays where it was",
+            NoCenter: "parameters are averaged, and there is no center",
+        },
+    )
+]
+'''
+TRAIN = """
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+import meshmark.adapters
+import meshmark.algorithms
+
+folder = Path(sys.argv[1])
+meshmark.algorithms.__path__.append(str(folder / "algorithms"))
+meshmark.adapters.__path__.append(str(folder / "adapters"))
+meshmark.adapters.ROSTER["easgd"] = "meshmark.adapters.easgd:ElasticAveraging"
+
+spec = importlib.util.find_spec("tests.broken.algorithms")
+spec.submodule_search_locations.append(str(folder / "broken"))
+sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules[spec.name])
+
+from tests.test_algorithm_mutants import test_engines_follow_the_truth_and_defects_are_named
+
+with pytest.MonkeyPatch.context() as monkeypatch:
+    test_engines_follow_the_truth_and_defects_are_named("easgd", 2, folder, monkeypatch)
+print("trained")
+"""
+
+
+@pytest.mark.slow
+def test_an_algorithm_is_a_file_with_an_engine_and_mutants(tmp_path: Path) -> None:
+    """And a line in the registry of adapters. It is the example's, which is in a package of its own."""
+    example = ROOT / "examples" / "meshmark-easgd" / "src" / "meshmark_easgd"
+    for folder in ("algorithms/easgd", "adapters", "broken"):
+        (tmp_path / folder).mkdir(parents=True)
+    algorithm = (example / "algorithm.py").read_text()
+    (tmp_path / "algorithms" / "easgd" / "__init__.py").write_text(f"{algorithm}\n\nALGORITHMS = (EASGD,)\n")
+    engine = (example / "adapter.py").read_text()
+    engine = engine.replace("meshmark_easgd.algorithm", "meshmark.algorithms.easgd")
+    (tmp_path / "adapters" / "easgd.py").write_text(engine)
+    (tmp_path / "broken" / "easgd.py").write_text(MUTANTS)
+    command = [sys.executable, "-c", TRAIN, str(tmp_path)]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0 and "trained" in done.stdout, done.stderr

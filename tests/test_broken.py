@@ -23,7 +23,7 @@ from meshmark.run.verdict import detection_limits
 from meshmark.spec.case import Case
 from tests.broken.engine import ONE_NORM
 from tests.broken.mutant import GPT, LAYOUTS
-from tests.broken.mutants import BY_NAME, MUTANTS, sized, target
+from tests.broken.mutants import BROKEN_ADAPTERS, BY_NAME, MUTANTS, sized, target
 
 SOME = [
     "ddp_NoReduction",
@@ -188,5 +188,5 @@ def test_the_table_of_mutants_is_broad() -> None:
     assert len(BY_NAME) == len(MUTANTS) >= 40
     assert {m.suite for m in MUTANTS if m.suite} == set(SUITES), "the page has a row for each"
     assert {m.clause for m in MUTANTS if m.clause} == set(CLAUSES) - {"determinism"}, "which is told, not required"
-    assert {m.adapter for m in MUTANTS} == set(LAYOUTS)
+    assert {m.adapter for m in MUTANTS} == set(BROKEN_ADAPTERS)
     assert set().union(*(m.faults for m in MUTANTS)) == set(Fault) - {Fault.UNEXPLAINED}

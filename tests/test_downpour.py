@@ -6,7 +6,6 @@ import os
 import re
 import tempfile
 import threading
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,20 +23,17 @@ from meshmark.algorithms.downpour import Downpour
 from meshmark.algorithms.downpour.parameter_server import ParameterServer
 from meshmark.algorithms.downpour.transition import DownpourTransition, Turns
 from meshmark.errors import InputError
-from meshmark.judge.faults import Fault
 from meshmark.judge.truth import ExactOptimizer, assess_replicas
-from meshmark.spec.algorithm import Algorithm, algorithm_classes
+from meshmark.spec.algorithm import Algorithm
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
 from meshmark.theory.traffic import step_traffic
-from tests.broken.downpour import DEFECTS
-from tests.broken.mutants import MUTANTS
 from tests.factories import make_workload
 from tests.ranks import on_two_ranks
-from tests.trained import Trial, diagnosed, furthest, sample, train_all
+from tests.trained import Trial, furthest, train_all
 
 PLAIN = OptimizerSpec(kind=OptimizerKind.SGD, learning_rate=0.1, weight_decay=0.0, clip_norm=None)
 SPARSE = ParameterServer(push_every=2, fetch_every=3, rate=0.5)
@@ -187,41 +183,6 @@ def test_the_engine_does_what_is_specified(dp: int, tmp_path: Path, monkeypatch:
         assert made == list(range(1, len(made) + 1)) and len(made) == (6 if case is cases[0] else 12)
 
 
-NAMED = {
-    "AppliesTwice": "the server applies every push twice",
-    "LosesPushes": "the pushes of replica 1 are lost",
-    "ServesOldCopy": "what is fetched is the version before the one that is told",
-    "ForgetsSums": "Adagrad's sums are forgotten",
-    "TwiceTheRate": "the server's rate is 2 times the right one",
-    "NeverWaits": "push of step 2 is 2 ahead of replica 1's, where the bound is 1",
-    "TellsAnotherOrder": "was applied before .*, though the order that is told is another",
-    "TellsOneVersionTwice": "push of step 0 is told to have made version 1, as is another's",
-    "PushesOthers": "each replica pushes the gradients of the next",
-    "PushesLate": "what is pushed is of the push before",
-    "PushesLast": "of the gradients between two pushes, the last alone is pushed",
-    "PushesAgain": "what was pushed is pushed again with the next",
-    "TakesNothing": "what is fetched is not taken",
-    "StaysWhereItIs": "replicas do not step by themselves|other multiple|0 times the right step",
-    "FetchesNever": "in step 2 it never fetches, where it is due",
-}
-
-
-def test_what_breaks_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sample of the defects; `make power` takes all of them."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    server = ParameterServer(push_every=2, fetch_every=3, lead=1)
-    problem = make_workload(optimizer=PLAIN, algorithm=algorithm(server), global_batch=8)
-    layout = Layout(dp=2, num_micro_batches=2)
-    case = Case(adapter="downpour", workload=problem, layout=layout, precision=Precision.FP64)
-    chosen = sample(DEFECTS)
-    trials = [Trial(case=case, defect=defect) for defect in (None, *chosen)]
-    honest, *broken = train_all(trials, tmp_path)
-    for defect, traces in zip(chosen, broken, strict=True):
-        diagnosis = diagnosed(trials[0], traces, honest)
-        assert diagnosis is not None and diagnosis.fault is Fault.ALGORITHM, (defect, diagnosis)
-        assert re.search(NAMED[defect.__name__], diagnosis.detail), (defect, diagnosis)
-
-
 def test_a_replica_that_stops_is_named() -> None:
     """Not waited for for ever."""
     spec = ParameterServer(lead=1)
@@ -245,11 +206,6 @@ def test_a_replica_may_be_as_slow_as_others_were() -> None:
         late.start()
         assert served.push(0, [torch.ones(2)]) == 3
         late.join()
-
-
-def test_every_algorithm_has_at_least_four_mutants() -> None:
-    counts = Counter(mutant.workload.algorithm.kind for mutant in MUTANTS)
-    assert {str(kind): counts[kind] for kind in algorithm_classes() if counts[kind] < 4} == {}
 
 
 def _count_new_listeners(rank: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,16 +14,13 @@ from meshmark.algorithms.contract import Tensors
 from meshmark.algorithms.local_sgd import FedAvg
 from meshmark.algorithms.local_sgd.client_shares import client_shares
 from meshmark.algorithms.local_sgd.transition import client_rows
-from meshmark.judge.truth import ExactOptimizer, assess_replicas
+from meshmark.judge.truth import ExactOptimizer
 from meshmark.reference.data import Batch, make_batch
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
-from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
-from tests.broken.algorithm_mutants import ALGORITHM_MUTANTS
 from tests.factories import make_workload
-from tests.trained import Trial, diagnosed, furthest, train_all
 
 PLAIN = OptimizerSpec(kind=OptimizerKind.SGD, learning_rate=0.1, weight_decay=0.0, clip_norm=None)
 SPEC = FedAvg(period=2)
@@ -64,33 +60,3 @@ def test_rows_that_make_no_micro_batches_are_refused() -> None:
         none = torch.zeros(3, 1)
         client_rows(Batch(inputs=none, targets=none.long(), weights=none, total_weight=3.0), 0, 2)
     assert client_shares(2) == [Fraction(1, 4), Fraction(3, 4)]
-
-
-NAMED = {
-    "WeighsAlike": "all replicas weigh alike, however many rows they have",
-    "WeighsByOthers": "each replica weighs by the rows of the next",
-    "WeighsTwice": "replicas are weighed by their rows twice",
-    "NeverMeets": "replicas never meet",
-    "MeetsAStepLate": "replicas meet a step late",
-    "OwnMeanForGlobal": "replica 0 steps on 2, 0 times the replicas' parts of the gradient, where 4, 0 is right",
-}
-
-
-@pytest.mark.slow
-def test_the_engine_does_what_is_specified_and_broken_ones_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    problem = make_workload(optimizer=PLAIN, algorithm=SPEC, global_batch=8)
-    layout = Layout(dp=2, num_micro_batches=2)
-    case = Case(adapter="fed-avg", workload=problem, layout=layout, precision=Precision.FP64)
-    mutants = {m.defect.__name__: m for m in ALGORITHM_MUTANTS if m.workload.algorithm.kind == SPEC.kind}
-    trials = [Trial(case=case, defect=mutants[name].defect if name else None, steps=5) for name in ("", *mutants)]  # type: ignore[arg-type]
-    honest, *broken = train_all(trials, tmp_path)
-    assert furthest(assess_replicas(honest, problem)) < 1e-14
-    said = {}
-    for name, traces in zip(mutants, broken, strict=True):
-        diagnosis = diagnosed(trials[0], traces, honest)
-        assert diagnosis is not None and diagnosis.fault in mutants[name].faults, (name, diagnosis)
-        said[name] = diagnosis.detail
-    assert said == NAMED

@@ -4,8 +4,6 @@ breaks them."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,17 +16,13 @@ from meshmark.algorithms.pipedream import PipeDream, PipeDream2BW, PipeDreamVert
 from meshmark.algorithms.pipedream.pipemare import PipeMareRule, delay
 from meshmark.algorithms.pipedream.schedule import Versions, in_flight, of_first_stage, of_step_before
 from meshmark.errors import InputError
-from meshmark.judge.truth import assess_replicas
 from meshmark.reference.data import Batch
 from meshmark.spec.algorithm import algorithm_named
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
-from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
-from tests.broken.algorithm_mutants import ALGORITHM_MUTANTS
 from tests.factories import make_workload
-from tests.trained import Trial, diagnosed, furthest, train_all
 
 PLAIN = OptimizerSpec(kind=OptimizerKind.SGD, learning_rate=0.1, weight_decay=0.0, clip_norm=None)
 TWO = Layout(pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B)
@@ -134,64 +128,3 @@ def test_what_means_nothing_is_refused() -> None:
     )
     reason = load_adapter(ROSTER["pipedream"]).supports(shallow, "cpu", "gloo") or ""
     assert "1F1B over 2 stages takes at least as many micro-batches, got 1" in reason
-
-
-NAMED = {
-    "pipedream-StashTooOld": "weights are a version too old at every stage",
-    "pipedream-NothingInFlight": "every micro-batch is of the newest weights, as if none were on their way",
-    "pipedream-FirstStageTooOld": "weights of stage 0 alone are a version too old",
-    "pipedream-WeightsOfStart": "every micro-batch is of the weights that the step began with",
-    "pipedream-NotStashed": "backward passes take the newest weights, not those of the forward passes",
-    "pipedream-vertical-VerticalTooOld": "weights are a version too old at every stage",
-    "pipedream-vertical-OwnNewest": "versions are those of pipedream",
-    "pipedream-vertical-VerticalOfStart": "every micro-batch is of the weights that the step began with",
-    "pipedream-vertical-LastStageTooOld": "weights of stage 1 alone are a version too old",
-    "pipemare-MareNotCorrected": "backward passes take the newest weights, without the correction of the discrepancy",
-    "pipemare-MareOneTooLate": "the discrepancy is corrected for an update too many",
-    "pipemare-MareStashes": "backward passes take the weights of the forward passes, which PipeMare does not stash",
-    "pipemare-MareForgetsVelocity": "the velocity of the weights is forgotten between steps",
-    "pipemare-MareNotRescheduled": "learning rates are not rescheduled: early stages start with the whole rate",
-    "pipemare-MareNeverAnnealed": "learning rates of early stages stay divided by their delay: they are not annealed",
-    "pipedream-2bw-NoShadow": "weights are a version too new at every stage",
-    "pipedream-2bw-ShadowTooOld": "weights are a version too old at every stage",
-    "pipedream-2bw-LastStageFresh": "weights of stage 1 alone are a version too new",
-    "pipedream-2bw-ShadowIsStepped": "the update changes the weights of the step before, not the newest",
-}
-
-
-def trials() -> Iterator[tuple[str, Trial]]:
-    """With a name where there is a defect."""
-    adamw = OptimizerSpec(clip_norm=0.5)
-    cases = {
-        name: Case(
-            adapter="pipedream",
-            workload=make_workload(optimizer=adamw if "2bw" in name else PLAIN, algorithm=algorithm_named(name)),
-            layout=TWO,
-            precision=Precision.FP64,
-        )
-        for name in ("pipedream", "pipedream-vertical", "pipedream-2bw", "pipemare")
-    }
-    for name, case in cases.items():
-        yield "", Trial(case=case, steps=4)
-        for mutant in ALGORITHM_MUTANTS:
-            if mutant.adapter == "pipedream" and mutant.workload.algorithm == case.workload.algorithm:
-                yield f"{name}-{mutant.defect.__name__}", Trial(case=case, defect=mutant.defect, steps=4)  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-def test_engines_take_the_prescribed_versions_and_broken_ones_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    names, every = zip(*trials(), strict=True)
-    assert NAMED.keys() == set(names) - {""}
-    honest, said = {}, {}
-    for name, trial, traces in zip(names, every, train_all(every, tmp_path), strict=True):
-        if not name:
-            honest[trial.case] = traces
-            deviations = assess_replicas(traces, trial.case.workload, layout=trial.case.layout)
-            assert furthest(deviations) < 1e-13, trial.case.id
-            continue
-        diagnosis = diagnosed(trial, traces, honest[trial.case])
-        said[name] = diagnosis and diagnosis.detail
-    assert said == NAMED

@@ -33,13 +33,14 @@ from meshmark.run.runner import Runner, RunOptions
 from meshmark.run.throughput import throughput
 from meshmark.run.verdict import judge_communication, judge_memory
 from meshmark.serial import decode, encode
+from meshmark.spec.algorithm import SYNCHRONOUS
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Loss, Workload, workload
 from meshmark.theory.memory import ModelStates, model_states
 from meshmark.theory.traffic import bytes_by_kind, step_traffic
-from tests.broken.mutant import ALGORITHMS, under
+from tests.broken.mutant import algorithm_of, under
 from tests.broken.mutants import BY_NAME, target
 from tests.factories import make_good, make_memory_evidence, make_timed, make_traffic_evidence
 
@@ -255,7 +256,7 @@ def test_an_adapter_takes_images_only_where_it_says_so(images: Workload) -> None
     for name, path in ADAPTERS.items():
         adapter = load_adapter(path)
         stage = min(adapter.capabilities.zero_stages)
-        if images.couples_rows and name in ALGORITHMS:
+        if images.couples_rows and algorithm_of(name) is not SYNCHRONOUS:
             continue  # replicas that differ and batch norms: such a workload cannot be made
         case = Case(adapter=name, workload=under(name, images), layout=Layout(zero_stage=stage))
         if reason := adapter.capabilities.refusal(case, "cpu", "gloo"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,14 +26,6 @@ from tests.broken.engine import Broken, breaks
 
 LIMIT_SECONDS = 400
 T = TypeVar("T")
-
-
-def sample(defects: Sequence[T], every: int = 4) -> list[T]:
-    """Return one defect in `every`, or all of them where EVERY_DEFECT is set, as `make power` sets it.
-
-    To train with a defect and to name it takes seconds, and the lists are long.
-    """
-    return list(defects) if "EVERY_DEFECT" in os.environ else list(defects[::every])
 
 
 @dataclass(frozen=True, kw_only=True)

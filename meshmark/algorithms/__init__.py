@@ -6,5 +6,5 @@ they are the truth, and in a run's own precision they are part of the noise. Its
 diagnosis tries. Engines in `adapters/` implement the same algorithms over torch.distributed, and are judged by these.
 Families are imported through `algorithm_classes`, never by name. docs/algorithms.md has the list.
 
-May import: models, spec, reference, theory.
+May import: models, spec, theory.
 """

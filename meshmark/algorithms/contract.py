@@ -10,13 +10,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmark.reference.data import Batch
 from meshmark.spec.workload import Workload
+
+if TYPE_CHECKING:  # torch takes seconds to import, and an algorithm's options are read without it
+    from meshmark.reference.data import Batch
 
 # --- Interfaces of an algorithm: transitions, gradient rules, and ways to get them wrong.
 
@@ -76,7 +78,7 @@ class Transition(Protocol):
         """Return what each replica would report of a parameter server in `step`; empty without one."""
 
 
-Compute = Callable[[Tensors, Batch, Tensors | None], tuple[float, Tensors]]
+Compute = Callable[[Tensors, "Batch", Tensors | None], tuple[float, Tensors]]
 """From weights and a part of a batch to its share of the loss and that share's gradients. The third argument replaces
 the weights between the forward and the backward pass; None leaves them."""
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshmark.adapter.contract import Adapter
+from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.conformance.scenario import plain_workload
 from meshmark.judge.faults import Fault
 from meshmark.reference.own_model import describe
-from meshmark.spec.algorithm import SYNCHRONOUS
+from meshmark.spec.algorithm import SYNCHRONOUS, Algorithm, algorithm_presets
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Offload, Schedule
 from meshmark.spec.precision import Precision
@@ -25,13 +27,7 @@ LAYOUTS = {
     "megatron": Layout(tp=2, num_micro_batches=4),
     "gpipe": Layout(pp=2, num_micro_batches=4),
     "post-local-sgd": Layout(dp=2, num_micro_batches=4),
-    "decentralised": Layout(dp=2, num_micro_batches=2),
-    "fed-avg": Layout(dp=2, num_micro_batches=2),
-    "diloco": Layout(dp=2, num_micro_batches=2),
-    "downpour": Layout(dp=2, num_micro_batches=2),
-    "compressed": Layout(dp=2, num_micro_batches=2),
     "pipedream": Layout(pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B),
-    "ddp-compressed": Layout(dp=2, num_micro_batches=2),
     "accelerate": Layout(dp=2, num_micro_batches=4),
     "accelerate-fsdp2": Layout(dp=2, zero_stage=3, num_micro_batches=4),
     "deepspeed/1": Layout(dp=2, zero_stage=1, num_micro_batches=4),
@@ -55,22 +51,12 @@ LAYOUTS = {
     "pipeline": Layout(pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B),
 }
 """By adapter, and ZeRO stage where it has several. Degree and micro-batches differ, so that one is not taken for the
-other."""
+other. Adapters that are not here have `_TWO_REPLICAS`.
+"""
+_TWO_REPLICAS = Layout(dp=2, num_micro_batches=2)
+_BASIC_ALGORITHMS = {"decentralised": "dsgd-ring", "compressed": "error-feedback-top-k10"}
+"""Algorithms by which an adapter of several trains what is not about one of them."""
 GPT = workload("gpt-mini")
-ALGORITHMS = {
-    adapter: workload(f"gpt-mini-sgd-{algorithm}").algorithm
-    for adapter, algorithm in {
-        "post-local-sgd": "local-sgd2",
-        "decentralised": "dsgd-ring",
-        "fed-avg": "fed-avg2",
-        "diloco": "diloco2",
-        "downpour": "downpour-p2f3",
-        "compressed": "error-feedback-top-k10",
-        "ddp-compressed": "compressed-bf16",
-        "pipedream": "pipedream",
-    }.items()
-}
-"""Layouts of adapters that do not train synchronously."""
 DEEP = replace(GPT, name="gpt-deep", model=replace(GPT.model, name="gpt-deep", num_layers=4))
 """A layer for each of two virtual stages on two ranks."""
 _WIDE = replace(GPT.model, name="gpt-wide", num_layers=1, hidden=512, ffn_hidden=2048)
@@ -86,11 +72,28 @@ COATNET, COATNET_BN = workload("coatnet-digits"), workload("coatnet-digits-bn")
 AMOEBANET = workload("amoebanet-digits")
 
 
+@functools.cache
+def algorithm_of(adapter: str) -> Algorithm:
+    """Return the algorithm by which `adapter` trains what is not about one: the first preset that it has."""
+    can = load_adapter(builtin_adapters()[adapter.partition("/")[0]]).capabilities
+    if SYNCHRONOUS.kind in can.algorithms:
+        return SYNCHRONOUS
+    presets = algorithm_presets()
+    basic = _BASIC_ALGORITHMS.get(adapter)
+    return presets[basic] if basic else next(preset for preset in presets.values() if can.trains_by(preset))
+
+
+def layout_of(adapter: str) -> Layout:
+    """Return the layout of `adapter`, a key of `LAYOUTS` or the name of an adapter of one layout."""
+    return LAYOUTS.get(adapter, _TWO_REPLICAS)
+
+
 def under(adapter: str, problem: Workload) -> Workload:
     """`problem`, by an algorithm that `adapter` has, with plain SGD where it is defined on no other optimizer."""
-    if problem.algorithm.kind is not SYNCHRONOUS.kind or adapter not in ALGORITHMS:
+    algorithm = algorithm_of(adapter)
+    if problem.algorithm.kind is not SYNCHRONOUS.kind or algorithm is SYNCHRONOUS:
         return problem
-    algorithm, plain = ALGORITHMS[adapter], workload("gpt-mini-sgd").optimizer
+    plain = workload("gpt-mini-sgd").optimizer
     optimizer = plain if algorithm.refusal(problem.optimizer) else problem.optimizer
     return replace(problem, algorithm=algorithm, optimizer=optimizer)
 
@@ -114,10 +117,14 @@ class Mutant:
     precision: Precision = Precision.FP32
     steps: int | None = None
     """That a run must take to show it; None: those of every run."""
+    diagnosis: str = ""
+    """What is said of the defect in a run in float64: a regular expression. Set for defects of algorithms."""
 
     @property
     def name(self) -> str:
         plain = f"{self.adapter.replace('-', '_').replace('/', '')}_{self.defect.__name__}"
+        if self.diagnosis:
+            plain += f"_by_{self.workload.algorithm.id.replace('-', '_')}"
         if self.in_bf16:
             plain += "_in_bf16"
         if self.workload == OWN:
@@ -169,7 +176,7 @@ def on(
             suite=suite,
             faults=frozenset(faults),
             workload=under(adapter, workload),
-            layout=layout or LAYOUTS[adapter],
+            layout=layout or layout_of(adapter),
             precision=precision,
             steps=steps,
         )
@@ -177,7 +184,21 @@ def on(
 
 def base_layout(adapter: str) -> Layout:
     """The layout that a conformance pass of `adapter` is made of: one micro-batch, of a pipeline one a stage."""
-    return replace(LAYOUTS[adapter], num_micro_batches=LAYOUTS[adapter].pp)
+    return replace(layout_of(adapter), num_micro_batches=layout_of(adapter).pp)
+
+
+def of_algorithm(
+    adapter: str,
+    trained: str,
+    named: Mapping[type[Broken], str],
+    *,
+    fault: Fault = Fault.ALGORITHM,
+    layout: Layout | None = None,
+) -> Iterator[Mutant]:
+    """Mutants of the engine that trains the workload `trained` by an algorithm, with what is said of each defect."""
+    for defect, diagnosis in named.items():
+        for mutant in on(adapter, defect, fault, workload=workload(trained), layout=layout):
+            yield replace(mutant, diagnosis=diagnosis)
 
 
 def against(

@@ -7,15 +7,18 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.spec.case import Case
-from tests.broken.algorithm_mutants import ALGORITHM_MUTANTS
+from tests.broken.algorithms import ALGORITHM_MUTANTS
 from tests.broken.clause_mutants import CLAUSE_MUTANTS
 from tests.broken.engine import Broken, breaks
+from tests.broken.mutant import LAYOUTS, layout_of
 from tests.broken.narrow import NARROW_MUTANTS
 from tests.broken.roster import ROSTER_MUTANTS
 from tests.broken.sizes import SIZED
 from tests.broken.suite_mutants import SUITE_MUTANTS
 
 MUTANTS = [*SUITE_MUTANTS, *ALGORITHM_MUTANTS, *CLAUSE_MUTANTS, *NARROW_MUTANTS]
+BROKEN_ADAPTERS = LAYOUTS | {mutant.adapter: layout_of(mutant.adapter) for mutant in MUTANTS}
+"""Layouts of the adapters that mutants break, and ZeRO stages of those that have several."""
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}
 _ALL = BY_NAME | {mutant.name: mutant for mutant in ROSTER_MUTANTS}
 _BY = "_off_by_"

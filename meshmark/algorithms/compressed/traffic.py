@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Sequence
 
 from meshmark.algorithms.compressed.compressor import Compressor, CompressorKind
-from meshmark.models.module import parameter_shapes as reference_shapes
 from meshmark.models.transformer import ModelSpec
 from meshmark.spec.case import Case
 from meshmark.theory.partition import parameter_shapes, uniform_stages
@@ -54,6 +53,8 @@ def trained_shapes(case: Case, rank: int) -> list[tuple[int, ...]]:
     """Return the shapes of the trained parameters of `rank`'s pipeline stage."""
     model, layout = case.workload.model, case.layout
     if not isinstance(model, ModelSpec):  # the adapters of these algorithms split none of them
+        from meshmark.models.module import parameter_shapes as reference_shapes  # imports torch, which takes seconds
+
         shapes = reference_shapes(model)
         return [shape for name, shape in shapes.items() if case.workload.trains(name)]
     stage = uniform_stages(model, layout.pp)[layout.coordinates(rank).pp]

@@ -10,13 +10,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from meshmark.algorithms.contract import Replicas, Tensors, UpdateRule, averaged, combined, mixed
 from meshmark.algorithms.local_sgd import DiLoCo
 from meshmark.algorithms.local_sgd.client_shares import client_shares
-from meshmark.reference.data import Batch
 from meshmark.spec.workload import Workload
+
+if TYPE_CHECKING:
+    from meshmark.reference.data import Batch
 
 
 class LocalSGDTransition(Replicas):

@@ -15,16 +15,18 @@ its micro-batches' gradients.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshmark.algorithms.contract import Compute, PipelinedStep, Synchronous, Tensors, UpdateRule, combined
 from meshmark.algorithms.pipedream import PipeMare
-from meshmark.reference.data import Batch
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import Workload
+
+if TYPE_CHECKING:
+    from meshmark.reference.data import Batch
 
 
 def delay(num_stages: int, stage: int) -> int:

@@ -14,11 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from meshmark.algorithms.contract import Compute, PipelinedStep, Tensors, combined
-from meshmark.reference.data import Batch
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import Workload
+
+if TYPE_CHECKING:
+    from meshmark.reference.data import Batch
 
 Versions = Callable[[int, int], int]
 """From a stage and a micro-batch to how many updates of the step its weights have seen; under PipeDream-2BW, to how

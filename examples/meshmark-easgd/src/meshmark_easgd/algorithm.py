@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
+from meshmark.algorithms.contract import FaultHypothesis, ObservedRun, Tensors, UpdateRule, averaged, combined
 from meshmark.algorithms.local_sgd import Periodic
+from meshmark.algorithms.local_sgd.transition import LocalSGDTransition
 from meshmark.errors import InputError
 
-if TYPE_CHECKING:  # the transition needs torch, which planners and readers of records do not load
-    from meshmark.algorithms.contract import FaultHypothesis, ObservedRun, Transition, UpdateRule
+if TYPE_CHECKING:
     from meshmark.spec.case import Case
     from meshmark.spec.workload import Workload
 
@@ -38,12 +40,46 @@ class EASGD(Periodic):
 
     def transition(
         self, workload: Workload, rules: Sequence[UpdateRule], *, exact: bool = True, num_stages: int = 1
-    ) -> Transition:
-        from meshmark_easgd.transition import EASGDTransition
-
+    ) -> EASGDTransition:
         return EASGDTransition(workload, rules, self.moving_rate)
 
     def fault_hypotheses(self, workload: Workload, run: ObservedRun) -> Iterator[FaultHypothesis]:
-        from meshmark_easgd.transition import easgd_faults
+        yield FaultHypothesis("parameters are averaged, and there is no center", LocalSGDTransition)
+        yield FaultHypothesis("the center stays where it was", partial(CenterStays, moving_rate=self.moving_rate))
+        yield FaultHypothesis("the center is the mean of replicas", partial(CenterIsMean, moving_rate=self.moving_rate))
 
-        return easgd_faults(self.moving_rate)
+
+class EASGDTransition(LocalSGDTransition):
+    center: Tensors | None = None
+    """c."""
+
+    def __init__(self, workload: Workload, rules: Sequence[UpdateRule], moving_rate: float) -> None:
+        super().__init__(workload, rules)
+        self.moving_rate = moving_rate
+
+    def transition(self, parameters: Sequence[Tensors], gradients: Sequence[Tensors]) -> list[Tensors]:
+        self.center = self.center or parameters[0]
+        return super().transition(parameters, gradients)
+
+    def meet(self, after: Sequence[Tensors]) -> list[Tensors]:
+        center, rate = self.center, self.moving_rate
+        assert center is not None
+        self.center = self.next_center(center, after)
+        return [combined((1 - rate, x), (rate, center)) for x in after]
+
+    def next_center(self, center: Tensors, after: Sequence[Tensors]) -> Tensors:
+        pull = len(after) * self.moving_rate
+        return combined((1 - pull, center), (pull, averaged(after)[0]))
+
+
+# --- Common faults. The one that explains a wrong run is named.
+
+
+class CenterStays(EASGDTransition):
+    def next_center(self, center: Tensors, after: Sequence[Tensors]) -> Tensors:
+        return center
+
+
+class CenterIsMean(EASGDTransition):
+    def next_center(self, center: Tensors, after: Sequence[Tensors]) -> Tensors:
+        return averaged(after)[0]

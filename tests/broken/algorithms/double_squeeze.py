@@ -7,7 +7,8 @@ from torch import Tensor
 
 from meshmark.adapters.compressed.codecs import CODECS
 from meshmark.adapters.compressed.exchange import Messages
-from tests.broken.compressing import Compressing, Named
+from tests.broken.algorithms.compressed import Compressing, Named
+from tests.broken.mutant import of_algorithm
 
 SERVERS = "left of server"
 
@@ -119,3 +120,23 @@ class AdaptsLonger(Serving):
         self.kept["momentum"] = moved
         variances = self.kept["variance"]
         return {n: self.preconditioned(m, variances[n]) for n, m in moved.items()}  # type: ignore[attr-defined]
+
+
+_SERVER = {
+    ServerForgets: "what the server has left is forgotten",
+    ServerAddsTwice: "what the server has left is added twice",
+    ServerSums: "the sum over replicas, not their mean",
+    ServerSendsAll: "the server sends its mean as it is",
+    WorkersForget: "what is left is forgotten",
+}
+_ONE_BIT_ADAM = {
+    VarianceGoesOn: "the variance goes on after the warm-up",
+    MomentumLost: "the momentum is reset",
+    BiasCorrected: "moments are corrected for their bias",
+    AdaptsLonger: "the warm-up is a step longer",
+}
+MUTANTS = [
+    *of_algorithm("compressed", "gpt-mini-sgd-double-squeeze-top-k10", _SERVER),
+    *of_algorithm("compressed", "gpt-mini-sgd-double-squeeze-signx3", {OneRound: "one round of compression"}),
+    *of_algorithm("compressed", "gpt-mini-adam-one-bit-adam-signw2", _ONE_BIT_ADAM),
+]

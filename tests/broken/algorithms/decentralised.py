@@ -12,7 +12,9 @@ from meshmark.adapter.engine import DataParallelEngine
 from meshmark.adapters.decentralised.engines import DSGDEngine
 from meshmark.adapters.decentralised.exchange import Exchange
 from meshmark.algorithms.decentralised.graph import Graph
+from meshmark.spec.layout import Layout
 from tests.broken.engine import Broken
+from tests.broken.mutant import of_algorithm
 
 
 class Mixing(Broken):
@@ -186,41 +188,59 @@ class WholeWeights(Mixing):
         return exchange
 
 
-class LocalMomentum(MomentumNotMixed):
-    """Each replica's own, in the place of the quasi-global."""
-
-
-# The same defects by the names of other algorithms: a mutant is known by its defect's name.
-
-
-class StaleNeighboursEarly(StaleNeighbours): ...
-
-
-class NeverMixesEarly(NeverMixes): ...
-
-
-class RowStochasticEarly(RowStochastic): ...
-
-
-class MomentumReset(KeepsNothing): ...
-
-
-class StaleMomentum(StaleNeighbours): ...
-
-
-class RowStochasticMomentum(RowStochastic): ...
-
-
-class GlobalMomentumReset(KeepsNothing): ...
-
-
-class NeverTracks(NeverMixes): ...
-
-
-class Uncorrected(KeepsNothing): ...
-
-
-class StaleDiffusion(StaleNeighbours): ...
-
-
-class SelfWeightOfDiffusion(SelfWeightWrong): ...
+_FOUR = Layout(dp=4)
+"""Where two average all that they have, a momentum that is mixed is one that is not."""
+_DSGD = {
+    NeverMixes: "nothing that is heard is mixed in",
+    SelfWeightWrong: "replica 0 mixes 0.505, 0.5 times what all sent, where 0.5, 0.5 is right",
+    RowStochastic: "replica 0 mixes 0.25, 0.75 times what all sent, where 0.5, 0.5 is right",
+    MixesFirst: "states are mixed before the step, not after it",
+}
+_DPSGD = {
+    StaleNeighbours: "what is heard is of the step before",
+    MixesAfter: "states are mixed after the step, not before it",
+    NeverMixes: "nothing that is heard is mixed in",
+    RowStochastic: "replica 0 mixes 0.25, 0.75 times what all sent, where 0.5, 0.5 is right",
+}
+_DMSGD = {
+    KeepsNothing: "without a momentum",
+    StaleNeighbours: "what is heard is of the step before",
+    RowStochastic: "replica 0 mixes 0.25, 0.75 times what all sent, where 0.5, 0.5 is right",
+}
+_QUASI_GLOBAL = {
+    KeepsNothing: "without a momentum",
+    StaleNeighbours: "what is heard is of the step before",
+    MomentumNotMixed: "the momentum is each replica's own",
+}
+_TRACKING = {
+    TracksWithoutLast: "the gradient of the step before is not taken off what is tracked",
+    TracksAlone: "steps on its own gradient, not on what is tracked",
+    StepsOnOwn: "steps on its own gradient, not on what is tracked",
+    NeverMixes: "nothing that is heard is mixed in",
+}
+_DIFFUSION = {
+    KeepsNothing: "the step before is not corrected for",
+    WholeWeights: "mixed by W, not by [(]I [+] W[)] / 2",
+    StaleNeighbours: "what is heard is of the step before",
+    SelfWeightWrong: "replica 0 mixes 0.7575, 0.25 times what all sent, where 0.75, 0.25 is right",
+}
+MUTANTS = [
+    *of_algorithm("decentralised", "gpt-mini-dsgd-ring", _DSGD),
+    *of_algorithm(
+        "decentralised", "gpt-mini-dsgd-one-peer", {MixesLate: "mixed by the matrix of the step before"}, layout=_FOUR
+    ),
+    *of_algorithm("decentralised", "gpt-mini-dpsgd-ring", _DPSGD),
+    *of_algorithm(
+        "decentralised", "gpt-mini-heavy-ball-dmsgd-ring", {MomentumNotMixed: "momenta are not mixed"}, layout=_FOUR
+    ),
+    *of_algorithm("decentralised", "gpt-mini-heavy-ball-dmsgd-ring", _DMSGD),
+    *of_algorithm(
+        "decentralised",
+        "gpt-mini-heavy-ball-quasi-global-ring",
+        {MomentumBeforeMixing: "the momentum is of the step before it is mixed"},
+        layout=_FOUR,
+    ),
+    *of_algorithm("decentralised", "gpt-mini-heavy-ball-quasi-global-ring", _QUASI_GLOBAL),
+    *of_algorithm("decentralised", "gpt-mini-sgd-gradient-tracking-ring", _TRACKING),
+    *of_algorithm("decentralised", "gpt-mini-sgd-exact-diffusion-ring", _DIFFUSION),
+]

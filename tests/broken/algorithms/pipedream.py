@@ -9,6 +9,7 @@ from torch import Tensor
 
 from meshmark.reference.data import Batch
 from tests.broken.engine import Broken
+from tests.broken.mutant import of_algorithm
 
 
 class Stashing(Broken):
@@ -49,12 +50,6 @@ class LastStageTooOld(Stashing):
 class WeightsOfStart(Stashing):
     def wrong(self, right: int, micro_batch: int) -> int:
         return 0
-
-
-class VerticalTooOld(StashTooOld): ...
-
-
-class VerticalOfStart(WeightsOfStart): ...
 
 
 class OwnNewest(Stashing):
@@ -186,3 +181,38 @@ class MareNeverAnnealed(Broken):
         found = super().update()  # type: ignore[safe-super]
         self.steps_done = 0
         return found
+
+
+_PIPEDREAM = {
+    StashTooOld: "weights are a version too old at every stage",
+    NothingInFlight: "every micro-batch is of the newest weights, as if none were on their way",
+    FirstStageTooOld: "weights of stage 0 alone are a version too old",
+    WeightsOfStart: "every micro-batch is of the weights that the step began with",
+    NotStashed: "backward passes take the newest weights, not those of the forward passes",
+}
+_VERTICAL = {
+    StashTooOld: "weights are a version too old at every stage",
+    OwnNewest: "versions are those of pipedream",
+    WeightsOfStart: "every micro-batch is of the weights that the step began with",
+    LastStageTooOld: "weights of stage 1 alone are a version too old",
+}
+_PIPEMARE = {
+    MareNotCorrected: "backward passes take the newest weights, without the correction of the discrepancy",
+    MareOneTooLate: "the discrepancy is corrected for an update too many",
+    MareStashes: "backward passes take the weights of the forward passes, which PipeMare does not stash",
+    MareForgetsVelocity: "the velocity of the weights is forgotten between steps",
+    MareNotRescheduled: "learning rates are not rescheduled: early stages start with the whole rate",
+    MareNeverAnnealed: "learning rates of early stages stay divided by their delay: they are not annealed",
+}
+_TWO_BUFFERED = {
+    NoShadow: "weights are a version too new at every stage",
+    ShadowTooOld: "weights are a version too old at every stage",
+    LastStageFresh: "weights of stage 1 alone are a version too new",
+    ShadowIsStepped: "the update changes the weights of the step before, not the newest",
+}
+MUTANTS = [
+    *of_algorithm("pipedream", "gpt-mini-sgd-pipedream", _PIPEDREAM),
+    *of_algorithm("pipedream", "gpt-mini-sgd-pipedream-vertical", _VERTICAL),
+    *of_algorithm("pipedream", "gpt-mini-sgd-pipemare", _PIPEMARE),
+    *of_algorithm("pipedream", "gpt-mini-sgd-pipedream-2bw", _TWO_BUFFERED),
+]

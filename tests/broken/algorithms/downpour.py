@@ -10,6 +10,7 @@ from torch import Tensor
 
 from meshmark.adapters.downpour.server import Server
 from tests.broken.engine import Broken
+from tests.broken.mutant import of_algorithm
 
 
 class Served(Broken):
@@ -183,20 +184,21 @@ class FetchesNever(Replica):
         self.spec = Never(push_every=spec.push_every, fetch_every=spec.fetch_every, lead=spec.lead, rate=spec.rate)
 
 
-DEFECTS = (
-    AppliesTwice,
-    LosesPushes,
-    ServesOldCopy,
-    ForgetsSums,
-    TwiceTheRate,
-    NeverWaits,
-    TellsAnotherOrder,
-    TellsOneVersionTwice,
-    PushesOthers,
-    PushesLate,
-    PushesLast,
-    PushesAgain,
-    TakesNothing,
-    StaysWhereItIs,
-    FetchesNever,
-)
+_NAMED = {
+    AppliesTwice: "the server applies every push twice",
+    LosesPushes: "the pushes of replica 1 are lost",
+    ServesOldCopy: "what is fetched is the version before the one that is told",
+    ForgetsSums: "Adagrad's sums are forgotten",
+    TwiceTheRate: "the server's rate is 2 times the right one",
+    NeverWaits: "push of step 2 is 2 ahead of replica 1's, where the bound is 1",
+    TellsAnotherOrder: "was applied before .*, though the order that is told is another",
+    TellsOneVersionTwice: "push of step 0 is told to have made version 1, as is another's",
+    PushesOthers: "each replica pushes the gradients of the next",
+    PushesLate: "what is pushed is of the push before",
+    PushesLast: "of the gradients between two pushes, the last alone is pushed",
+    PushesAgain: "what was pushed is pushed again with the next",
+    TakesNothing: "what is fetched is not taken",
+    StaysWhereItIs: "replicas do not step by themselves|other multiple|0 times the right step",
+    FetchesNever: "in step 2 it never fetches, where it is due",
+}
+MUTANTS = [*of_algorithm("downpour", "gpt-mini-sgd-downpour-p2f3l1", _NAMED)]

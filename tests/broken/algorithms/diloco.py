@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.broken.engine import Broken
+from tests.broken.mutant import of_algorithm
 
 
 class Outer(Broken):
@@ -66,3 +67,13 @@ class OuterAlone(Outer):
             there.grad = there - own
         self.outer.step()
         torch._foreach_copy_(self.trained, self.met)
+
+
+_NAMED = {
+    OuterMomentumReset: "the outer momentum is reset",
+    NoOuterStep: "parameters are averaged, and no outer step is taken",
+    OuterHeavyBall: "the outer momentum is not Nesterov's",
+    MeetsLate: "replicas meet a step late",
+    OuterAlone: "each replica steps on its own drift",
+}
+MUTANTS = [*of_algorithm("diloco", "gpt-mini-sgd-diloco2", _NAMED)]

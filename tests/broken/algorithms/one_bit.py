@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.broken.compressing import Named
-from tests.broken.serving import Serving
+from tests.broken.algorithms.compressed import Named
+from tests.broken.algorithms.double_squeeze import Serving
+from tests.broken.mutant import of_algorithm
 
 
 class RatesStay(Serving):
@@ -114,3 +115,23 @@ class AdaptsAlways(Serving):
         if self.steps_done and not self.case.workload.algorithm.adapts(self.steps_done):
             self.adapt(self.mean(own))  # type: ignore[attr-defined]
         return self.honest(own)
+
+
+_LAMB = {
+    RatesStay: "rates of tensors stay as the warm-up left them",
+    RatesOfNorms: "rates of tensors are of this step's norms, not of the warm-up's",
+    RatesOfLast: "rates of tensors are the warm-up's last, not their running mean",
+    MeanRatio: "rates of tensors go by the mean ratio of variances, not the largest",
+}
+_ZERO_ONE_ADAM = {
+    MeetsAlways: "replicas meet after every step",
+    MomentaStay: "momenta stay each replica's own where all meet",
+    OfLastRate: "the momentum is what was stepped by over the last rate, not over the sum of rates",
+    StepsStay: "what a replica has stepped by itself is not taken back",
+    CountsAgain: "what was stepped by is counted again after the meeting",
+    AdaptsAlways: "the variance moves in every step",
+}
+MUTANTS = [
+    *of_algorithm("compressed", "gpt-mini-unclipped-lamb-one-bit-lamb-signw2", _LAMB),
+    *of_algorithm("compressed", "gpt-mini-plain-adam-zero-one-adam2-signw2", _ZERO_ONE_ADAM),
+]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshmark.judge.faults import Fault
 from tests.broken.engine import Broken
+from tests.broken.mutant import of_algorithm
 
 
 class Weighing(Broken):
@@ -55,3 +57,19 @@ class OwnMeanForGlobal(Weighing):
 
     def differentiate(self, loss: Any) -> None:  # noqa: ANN401
         super().differentiate(loss * self.weight * self.case.layout.dp)  # type: ignore[misc]
+
+
+_NAMED = {
+    WeighsAlike: "all replicas weigh alike, however many rows they have",
+    WeighsByOthers: "each replica weighs by the rows of the next",
+    WeighsTwice: "replicas are weighed by their rows twice",
+    NeverMeets: "replicas never meet",
+    MeetsAStepLate: "replicas meet a step late",
+}
+_GRADIENTS = {
+    OwnMeanForGlobal: "replica 0 steps on 2, 0 times the replicas' parts of the gradient, where 4, 0 is right"
+}
+MUTANTS = [
+    *of_algorithm("fed-avg", "gpt-mini-sgd-fed-avg2", _NAMED),
+    *of_algorithm("fed-avg", "gpt-mini-sgd-fed-avg2", _GRADIENTS, fault=Fault.SCALED),
+]

@@ -14,7 +14,10 @@ from torch.futures import Future
 from meshmark.adapters.compressed.codecs import QSGD, Codec, Sign, TopK
 from meshmark.algorithms.compressed.compressor import CompressorKind
 from meshmark.algorithms.compressed.compressors import Draw
+from meshmark.spec.layout import Layout
+from meshmark.spec.workload import workload
 from tests.broken.engine import Broken
+from tests.broken.mutant import of_algorithm, on
 
 Named = dict[str, Tensor]
 
@@ -147,7 +150,9 @@ class ScalesByRow(Compressing):
 
     def direction(self, own: Named) -> Named:
         shape = {name: x.reshape(-1, x.shape[-1]) for name, x in own.items()}
-        scaled = {n: x.sign().add(x == 0) * x.abs().mean(1, keepdim=True) for n, x in shape.items()}
+        scaled = {
+            n: x.sign().add(x == 0) * x.abs().mean(1, True, dtype=torch.float64).float() for n, x in shape.items()
+        }
         found = {name: scaled[name].view_as(x).clone() for name, x in own.items()}
         for x in found.values():
             dist.all_reduce(x)
@@ -232,9 +237,6 @@ class TiesArePlus(Compressing):
         return {name: torch.where(x >= 0, 1.0, -1.0).to(x) for name, x in self.honest(own).items()}
 
 
-class FirstVotes(StepsOnFirst): ...
-
-
 # PyTorch's hooks
 
 
@@ -302,3 +304,76 @@ class PowerIsCold(Hooked):
 class WarmsUpLonger(Hooked):
     def prepare(self) -> None:
         self.factors.start_powerSGD_iter += 1
+
+
+_TOP_K = {
+    LargestSigned: "the largest of signed values, not of magnitudes",
+    SendsWhole: "nothing is compressed",
+    SumsReplicas: "the sum over replicas, not their mean",
+    SendsHalf: "half as many elements",
+}
+_QSGD = {
+    DrawsAlike: "all replicas round by the same draws",
+    DrawsOnce: "rounded by the same draws in every step",
+    RoundsToNearest: "rounded to the nearest level, not at random",
+    DividesTwice: "divided by the number of replicas twice",
+}
+_LEFT = {
+    ForgetsLeft: "what is left is forgotten",
+    AddsLeftTwice: "what is left is added twice",
+    AddsLeftLate: "what is left is added a step late",
+}
+_SIGN = {
+    ScalesByNorm: "the scale is the root of the mean square, not the mean magnitude",
+    NeverScales: "signs are not scaled",
+    ScalesByRow: "the scale is of each row, not of the tensor",
+}
+_EF21 = {
+    ForgetsKnown: "what is known of a gradient is forgotten",
+    StepsOnChanges: "all step on what changed, not on what is known",
+    ChangeOfMean: "the change is taken since what is known of the mean, not of the replica",
+    StepsOnFirst: "the first replica's gradient alone",
+}
+_VOTE = {
+    SignOfMean: "the sign of the mean gradient, not of most",
+    TiesArePlus: "where as many say the one as the other, plus",
+    StepsOnFirst: "the first replica's gradient alone",
+}
+_HOOK = {
+    OtherFormat: "in fp16, not in bf16",
+    HookSums: "the sum over replicas, not their mean",
+    HookDividesTwice: "divided by the number of replicas twice",
+}
+_POWER = {
+    PowerForgets: "what is left is forgotten",
+    PowerAddsTwice: "what is left is added twice",
+    PowerIsCold: "the factor of the step before is not kept",
+    WarmsUpLonger: "the warm-up is a step longer",
+}
+_IN_BF16 = "gpt-mini-sgd-compressed-bf16"
+MUTANTS = [
+    *of_algorithm("compressed", "gpt-mini-sgd-compressed-top-k10", _TOP_K),
+    *of_algorithm("compressed", "gpt-mini-sgd-compressed-qsgd64", _QSGD),
+    *of_algorithm("compressed", "gpt-mini-sgd-error-feedback-top-k10", _LEFT),
+    *of_algorithm(
+        "compressed",
+        "gpt-mini-sgd-error-feedback-random-k10",
+        {
+            SameElements: "the same elements in every step",
+            LeavesWhatWasSent: "what was sent is not taken off what is left",
+        },
+    ),
+    *of_algorithm("compressed", "gpt-mini-sgd-error-feedback-sign", _SIGN),
+    *of_algorithm("compressed", "gpt-mini-sgd-ef21-top-k10", _EF21),
+    *of_algorithm("compressed", "gpt-mini-sgd-majority-vote", _VOTE),
+    # Of two signs, the mean is the vote.
+    *of_algorithm(
+        "compressed",
+        "gpt-mini-sgd-majority-vote",
+        {MeanOfSigns: "the mean of signs, not the sign of most"},
+        layout=Layout(dp=4),
+    ),
+    *of_algorithm("ddp-compressed", _IN_BF16, _HOOK),
+    *on("ddp-compressed", InNoFormat, suite="communication", workload=workload(_IN_BF16)),
+    *of_algorithm("ddp-compressed", "gpt-mini-sgd-error-feedback-power-sgd1w2", _POWER),
+]
