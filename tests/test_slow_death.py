@@ -99,20 +99,22 @@ def test_a_pause_of_all_processes_is_no_hang(tmp_path: Path, ends: bool, monkeyp
 class Explaining(Dying):
     """Rank 1 searches for the name of a defect for a second."""
 
-    def __init__(self) -> None:
+    def __init__(self, progresses: bool) -> None:
         super().__init__(0)
-        self._started = time.monotonic()
+        self._started, self._progresses = time.monotonic(), progresses
 
     def wait(self, seconds: float) -> None:
         time.sleep(0.05)
+        if self._progresses:
+            rank_progress.tick()
 
     def exit_code(self, info: RankInfo) -> int | None:
         return 0 if self._ended or info.rank == 0 or time.monotonic() > self._started + 1 else None
 
 
-@pytest.mark.parametrize("allowed", [60.0, 0.1])
+@pytest.mark.parametrize("allowed, progresses, late", [(60.0, True, []), (0.1, True, [1]), (60.0, False, [1])])
 def test_the_search_for_a_defects_name_may_exceed_the_time_limit(
-    tmp_path: Path, allowed: float, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, allowed: float, progresses: bool, late: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A verdict was lost when its search reached the limit, although the training had ended in time."""
     monkeypatch.setattr(watchdog, "EXPLAIN_SECONDS", allowed)
@@ -124,8 +126,8 @@ def test_the_search_for_a_defects_name_may_exceed_the_time_limit(
     rank_progress.watch(ranks[1].file("progress"))
     rank_progress.begin(rank_progress.Phase.EXPLAIN)
     request = dataclasses.replace(make_request("ddp"), time_limit_seconds=0.2)
-    late = [failure.rank for failure in Watchdog(Explaining(), None, request, ranks, "failed").run()]
-    assert late == ([] if allowed == 60.0 else [1])
+    failures = Watchdog(Explaining(progresses), None, request, ranks, "failed").run()
+    assert [failure.rank for failure in failures] == late
 
 
 @pytest.mark.parametrize("dies, blamed", [(-signal.SIGABRT, [0, 1]), (-signal.SIGKILL, [0])])

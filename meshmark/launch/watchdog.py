@@ -155,8 +155,10 @@ class Watchdog:
         return read_mark(info.file("progress"), started=self.started)
 
     def _explains(self) -> bool:
-        """Return whether a rank, having trained and found a defect, searches for its name."""
-        return any(self._mark(info).phase is Phase.EXPLAIN for info in self._alive())
+        """Return whether a rank, having trained and found a defect, searches for its name and makes progress."""
+        since = time.monotonic() - self.request.time_limit_seconds
+        marks = [self._mark(info) for info in self._alive()]
+        return any(mark.phase is Phase.EXPLAIN and mark.time > since for mark in marks)
 
     def _lost_seconds(self) -> float:
         """Wait for the next event, and return the seconds by which the wait took too long.
