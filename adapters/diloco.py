@@ -24,8 +24,6 @@ from meshmark.models.transformer import TEXT_FAMILIES, Family
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
-from meshmark.theory.memory import ExtraMemory
-from meshmark.theory.model_theory import local_parameters
 
 
 class DiLoCoEngine(DataParallelEngine):
@@ -100,15 +98,6 @@ class DiLoCo(Adapter):
             Feature.RESHARD: "the replicas of another world size are other ones",
         },
     )
-
-    @classmethod
-    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
-        count = local_parameters(case.workload.model, case.layout, rank)
-        if count is None:
-            return ()
-        num_bytes = case.workload.algorithm.vectors_kept(case, rank) * count * case.precision.master.itemsize
-        reason = "where replicas last met, and its momentum"
-        return (ExtraMemory(category="optimizer_states", num_bytes=num_bytes, reason=reason),)
 
     def build(self, case: Case, context: RankContext) -> Engine:
         module = initial_model(case, context.device)

@@ -1,9 +1,9 @@
 """`make roster`: every adapter by every capability, and every adapter broken on purpose; leaves reports/roster.md.
 
-First come the suites of roster.toml, then the mutants, then the clauses of roster_clauses.toml. Records stay in
-results/roster. On the same commit, without changes, `make roster` goes on where it was cut off. `--page` runs nothing
-and writes the page of the records that are there. A cell of the page comes from a record; where there is none, the
-adapter's own refusal of the layout says why.
+First come the suites of roster.toml, then adapters that do not train synchronously, then the mutants, and last the
+clauses of roster_clauses.toml. Records stay in results/roster. On the same commit, without changes, `make roster` goes
+on where it was cut off. `--page` runs nothing and writes the page of the records that are there. A cell of the page
+comes from a record; where there is none, the adapter's own refusal of the layout says why.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.roster_page import page, wrong
 from benchmarks.trials import MutantRunner, Trial
 from meshmark.adapter.registry import builtin_adapters, load_adapter
-from meshmark.cli.suite_file import run_file
+from meshmark.cli.suite_file import run_file, run_pytest
 from meshmark.environment import describe
 from meshmark.launch.cluster import Cluster, ClusterSpec
 from meshmark.launch.launch import ForkserverLauncher
@@ -24,6 +24,8 @@ from meshmark.records.record import Record
 from meshmark.records.record_file import read_records
 from meshmark.report.kept_page import keep_page
 from meshmark.run.resume import KeptRecords
+from meshmark.spec.algorithm import SYNCHRONOUS
+from tests.broken.mutant import algorithm_of
 from tests.broken.mutants import target
 from tests.broken.roster import ROSTER_MUTANTS
 
@@ -47,11 +49,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if not parsed.page:
             codes.append(run_file(HERE / "roster.toml", [f"--results={parsed.results}"]))
+            codes.append(run_pytest(algorithm_run(parsed.results)))
             try_mutants([name for name in names if not skipped(name)], parsed.results / "mutants")
             codes.append(run_file(HERE / "roster_clauses.toml", [f"--results={parsed.results}"]))
     finally:
         codes.append(write_page(parsed.results, parsed.output))
     return max(map(bool, codes))
+
+
+def algorithm_run(results: Path) -> list[str]:
+    """Return pytest's words for the adapters that do not train synchronously, and an algorithm of each."""
+    algorithms = {name: algorithm_of(name) for name in builtin_adapters()}
+    ids = {name: f"{algorithm.id}" for name, algorithm in algorithms.items() if algorithm is not SYNCHRONOUS}
+    workloads = ",".join(dict.fromkeys(f"gpt-mini-sgd-{id}" for id in ids.values()))
+    suites = [f"suites/test_{suite}.py" for suite in ("equivalence", "memory", "communication")]
+    words = ["--adapters", ",".join(ids), "--workload", workloads, "--world", "2,4"]
+    return [*suites, *words, f"--results={results}", "--resume"]
 
 
 def write_page(results: Path, output: Path) -> int:

@@ -55,8 +55,9 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     "add a clause to the conformance table": (
         "meshmark/conformance/clauses.py",
         "meshmark/conformance/judges.py",
-        "meshmark/passes/clauses.py",
+        "meshmark/conformance/scenario.py",
         "tests/broken/clause_mutants.py",
+        "tests/broken/options.py",
     ),
     "have ranks do something new": ("meshmark/records/request.py", "meshmark/passes", "meshmark/launch/rank.py"),
     "change how ranks are started and ended": (
@@ -68,7 +69,12 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         "meshmark/regression/exact.py",
         "docs/compare.md",
     ),
-    "put another column into the report": ("meshmark/report/tables.py",),
+    "put another column into the report": (
+        "meshmark/report/sections.py",
+        "meshmark/report/tables.py",
+        "meshmark/report/communication.py",
+        "docs/reading.md",
+    ),
     "plan for another GPU": ("meshmark/spec/hardware.py", "meshmark/plan/rates"),
     "add an option to pytest's command line": ("meshmark/pytest_plugin/plugin.py",),
 }

@@ -209,6 +209,15 @@ def test_a_norm_that_the_framework_does_not_tell_is_not_judged(honest: Trace) ->
     assert wrong(trace) == set()
 
 
+def test_a_norm_that_is_told_in_some_steps_alone_is_judged_in_those(honest: Trace) -> None:
+    """The wrong norm of step 2 was named as step 1's, because step 0 has none."""
+    trace = copy.deepcopy(honest)
+    trace.norms = [None, *honest.norms[1:]]
+    assert wrong(trace) == set()
+    trace.norms[2] = 1.0001 * (honest.norms[2] or 0.0)
+    assert wrong(trace) == {("norm", 2)}
+
+
 def test_clipping_by_half_the_norm_shows_in_the_parameters() -> None:
     """Under SGD, whose update is proportional to the clipped gradient."""
     workload = make_workload(optimizer=OptimizerSpec(kind=OptimizerKind.SGD, learning_rate=0.1, clip_norm=0.5))

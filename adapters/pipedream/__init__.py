@@ -17,8 +17,6 @@ from meshmark.models.transformer import TEXT_FAMILIES, Family
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Schedule
 from meshmark.spec.precision import Precision
-from meshmark.theory.memory import ExtraMemory
-from meshmark.theory.model_theory import local_parameters
 from meshmark.theory.recipe import TrainingRecipe
 
 ENGINES: dict[str, type[PipelineEngine]] = {
@@ -54,17 +52,6 @@ class PipeDream(Pipeline):
         """Return the recipe. No peak is planned for stashed versions."""
         own_loop = case.workload.algorithm.updates_by_micro_batch
         return dataclasses.replace(super().recipe(case), activations_known=False, receive_buffers=not own_loop)
-
-    @classmethod
-    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
-        algorithm = case.workload.algorithm
-        kept = algorithm.vectors_kept(case, rank)
-        if not kept:
-            return ()
-        count = local_parameters(case.workload.model, case.layout, rank)
-        assert count is not None
-        num_bytes = kept * count * case.precision.master.itemsize
-        return (ExtraMemory(category="optimizer_states", num_bytes=num_bytes, reason=f"what {algorithm.kind} keeps"),)
 
     def build(self, case: Case, context: RankContext) -> Engine:
         return ENGINES[case.workload.algorithm.kind](case, context)

@@ -28,6 +28,7 @@ from meshmark.spec.layout import AXES, Axis, Layout, Offload, Recompute, Schedul
 from meshmark.spec.optimizer import OptimizerKind
 from meshmark.spec.precision import Precision
 from meshmark.theory.memory import ExtraMemory
+from meshmark.theory.model_theory import local_parameters
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.traffic import OneTimeTraffic, TrafficException
 
@@ -365,9 +366,16 @@ class Adapter(ABC):
     def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         """Return where this framework's states or activations are known to differ from the closed form.
 
-        The closed form is that of its recipe and layout. `rank` is the rank that is asked about.
+        The closed form is that of its recipe and layout. `rank` is the rank that is asked about. By default it is what
+        the workload's algorithm keeps.
         """
-        return ()
+        algorithm = case.workload.algorithm
+        kept = algorithm.vectors_kept(case, rank)
+        count = local_parameters(case.workload.model, case.layout, rank) if kept else None
+        if count is None:
+            return ()
+        num_bytes = kept * count * case.precision.master.itemsize
+        return (ExtraMemory(category="optimizer_states", num_bytes=num_bytes, reason=f"what {algorithm.kind} keeps"),)
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:

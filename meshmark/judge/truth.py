@@ -221,9 +221,10 @@ def assess_replicas(
                         note(replica, quantity, value)
         afters = algorithm.transition(here, owns)
         for replica, (trace, after, given) in enumerate(zip(traces, afters, algorithm.stepped_on(owns), strict=True)):
-            norm = trace.norms[step]
-            if norm is not None:
-                note(replica, QuantityKind.NORM.of(), norm_deviation(norm, given))
+            if any(norm is not None for norm in trace.norms):
+                norm = trace.norms[step]
+                value = global_norm(given) if norm is None else norm  # where none is reported, none is judged
+                note(replica, QuantityKind.NORM.of(), norm_deviation(value, given))
             for name, x in after.items():
                 told = trace.parameters[step + 1].get(name)
                 note(replica, QuantityKind.PARAMETERS.of(name), deviation(told, x))

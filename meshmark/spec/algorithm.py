@@ -153,7 +153,10 @@ class Algorithm:
         return not self.replicas_differ
 
     def vectors_kept(self, case: Case, rank: int) -> int:
-        """Return how many parameter-sized vectors `rank` keeps besides its optimizer states."""
+        """Return how many parameter-sized vectors `rank` keeps besides its optimizer states.
+
+        `Adapter.extra_memory` plans them, in the precision of the master weights.
+        """
         return 0
 
     def update_memory_is_planned(self, num_replicas: int) -> bool:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import builtin_adapters, load_adapter
@@ -190,7 +191,7 @@ def base_layout(adapter: str) -> Layout:
 def of_algorithm(
     adapter: str,
     trained: str,
-    named: Mapping[type[Broken], str],
+    named: Mapping[Any, str],
     *,
     fault: Fault = Fault.ALGORITHM,
     layout: Layout | None = None,

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshmark.algorithms.local_sgd import LocalSGD
 from meshmark.judge.deviation import ENDURANCE_STEPS, OBSERVED_STEPS
 from meshmark.judge.faults import Fault
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
-from tests.broken import averaging as a
 from tests.broken import convolutions as k
 from tests.broken import data as d
 from tests.broken import experts as e
@@ -49,7 +47,6 @@ FOUR = Layout(dp=4, num_micro_batches=2)
 REPLICATED = Layout(dp=2, pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B)
 TENSOR_REPLICATED = Layout(dp=2, tp=2, num_micro_batches=4)
 INTERLEAVED = Layout(pp=2, num_micro_batches=4, schedule=Schedule.INTERLEAVED, virtual_stages=2)
-WARMED_UP = replace(GPT, name="gpt-mini-local-sgd2w2", algorithm=LocalSGD(period=2, warmup_steps=2))
 WARMING = replace(GPT, name="gpt-mini-warmup", optimizer=replace(GPT.optimizer, warmup_steps=8))
 SUITE_MUTANTS: list[Mutant] = [
     # Trainers that own their loop
@@ -261,17 +258,6 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp", u.NoBiasCorrection, F.UPDATE),
     *on("ddp fsdp2", u.ForgetsStates, F.UPDATE),
     # Replicas that may differ
-    *on("post-local-sgd", a.AveragesLate, F.ALGORITHM),
-    *on("post-local-sgd", a.NeverAverages, F.ALGORITHM),
-    *on("post-local-sgd", a.AlwaysAverages, F.ALGORITHM),
-    *on("post-local-sgd", a.AveragesGradients, F.ALGORITHM),
-    *on("post-local-sgd", a.AveragesGradientsUnseen, F.ALGORITHM),
-    *on("post-local-sgd", a.ReducesAlways, F.ALGORITHM),
-    *on("post-local-sgd", a.AveragesInPairs, F.ALGORITHM, layout=FOUR),
-    *on("post-local-sgd", a.SumsParameters, F.ALGORITHM),
-    *on("post-local-sgd", a.WarmsUpAlone, F.NOT_REDUCED, workload=WARMED_UP),
-    *on("post-local-sgd", a.WarmsUpTooLong, F.ALGORITHM, workload=WARMED_UP),
-    *on("post-local-sgd", a.StartsElsewhere, F.START),
     *on("post-local-sgd", g.OverMicroBatches, F.SCALED),
     *on("post-local-sgd", u.DoubleRate, F.UPDATE),
     *on("post-local-sgd", u.NoClipping, F.CLIPPING),

@@ -41,12 +41,12 @@ class LocalSGDTransition(Replicas):
 
     def transition(self, parameters: Sequence[Tensors], gradients: Sequence[Tensors]) -> list[Tensors]:
         after = self.alone(parameters, gradients)
-        meets = self.meets_after(self.steps)
+        there = self.meet(after) if self.meets_after(self.steps) else after
         self.steps += 1
-        return self.meet(after) if meets else after
+        return there
 
     def meet(self, after: Sequence[Tensors]) -> list[Tensors]:
-        """Return where the replicas go on, given where each has come to alone."""
+        """Return where the replicas go on after step `self.steps`, given where each has come to alone."""
         return averaged(after)
 
 

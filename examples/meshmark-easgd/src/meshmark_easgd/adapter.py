@@ -15,8 +15,6 @@ from meshmark.adapters.checkpoint import load_local, save_local
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
-from meshmark.theory.memory import ExtraMemory
-from meshmark.theory.model_theory import local_parameters
 from meshmark_easgd.algorithm import EASGD
 
 
@@ -77,14 +75,6 @@ class ElasticAveraging(Adapter):
             Feature.RESHARD: "the replicas of another world size are other ones",
         },
     )
-
-    @classmethod
-    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
-        count = local_parameters(case.workload.model, case.layout, rank)
-        if count is None:
-            return ()
-        num_bytes = case.workload.algorithm.vectors_kept(case, rank) * count * case.precision.master.itemsize
-        return (ExtraMemory(category="optimizer_states", num_bytes=num_bytes, reason="the center"),)
 
     def build(self, case: Case, context: RankContext) -> Engine:
         module = initial_model(case, context.device)

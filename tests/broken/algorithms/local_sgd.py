@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshmark.algorithms.local_sgd import LocalSGD
+from meshmark.judge.faults import Fault
+from meshmark.spec.layout import Layout
 from tests.broken.engine import Broken
+from tests.broken.mutant import GPT, of_algorithm, on
 
 
 class Averaging(Broken):
@@ -131,3 +136,23 @@ def _average(tensors: Any) -> None:  # noqa: ANN401
     for tensor in tensors:
         dist.all_reduce(tensor)
         tensor.div_(dist.get_world_size())
+
+
+_WARMED_UP = replace(GPT, name="gpt-mini-local-sgd2w2", algorithm=LocalSGD(period=2, warmup_steps=2))
+_NAMED = {
+    AveragesLate: "is not taken, but 1 late, after step 1",
+    NeverAverages: "is not taken, nor after any later step",
+    AlwaysAverages: "parameters are averaged after this step, where no averaging is due",
+    AveragesGradients: "gradients are reduced in a step that each replica takes alone",
+    AveragesGradientsUnseen: "the norm that replica 0 tells is that of the mean of all replicas' gradients",
+    ReducesAlways: "gradients are reduced in a step that each replica takes alone",
+    SumsParameters: "the sum over replicas, not their mean",
+}
+_IN_PAIRS = {AveragesInPairs: "averaged over groups of replicas, .*, not over all"}
+MUTANTS = [
+    *of_algorithm("post-local-sgd", "gpt-mini-local-sgd2", _NAMED),
+    *of_algorithm("post-local-sgd", "gpt-mini-local-sgd2", _IN_PAIRS, layout=Layout(dp=4, num_micro_batches=2)),
+    *on("post-local-sgd", WarmsUpAlone, Fault.NOT_REDUCED, workload=_WARMED_UP),
+    *on("post-local-sgd", WarmsUpTooLong, Fault.ALGORITHM, workload=_WARMED_UP),
+    *on("post-local-sgd", StartsElsewhere, Fault.START),
+]
