@@ -223,8 +223,8 @@ def assess_replicas(
         for replica, (trace, after, given) in enumerate(zip(traces, afters, algorithm.stepped_on(owns), strict=True)):
             if any(norm is not None for norm in trace.norms):
                 norm = trace.norms[step]
-                value = global_norm(given) if norm is None else norm  # where none is reported, none is judged
-                note(replica, QuantityKind.NORM.of(), norm_deviation(value, given))
+                reported_norm = global_norm(given) if norm is None else norm  # where none is reported, none is judged
+                note(replica, QuantityKind.NORM.of(), norm_deviation(reported_norm, given))
             for name, x in after.items():
                 told = trace.parameters[step + 1].get(name)
                 note(replica, QuantityKind.PARAMETERS.of(name), deviation(told, x))
