@@ -40,9 +40,9 @@ def small(mutant: Mutant) -> Case:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", sorted({m.layout.world_size for m in NAMED}))
-@pytest.mark.parametrize("adapter", sorted({m.adapter for m in NAMED}))
+@pytest.mark.parametrize("adapter, world_size", sorted({(m.adapter, m.layout.world_size) for m in NAMED}))
 @pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated")
+@pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated")  # PyTorch's averager imports scripted optimizers
 def test_engines_follow_the_truth_and_defects_are_named(
     adapter: str, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -51,8 +51,6 @@ def test_engines_follow_the_truth_and_defects_are_named(
     for mutant in NAMED:
         if (mutant.adapter, mutant.layout.world_size) == (adapter, world_size):
             mutants[small(mutant)].append(mutant)
-    if not mutants:
-        pytest.skip(f"{adapter} has no mutant on {world_size} ranks")
     trials = []
     for case, broken in mutants.items():
         trials.append(Trial(case=case, steps=6))

@@ -308,7 +308,7 @@ def test_pytorchs_post_local_sgd_trains_right_and_sends_what_it_should(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_another_algorithm_is_caught_and_named(runner: Runner, name: str) -> None:
-    mutant = BY_NAME[f"post_local_sgd_{name}"]
+    mutant = BY_NAME[f"post_local_sgd_{name}_by_local_sgd2"]
     record = runner.observe(mutant.case)
     verdict = record.verdict("equivalence")
     assert verdict is not None and not verdict.passed, record.outcome.message
