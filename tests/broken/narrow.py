@@ -12,6 +12,7 @@ from tests.broken import gradients as g
 from tests.broken import mixed as m
 from tests.broken import regional as r
 from tests.broken import variants as x
+from tests.broken.algorithms.local_sgd import MUTANTS as LOCAL_SGD_MUTANTS
 from tests.broken.engine import Broken
 from tests.broken.modules import ONE_MODULE
 from tests.broken.mutant import Mutant, on
@@ -48,7 +49,7 @@ def _runs_in_bf16(mutant: Mutant) -> bool:
 NARROW_MUTANTS: list[Mutant] = [
     *(
         replace(mutant, precision=Precision.BF16, faults=_BY_SYMPTOM.get(mutant.defect, mutant.faults))
-        for mutant in SUITE_MUTANTS
+        for mutant in (*SUITE_MUTANTS, *LOCAL_SGD_MUTANTS)
         if mutant.suite == "equivalence" and mutant.precision == Precision.FP32 and _runs_in_bf16(mutant)
     ),
     *on("ddp fsdp2", m.ReduceDtypeOfAnother, Fault.PRECISION, precision=Precision.BF16),
