@@ -122,14 +122,15 @@ CLAUSE_MUTANTS: list[Mutant] = [
     *against("resume", "ddp fsdp2 gpipe accelerate deepspeed/1", c.LoadsRounded, F.PRECISION),
     *against("resume", "ddp fsdp2 gpipe accelerate deepspeed/2", c.SavesStaleWeights, F.NEVER_UPDATED),
     *against("resume", "ddp fsdp2 gpipe deepspeed/3", c.SavesStaleMoments, F.UPDATE),
-    *against("resume", f"fsdp2 fairscale-fsdp {ZERO}", c.FirstShardForAll, F.UPDATE),
+    # Another rank's moments are right ones in wrong places.
+    *against("resume", f"fsdp2 fairscale-fsdp {ZERO}", c.FirstShardForAll, F.UPDATE, F.MISPLACED),
     *against("resume", "fsdp2 deepspeed/1", c.MixesShards),
     *against("resume", "ddp accelerate", c.RankForgetsMoments, F.DRIFT),
     *against("recovery", "ddp fsdp2 gpipe", c.SavesMomentsLater, F.UPDATE),
     *against("recovery", "ddp fsdp2", c.ForgetsMoments, F.UPDATE),
     *against("reshard", "ddp fsdp2 gpipe megatron accelerate", c.ForgetsMoments, F.UPDATE),
     *against("reshard", "ddp fsdp2 gpipe", c.ForgetsSchedule, F.UPDATE),
-    *against("reshard", "fsdp2", c.FirstShardForAll, F.UPDATE),
+    *against("reshard", "fsdp2", c.FirstShardForAll, F.UPDATE, F.MISPLACED),
     *against("reshard", "fsdp2", c.MixesShards),
     *against("reshard", "gpipe", c.ForgetsStage, F.UPDATE),
     # Endurance, errors
