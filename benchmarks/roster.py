@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def algorithm_run(results: Path) -> list[str]:
     """Return pytest's words for the adapters that do not train synchronously, and an algorithm of each."""
     algorithms = {name: algorithm_of(name) for name in builtin_adapters()}
-    ids = {name: f"{algorithm.id}" for name, algorithm in algorithms.items() if algorithm is not SYNCHRONOUS}
+    ids = {name: algorithm.id for name, algorithm in algorithms.items() if algorithm is not SYNCHRONOUS}
     workloads = ",".join(dict.fromkeys(f"gpt-mini-sgd-{id}" for id in ids.values()))
     suites = [f"suites/test_{suite}.py" for suite in ("equivalence", "memory", "communication")]
     words = ["--adapters", ",".join(ids), "--workload", workloads, "--world", "2,4"]

@@ -223,7 +223,7 @@ def _assess_gradients(
     if trace.evaluations:
         note(QuantityKind.EVALUATION.of(), scalar_deviation(trace.evaluations[step], truth.loss))
     norm = _Norm(value=math.sqrt(squares), used=frozenset(used))
-    if any(reported is not None for reported in trace.norms):
+    if trace.reports_norms:
         reported = trace.norms[step]  # in steps that report none, nothing is judged
         note(QuantityKind.NORM.of(), scalar_deviation(norm.value if reported is None else reported, norm.value))
     return norm

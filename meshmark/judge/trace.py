@@ -162,6 +162,11 @@ class Trace:
     Only for all ranks together.
     """
 
+    @property
+    def reports_norms(self) -> bool:
+        """Whether the gradient norm of any step is known. Each step then has a place in the deviations."""
+        return any(norm is not None for norm in self.norms)
+
 
 def observed_run(traces: Sequence[Trace], failed_step: int = 0) -> ObservedRun:
     """Return what all replicas reported, for algorithms to inspect."""

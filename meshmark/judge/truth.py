@@ -221,7 +221,7 @@ def assess_replicas(
                         note(replica, quantity, value)
         afters = algorithm.transition(here, owns)
         for replica, (trace, after, given) in enumerate(zip(traces, afters, algorithm.stepped_on(owns), strict=True)):
-            if any(norm is not None for norm in trace.norms):
+            if trace.reports_norms:
                 norm = trace.norms[step]
                 reported_norm = global_norm(given) if norm is None else norm  # where none is reported, none is judged
                 note(replica, QuantityKind.NORM.of(), norm_deviation(reported_norm, given))

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -15,6 +16,13 @@ from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
 
 ONE_NORM = "blocks.1.attention_norm.weight"
+
+
+def average(tensors: Iterable[Tensor]) -> None:
+    """Put the mean over all ranks in the place of every tensor."""
+    for tensor in tensors:
+        dist.all_reduce(tensor)
+        tensor.div_(dist.get_world_size())
 
 
 class Broken(Engine):

@@ -16,7 +16,7 @@ from meshmark.algorithms.compressed.compressor import CompressorKind
 from meshmark.algorithms.compressed.compressors import Draw
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import workload
-from tests.broken.engine import Broken
+from tests.broken.engine import Broken, average
 from tests.broken.mutant import of_algorithm, on
 
 Named = dict[str, Tensor]
@@ -43,9 +43,7 @@ class SendsWhole(Compressing):
     """Nothing is compressed."""
 
     def direction(self, own: Named) -> Named:
-        for gradient in own.values():
-            dist.all_reduce(gradient)
-            gradient.div_(dist.get_world_size())
+        average(own.values())
         return own
 
 
@@ -69,6 +67,8 @@ class StepsOnFirst(Compressing):
 
 
 class ForgetsLeft(Compressing):
+    """What is left of the step before, or known of the gradient."""
+
     def direction(self, own: Named) -> Named:
         self.kept = {}
         return self.honest(own)
@@ -154,9 +154,7 @@ class ScalesByRow(Compressing):
             n: x.sign().add(x == 0) * x.abs().mean(1, True, dtype=torch.float64).float() for n, x in shape.items()
         }
         found = {name: scaled[name].view_as(x).clone() for name, x in own.items()}
-        for x in found.values():
-            dist.all_reduce(x)
-            x.div_(dist.get_world_size())
+        average(found.values())
         return found
 
 
@@ -197,12 +195,6 @@ class SameElements(Compressing):
         found = self.honest(own)
         self.steps_done = now
         return found
-
-
-class ForgetsKnown(Compressing):
-    def direction(self, own: Named) -> Named:
-        self.kept = {}
-        return self.honest(own)
 
 
 class StepsOnChanges(Compressing):
@@ -329,7 +321,7 @@ _SIGN = {
     ScalesByRow: "the scale is of each row, not of the tensor",
 }
 _EF21 = {
-    ForgetsKnown: "what is known of a gradient is forgotten",
+    ForgetsLeft: "what is known of a gradient is forgotten",
     StepsOnChanges: "all step on what changed, not on what is known",
     ChangeOfMean: "the change is taken since what is known of the mean, not of the replica",
     StepsOnFirst: "the first replica's gradient alone",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
 from torch import Tensor
 
 from meshmark.adapters.compressed.codecs import CODECS
 from meshmark.adapters.compressed.exchange import Messages
 from tests.broken.algorithms.compressed import Compressing, Named
+from tests.broken.engine import average
 from tests.broken.mutant import of_algorithm
 
 SERVERS = "left of server"
@@ -50,9 +50,7 @@ class ServerSendsAll(Serving):
     def direction(self, own: Named) -> Named:
         message = self.compressed("left", own)  # type: ignore[attr-defined]
         found: Named = self.read(message, own)  # type: ignore[attr-defined]
-        for x in found.values():
-            dist.all_reduce(x)
-            x.div_(dist.get_world_size())
+        average(found.values())
         return found
 
 
@@ -75,9 +73,7 @@ class VarianceGoesOn(Serving):
     def direction(self, own: Named) -> Named:
         if self.case.workload.algorithm.compresses(self.steps_done):
             mean = {name: x.clone() for name, x in own.items()}
-            for x in mean.values():
-                dist.all_reduce(x)
-                x.div_(dist.get_world_size())
+            average(mean.values())
             self.adapt(mean)  # type: ignore[attr-defined]
         return self.honest(own)
 
@@ -112,9 +108,7 @@ class AdaptsLonger(Serving):
     def direction(self, own: Named) -> Named:
         if self.steps_done != self.case.workload.algorithm.warmup_steps:
             return self.honest(own)
-        for x in own.values():
-            dist.all_reduce(x)
-            x.div_(dist.get_world_size())
+        average(own.values())
         self.adapt(own)  # type: ignore[attr-defined]
         moved: Named = self.moved(own)  # type: ignore[attr-defined]
         self.kept["momentum"] = moved

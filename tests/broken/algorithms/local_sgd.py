@@ -12,7 +12,7 @@ from torch import Tensor
 from meshmark.algorithms.local_sgd import LocalSGD
 from meshmark.judge.faults import Fault
 from meshmark.spec.layout import Layout
-from tests.broken.engine import Broken
+from tests.broken.engine import Broken, average
 from tests.broken.mutant import GPT, of_algorithm, on
 
 
@@ -68,7 +68,7 @@ class AveragesGradients(Averaging):
 
     def after_backward(self) -> None:
         if self.case.workload.algorithm.averages_after(self.steps):
-            _average(gradient for _, gradient in self.grads())
+            average(gradient for _, gradient in self.grads())
 
 
 class AveragesGradientsUnseen(AveragesGradients):
@@ -80,7 +80,7 @@ class AveragesGradientsUnseen(AveragesGradients):
     def update(self) -> Tensor | None:
         with torch.no_grad():
             if self.case.workload.algorithm.averages_after(self.steps - 1):
-                _average([gradient for _, gradient in self.grads()])
+                average([gradient for _, gradient in self.grads()])
         return super().update()
 
 
@@ -88,7 +88,7 @@ class ReducesAlways(Broken):
     """The hook goes on reducing gradients after the warm-up."""
 
     def after_backward(self) -> None:
-        _average([gradient for _, gradient in self.grads()])
+        average([gradient for _, gradient in self.grads()])
 
 
 class WarmsUpAlone(Broken):
@@ -130,12 +130,6 @@ class SumsParameters(Broken):
         if self.case.workload.algorithm.averages_after(self.steps - 1):
             self.put([tensor * self.context.world_size for tensor in self.locals()])
         return norm
-
-
-def _average(tensors: Any) -> None:  # noqa: ANN401
-    for tensor in tensors:
-        dist.all_reduce(tensor)
-        tensor.div_(dist.get_world_size())
 
 
 _WARMED_UP = replace(GPT, name="gpt-mini-local-sgd2w2", algorithm=LocalSGD(period=2, warmup_steps=2))
