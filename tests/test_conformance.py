@@ -179,6 +179,12 @@ def test_gradients_may_be_bf16_numbers_where_nothing_is_summed() -> None:
     assert judged(Layout(tp=2)) is ClauseResult.PASS
     assert judged(Layout(dp=2)) is ClauseResult.FAIL
     assert judged(Layout(tp=2, num_micro_batches=2)) is ClauseResult.FAIL
+    case = make_case(layout=Layout(tp=2), precision=Precision.BF16)
+    sharper = plain(case=case, memory=rounded)
+    sharper = dataclasses.replace(
+        sharper, equivalence=dataclasses.replace(sharper.equivalence, rounded=["head.norm.bias"])
+    )
+    assert "where the twin's are not: 1, as head.norm.bias" in failing(judges.declared_precision(sharper))
 
 
 @pytest.mark.parametrize("planned", [True, False], ids=["planned", "not planned"])

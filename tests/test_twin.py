@@ -21,7 +21,7 @@ from meshmark.judge.faults import Fault
 from meshmark.judge.tolerance_model import ToleranceModel, fit, noise_run
 from meshmark.judge.trace import Trace, host_copies
 from meshmark.judge.truth import assess
-from meshmark.judge.twin import Twin, twin_of
+from meshmark.judge.twin import Twin, rounded_gradients, twin_of
 from meshmark.reference.data import make_batch
 from meshmark.reference.own_model import describe
 from meshmark.spec.case import Case
@@ -89,6 +89,17 @@ def test_a_reduction_in_bf16_that_nobody_declared_is_far_from_the_twin() -> None
     trace = honest(Precision.BF16_REDUCE_BF16, Casting.AUTOCAST)
     found = assess(trace, case_in(Precision.BF16).workload, twin=twin_in(Precision.BF16, Casting.AUTOCAST))
     assert furthest(found, QuantityKind.TWIN) > 1e-3
+
+
+@pytest.mark.parametrize("casting", Casting)
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16, Precision.BF16_REDUCE_BF16], ids=str)
+def test_a_gradient_that_is_rounded_unlike_the_twin_s_is_named(precision: Precision, casting: Casting) -> None:
+    trace, twin = copy.deepcopy(honest(precision, casting)), twin_in(precision, casting)
+    assert rounded_gradients(trace, twin) == []
+    name = max(trace.gradients[0], key=lambda name: trace.gradients[0][name].size)
+    trace.gradients[0][name] = torch.from_numpy(trace.gradients[0][name]).bfloat16().float().numpy()
+    sent_once = precision is Precision.BF16_REDUCE_BF16 and not twin.arithmetic.reduces_each
+    assert rounded_gradients(trace, twin) == ([] if sent_once else [name]), "a sum that is sent once is narrow anyway"
 
 
 def test_no_twin_where_none_can_compute_the_same() -> None:

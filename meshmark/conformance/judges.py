@@ -180,7 +180,8 @@ def masters(record: Record) -> Finding:
 def declared_precision(record: Record) -> Finding:
     """Judge that gradients and moments have the declared precision.
 
-    Gradients must be within their precision's noise and not rounder than requested. Moments, and the bytes of states
+    Gradients must be within their precision's noise and not rounder than requested, each tensor compared with the
+    twin's if there is one. Moments, and the bytes of states
     and of the reduction, must be as declared.
     """
     precision = record.case.precision
@@ -196,8 +197,10 @@ def declared_precision(record: Record) -> Finding:
     if not _sums(record):  # where weights are cast, products leave values of the low format, and so they stay
         asked.add(_SHORT.get(precision.compute, ""))
     reduced = decide(reported in asked, f"every value of every gradient is a {reported} number")
+    rounded = f"{len(found.rounded)}, as {found.rounded[0]}" if found.rounded else "none"
+    alone = decide(not found.rounded, f"gradients of narrow numbers where the twin's are not: {rounded}")
     judged = [v for v in record.verdicts if v.suite in ("memory", "communication")]
-    return all_of(moments, reduced, really, *(decide(v.passed, v.summary) for v in judged), gradients(record))
+    return all_of(moments, reduced, alone, really, *(decide(v.passed, v.summary) for v in judged), gradients(record))
 
 
 def _rounds(record: Record) -> bool:

@@ -598,10 +598,19 @@ def low_precisions(tensors: Iterator[NDArray[np.floating]]) -> list[str]:
 
     Tensors are read one by one, because they may be large.
     """
-    kinds = {"bf16": 8, "fp16": 11}
+    kinds = list(_SIGNIFICANT_BITS)
     for tensor in tensors:
-        mantissa = np.frexp(np.asarray(tensor, dtype=np.float64))[0]
-        kinds = {name: bits for name, bits in kinds.items() if np.all(np.mod(mantissa * 2.0**bits, 1) == 0)}
+        kinds = [kind for kind in kinds if num_wider(tensor, kind) == 0]
         if not kinds:
             break
-    return list(kinds)
+    return kinds
+
+
+_SIGNIFICANT_BITS = {"bf16": 8, "fp16": 11}
+"""Bits of the significand, with the one that is not stored."""
+
+
+def num_wider(tensor: NDArray[np.floating], kind: str) -> int:
+    """Return the number of elements that need more significant bits than `kind` ("bf16" or "fp16") has."""
+    significands = np.frexp(np.asarray(tensor, dtype=np.float64))[0]
+    return int(np.count_nonzero(np.mod(significands * 2.0 ** _SIGNIFICANT_BITS[kind], 1)))

@@ -40,7 +40,7 @@ from meshmark.adapter.engine import AUTOCAST, compile_blocks
 from meshmark.algorithms.contract import Tensors
 from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind, deviation
 from meshmark.judge.split_products import GPTModelOrder, split, split_loss_share
-from meshmark.judge.trace import Trace
+from meshmark.judge.trace import Trace, num_wider
 from meshmark.models.config import Dataset
 from meshmark.models.module import Model, buffer_shapes, build_model, module_class, parameter_shapes, skeleton
 from meshmark.models.transformer.module import Transformer
@@ -48,6 +48,7 @@ from meshmark.reference.data import Batch, make_batch
 from meshmark.reference.objective import loss_share
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
+from meshmark.spec.precision import Dtype
 from meshmark.spec.workload import Workload
 
 # --- Workloads whose rows affect each other's gradients within a micro-batch: batch norms and their statistics.
@@ -385,6 +386,27 @@ class Twin:
         low, num_ranks = getattr(torch, self.case.precision.reduction), len(parts)
         sent = [{name: g.to(low).div_(num_ranks) for name, g in part.items()} for part in parts]
         return {name: g.to(torch.float64).mul_(num_ranks) for name, g in _total(sent, low).items()}
+
+
+_FEWEST_WIDER = 8
+"""Least number of elements of a tensor that need more bits. Each fits the narrow format with probability 2**-16."""
+
+
+def rounded_gradients(trace: Trace, twin: Twin) -> list[str]:
+    """Return the names of gradients that a run rounded in its first step and the twin did not.
+
+    Every element of such a gradient is a number of the narrow format, although the twin's elements need more bits. The
+    distance from the twin does not show this if equivalent arithmetic may be as far away as a rounding.
+    """
+    narrow, workload = _NARROW[twin.case.precision.compute], twin.case.workload
+    found = [name for name, x in trace.gradients[0].items() if x.any() and num_wider(x, narrow) == 0]
+    if not found:
+        return []
+    own = twin.step_of(trace, known_parameters(trace, workload, 0), make_batch(workload, 0), 0).gradients
+    return [name for name in found if name in own and num_wider(own[name], narrow) >= _FEWEST_WIDER]
+
+
+_NARROW = {Dtype.BF16: "bf16", Dtype.FP16: "fp16"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,7 @@ from meshmark.judge.trace import (
     tensor_digests,
 )
 from meshmark.judge.truth import assess_replicas
-from meshmark.judge.twin import Twin, twin_of
+from meshmark.judge.twin import Twin, rounded_gradients, twin_of
 from meshmark.measure.allocations import ExtraPeak
 from meshmark.measure.meters import Named, TorchTraffic, Watch, alike_steps, read_memory, read_traffic
 from meshmark.measure.readings import MemoryReading, StepReadings, TrafficReading
@@ -425,6 +425,7 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
     )
     twin = None if request.sample else twin_of(request.case, adapter.arithmetic, context.device)
     deviations = _assess(request, traces, context, twin) if traces and request.assess else {}
+    rounded = rounded_gradients(traces[0], twin) if deviations and twin and len(traces) == 1 else []
     diagnosis, explained = None, time.monotonic()
     if deviations and request.sample and request.tolerance_model:
         diagnosis = diagnose_sample(deviations, drifts, request.tolerance_model)
@@ -438,6 +439,7 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
         losses=seen.trace.losses,
         norms=seen.trace.norms,
         deviations=deviations,
+        rounded=rounded,
         drifts=drifts,
         diagnosis=diagnosis,
         memory=seen.memory,

@@ -322,6 +322,8 @@ class EquivalenceEvidence:
     drifts: list[Drift] = field(default_factory=list)
     diagnosis: Diagnosis | None = None
     """The likely defect of a run that is not equivalent."""
+    rounded: list[str] = field(default_factory=list)
+    """Gradients that hold values of the narrow dtype alone, where the twin's need more bits."""
     num_replicated: int = 0
     """Number of tensors, over all steps, that several ranks reported and that were compared bit for bit."""
     sample: Sample | None = None

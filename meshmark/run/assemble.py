@@ -378,6 +378,7 @@ def _equivalence(launches: Sequence[LaunchResult], request: Request) -> Equivale
     tolerance_model, first = request.tolerance_model, launches[0].reports[0]
     return EquivalenceEvidence(
         deviations=first.deviations,
+        rounded=first.rounded,
         noise=tolerance_model.noise if tolerance_model else {},
         factors=tolerance_model.factors if tolerance_model else {},
         ways=tolerance_model.ways if tolerance_model else {},
