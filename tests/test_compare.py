@@ -23,7 +23,7 @@ from meshmark.records.record import (
     Status,
     TrafficEvidence,
 )
-from meshmark.records.record_file import RecordFile
+from meshmark.records.record_file import Attempt, Ending, RecordFile, Session
 from meshmark.records.request import Task
 from meshmark.regression.causes import causes
 from meshmark.regression.change import Change, ChangeOutcome, Kind
@@ -392,7 +392,7 @@ def test_the_command_tells_writes_and_sets_the_exit_code(tmp_path: Path, capsys:
     assert f"schema 99, this Meshmark reads 1 to {SCHEMA}; a newer one wrote it: upgrade" in capsys.readouterr().err
 
 
-def leave(folder: Path, *records: Record) -> Path:
+def leave(folder: Path, *records: Record | Session) -> Path:
     file = RecordFile(folder)
     for record in records:
         file.append(record)
@@ -478,6 +478,22 @@ def test_other_settings_of_the_allocator_are_other_conditions() -> None:
     assert list(across.conditions) == ["allocator"]
     assert not compare([make_good(kernels=own)], [make_good(kernels=own)]).conditions
     assert not compare([make_good(kernels={})], [make_good(kernels=own)]).conditions
+
+
+def test_a_test_that_b_did_not_end_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The case's other suites left its record, so that a run that was killed passed the gate."""
+    case = make_good().case.id
+    left = Attempt(test="suites/test_memory.py::test_memory[ddp]", case=case, conforming=False)
+    others = dataclasses.replace(left, case=make_case("fsdp2").id)  # A has no such case
+    began = Session(schema=SCHEMA, session="one", command="pytest suites", device="cpu", attempts=[left, others])
+    before, after = leave(tmp_path / "a", make_good()), leave(tmp_path / "b", make_good(), began)
+    compared = ["compare", str(before), str(after), "--fail-on"]
+    assert main([*compared, "wrong,missing"]) == 1
+    assert f"FAILED by --fail-on missing: {case}: test_memory worse: run -> not ended" in capsys.readouterr().out
+    assert main([*compared, "wrong"]) == 0
+    ended = [dataclasses.replace(attempt, ending=Ending.PASSED) for attempt in began.attempts]
+    leave(after, dataclasses.replace(began, exit_code=0, attempts=ended))
+    assert main([*compared, "wrong,missing"]) == 0
 
 
 def test_a_case_that_was_not_timed_is_missing_where_times_count() -> None:

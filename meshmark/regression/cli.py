@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shlex
 import sys
@@ -10,12 +11,12 @@ from pathlib import Path
 
 from meshmark.errors import ResultsError, refuse_records
 from meshmark.records.record import Record
-from meshmark.records.record_file import read_records
+from meshmark.records.record_file import Session, read_records
 from meshmark.regression.attempts import attempts_of
 from meshmark.regression.baseline import ABOUT, ALLOWED, FOLDER, accept
 from meshmark.regression.causes import causes
 from meshmark.regression.change import Change, ChangeOutcome, Kind
-from meshmark.regression.compare import Comparison, compare
+from meshmark.regression.compare import Comparison, compare, unfinished_changes
 from meshmark.regression.gate import DEFAULT_GATE, UNSURE, Gate, parse_gate
 from meshmark.regression.page import lines, page
 from meshmark.regression.runs import left_out, of_last_code, without_shared
@@ -101,20 +102,22 @@ def compare_folders(before: Path, after: Path, gate: Gate | None, *, across: boo
     errors.
     """
     timed, margin = (gate.timed, gate.margin) if gate else (True, None)
-    ours = read_side(before)
-    theirs = without_shared(read_side(after), ours)
-    return compare(ours, theirs, across=across, timed=timed, margin=margin)
+    ours, _ = _read_side(before)
+    theirs, sessions = _read_side(after)
+    found = compare(ours, without_shared(theirs, ours), across=across, timed=timed, margin=margin)
+    changes = [*found.changes, *unfinished_changes(found, ours, sessions)]
+    return dataclasses.replace(found, changes=changes)
 
 
-def read_side(path: Path) -> list[Record]:
-    """Read all launches of a folder by the code that ran last. Prints what it leaves out."""
+def _read_side(path: Path) -> tuple[list[Record], list[Session]]:
+    """Read all launches of a folder by the code that ran last, and its sessions. Prints what it leaves out."""
     reading = read_records(path)
     for complaint in reading.complaints:
         print(f"meshmark: {path}: left out {one_line(complaint)}", file=sys.stderr)
     records, others = of_last_code(reading.records)
     if others:
         print(f"meshmark: {path}: {left_out(records, others)}", file=sys.stderr)
-    return records
+    return records, reading.sessions
 
 
 def write(path: Path, text: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from meshmark.errors import ResultsError
 from meshmark.records.record import Record, Status
+from meshmark.records.record_file import Ending, Session, latest_attempts
 from meshmark.records.request import Task
 from meshmark.regression.change import Change, ChangeOutcome, Kind, incomparable
 from meshmark.regression.conditions import differences, expect_alike
@@ -107,6 +109,29 @@ def _missing(name: str, ours: CaseRuns, theirs: CaseRuns | None, timed: bool) ->
         after="skipped" if skipped else "not timed" if untimed else "not run",
         evidence=skipped[0].outcome.message if skipped else f"it is {'timed ' * untimed}in A alone",
     )
+
+
+def unfinished_changes(found: Comparison, before: Sequence[Record], sessions: Iterable[Session]) -> list[Change]:
+    """Return a change for every test of B, on a case that A ran, that no session of B finished.
+
+    Without them, a run that was killed passes a gate on the verdicts that it had reached. Cases that are missing as a
+    whole are in `found` already.
+    """
+    ran = {(record.conformance.base or record.case).id for record in before} - {*found.only_before}
+    attempts = (latest for conforming in (False, True) for latest in latest_attempts(sessions, conforming=conforming))
+    return [
+        Change(
+            case=attempt.case,
+            metric=PurePath(attempt.test.partition("::")[0]).stem,
+            kind=Kind.MISSING,
+            outcome=ChangeOutcome.WORSE,
+            before="run",
+            after="not ended",
+            evidence="B was ended before it; the same command with --resume runs what is left",
+        )
+        for attempt, _ in attempts
+        if attempt.ending is Ending.UNFINISHED and attempt.case in ran
+    ]
 
 
 def _timed(
