@@ -361,6 +361,15 @@ def test_neither_ranks_nor_recordings_outlive_the_command(
             process.kill()
 
 
+def test_processes_that_the_script_leaves_are_ended(tmp_path: Path) -> None:
+    """They held the command's output open, so that whoever reads it waited for them."""
+    leaves = "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+    (tmp_path / "leaves.py").write_text(leaves + (SCRIPTS / "gru_accumulation.py").read_text())
+    code, printed = check("--nproc", 2, tmp_path / "leaves.py")
+    assert code == 0 and "RIGHT: leaves.py" in printed, printed
+    assert "meshmark check: ended 2 processes of the script" in printed, printed
+
+
 @pytest.mark.slow
 def test_recordings_go_when_torchrun_ends_the_first_rank(tmp_path: Path) -> None:
     """As it does where another rank has failed."""

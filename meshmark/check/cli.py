@@ -14,9 +14,11 @@ from pathlib import Path
 
 import meshmark
 from meshmark.check.options import add_options, make_private, mistake_in
-from meshmark.check.rank import VERDICT
+from meshmark.check.rank import STARTED_BY, VERDICT
 from meshmark.check.verdict import Finding, Level, Outcome, Verdict
 from meshmark.errors import InputError, signals_end_like_ctrl_c
+from meshmark.launch.processes import end_started_with
+from meshmark.text import pluralize
 
 EPILOG = """exit codes: 0 right, 1 wrong, 2 a mistake in the command, 3 cannot tell, 4 could not run"""
 
@@ -94,6 +96,7 @@ def _start(parsed: argparse.Namespace, place: Path) -> bool:
     if parsed.nproc > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with five lines of warning
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the agent would listen, on all addresses
+    environment[STARTED_BY] = str(place)
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
         process.wait(parsed.timeout)
@@ -109,3 +112,6 @@ def _start(parsed: argparse.Namespace, place: Path) -> bool:
                 os.killpg(process.pid, signal.SIGKILL)
                 with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel may be busy with it, on a slow disk
                     process.wait(10)
+        # What the script started and did not end, such as a server. It would hold the terminal or a pipe open.
+        if left := end_started_with(STARTED_BY, str(place)):
+            print(f"meshmark check: ended {pluralize(left, 'process', 'processes')} of the script", file=sys.stderr)

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 VERDICT = "verdict.txt"
 """File in the folder that `meshmark check` reads. Its first line is the outcome, and the text follows."""
+STARTED_BY = "MESHMARK_CHECK_FOLDER"
+"""Variable in the environment of all that `meshmark check` starts. Its value is the folder of recordings."""
 LATE_SECONDS = 5.0
 """Seconds to wait for the recordings of other ranks if the first rank has waited for them in vain before."""
 WAIT_SECONDS = 60.0
@@ -141,9 +143,9 @@ _janitors: list[subprocess.Popen[bytes]] = []
 def _remove_at_end(folder: Path) -> None:
     """Have another process remove `folder` when this one ends, which torchrun kills if another rank fails."""
     command = [sys.executable, "-I", "-S", "-c", _JANITOR, str(folder)]
-    quiet = subprocess.DEVNULL
+    quiet, around = subprocess.DEVNULL, {name: value for name, value in os.environ.items() if name != STARTED_BY}
     _janitors.append(
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True)
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, env=around, start_new_session=True)
     )
 
 

@@ -147,17 +147,22 @@ def end_children(parent: int) -> None:
     _end_all(lambda: _children(parent))
 
 
-def end_started_with(name: str, value: str) -> None:
-    """Kill all processes that were started with this variable in their environment, whoever has adopted them."""
-    _end_all(lambda: [pid for pid in _others() if has_variable(pid, name, value)])
+def end_started_with(name: str, value: str) -> int:
+    """Kill all processes that were started with this variable in their environment, whoever has adopted them.
+
+    Returns the number of processes.
+    """
+    return _end_all(lambda: [pid for pid in _others() if has_variable(pid, name, value)])
 
 
-def _end_all(found: Callable[[], list[int]]) -> None:
-    """Kill what `found` returns until it returns nothing, for a short while."""
-    deadline = time.monotonic() + _END_SECONDS
+def _end_all(found: Callable[[], list[int]]) -> int:
+    """Kill what `found` returns until it returns nothing, for a short while. Returns the number of processes."""
+    deadline, ended = time.monotonic() + _END_SECONDS, set[int]()
     while (pids := found()) and time.monotonic() < deadline:
+        ended.update(pids)
         _kill(pids)
         time.sleep(0.01)
+    return len(ended)
 
 
 def _kill(pids: list[int]) -> None:
