@@ -264,6 +264,7 @@ def make_record(**changes: Any) -> Record:  # noqa: ANN401
             diagnosis=diagnosis,
             num_replicated=3,
             sample=Sample(),
+            rounded=["head.norm.bias"],
             gathering_bytes=[1000, 2000],
             ways={"rows": Way(dense={"gradients/a": 2.0}, fewest=3, most_flips=4)},
         ),

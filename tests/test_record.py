@@ -251,7 +251,16 @@ def test_a_line_of_schema_1_is_read_into_the_parts_of_today(tmp_path: Path) -> N
     of_traffic = ("places", "reach", "planned_reach", "one_time_traffic", "alike_steps")
     del old["traffic_exceptions"]
     old["remainders"] = old.pop("extra_memory")
-    for name in (*lacked, *of_timing, *of_traffic, "gathering_bytes", "compile_seconds", "explain_seconds", "sources"):
+    for name in (
+        *lacked,
+        *of_timing,
+        *of_traffic,
+        "rounded",
+        "gathering_bytes",
+        "compile_seconds",
+        "explain_seconds",
+        "sources",
+    ):
         del old[name]
     del old["live_bytes"], old["not_judged"]
     old["matmul_flops_per_second"] = [1e9, 1e9]  # which it had
@@ -259,7 +268,9 @@ def test_a_line_of_schema_1_is_read_into_the_parts_of_today(tmp_path: Path) -> N
     lacking = make_record(
         sources=[],
         launch=dataclasses.replace(make_record().launch, compile_seconds=0.0, explain_seconds=0.0),
-        equivalence=dataclasses.replace(make_record().equivalence, sample=None, gathering_bytes=[], ways={}),
+        equivalence=dataclasses.replace(
+            make_record().equivalence, sample=None, rounded=[], gathering_bytes=[], ways={}
+        ),
         training=TrainingCurves(losses=[5.5, 5.25], norms=[2.0, None]),
         timing=make_timing(
             rank_starts=[],

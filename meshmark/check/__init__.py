@@ -5,5 +5,5 @@ enter its outputs, and what the optimizer does. Then rank 0 recomputes the gradi
 model. It reports whether the script trains correctly and what it optimises. Inside a rank it needs only torch and
 numpy.
 
-May import: judge.
+May import: launch, judge.
 """

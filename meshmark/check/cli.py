@@ -13,10 +13,11 @@ import tempfile
 from pathlib import Path
 
 import meshmark
-from meshmark.check.options import add_options, make_private, mistake_in
-from meshmark.check.rank import STARTED_BY, VERDICT
+from meshmark.check.options import add_options, make_private, mistake_in, no_space, write_page
+from meshmark.check.rank import PAGE, STARTED_BY, VERDICT
 from meshmark.check.verdict import Finding, Level, Outcome, Verdict
 from meshmark.errors import InputError, signals_end_like_ctrl_c
+from meshmark.launch.folders import is_full
 from meshmark.launch.processes import end_started_with
 from meshmark.text import pluralize
 
@@ -57,14 +58,16 @@ def _judged(parsed: argparse.Namespace, place: Path) -> int:
     verdict = place / VERDICT
     if verdict.exists():
         outcome, _, text = verdict.read_text().partition("\n")
-        print(text)
-        return Outcome(outcome).code
+        print(text, flush=True)
+        written = not parsed.output or write_page(Path(parsed.output), (place / PAGE).read_text())
+        return Outcome(outcome).code or (0 if written else 2)
     failed = Verdict(script=Path(parsed.script).name)
-    fault, text = (
-        ("no verdict", "its ranks ended without a word")
-        if ended
-        else ("time-out", f"no verdict within the {parsed.timeout:g} seconds of --timeout")
-    )
+    if is_full(place):
+        fault, text = "no space", no_space(place)
+    elif ended:
+        fault, text = "no verdict", "its ranks ended without a word"
+    else:
+        fault, text = "time-out", f"no verdict within the {parsed.timeout:g} seconds of --timeout"
     failed.findings.append(Finding(level=Level.FAILED, fault=fault, text=text))
     print(failed.text)
     return failed.outcome.code

@@ -19,9 +19,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from meshmark.check.options import add_options, make_private, mistake_in
+from meshmark.check.options import add_options, make_private, mistake_in, no_space, write_page
 from meshmark.check.verdict import Finding, Level, Outcome, Verdict
 from meshmark.errors import InputError
+from meshmark.launch.folders import means_no_space
 
 if TYPE_CHECKING:
     from meshmark.check.recorder import Recorder
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 VERDICT = "verdict.txt"
 """File in the folder that `meshmark check` reads. Its first line is the outcome, and the text follows."""
+PAGE = "page.md"
+"""File in the folder with the page that `-o` asks for."""
 STARTED_BY = "MESHMARK_CHECK_FOLDER"
 """Variable in the environment of all that `meshmark check` starts. Its value is the folder of recordings."""
 LATE_SECONDS = 5.0
@@ -58,8 +61,11 @@ def main(arguments: list[str]) -> NoReturn:
     outcome = Outcome.COULD_NOT_RUN
     try:
         outcome = run(parsed, script, place, rank, world)
-    except BaseException:
-        traceback.print_exc()  # a defect of Meshmark's own
+    except BaseException as error:
+        if means_no_space(error, [place]):  # no recordings, and maybe no room for a verdict that says so
+            print(f"meshmark check: {no_space(place)}", file=sys.stderr)
+        else:
+            traceback.print_exc()  # a defect of Meshmark's own
     if rank == 0 and not parsed.folder and not parsed.keep:
         shutil.rmtree(place, ignore_errors=True)
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None where whoever started this has closed it
@@ -199,15 +205,17 @@ def observe(
 
 def _deliver(parsed: argparse.Namespace, place: Path, verdict: Verdict) -> Outcome:
     """Print the verdict, or leave it to `meshmark check` if that started the ranks."""
-    if parsed.output:
-        Path(parsed.output).write_text(verdict.page)
     if parsed.folder:
+        if parsed.output:
+            (place / PAGE).write_text(verdict.page)
         part = place / f".verdict-{os.getpid()}"
         part.write_text(f"{verdict.outcome}\n{verdict.text}")
         if not (place / VERDICT).exists():  # the first of several ranks that fail has the cause
             part.rename(place / VERDICT)
-    else:
-        print(verdict.text, flush=True)
+        return verdict.outcome
+    print(verdict.text, flush=True)
+    if parsed.output:
+        write_page(Path(parsed.output), verdict.page)
     return verdict.outcome
 
 

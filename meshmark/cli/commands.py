@@ -79,6 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("meshmark: interrupted", file=sys.stderr)
         return INTERRUPTED
     except OSError as error:
+        if error.errno in _OF_A_PATH and (error.filename is not None or error.errno not in _UNWRITABLE):
+            print(f"meshmark: {_about_path(error)}", file=sys.stderr)
+            return 2
         if error.filename is not None or error.errno not in _UNWRITABLE:
             traceback.print_exc()
             return 2  # Python's own code, 1, would say that a gate failed, or that a script trains wrong
@@ -135,6 +138,21 @@ _PACKAGE = Path(__file__).parent.parent
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EBADF, errno.EIO)
 """Errors of a standard output that is full or closed."""
+
+
+_OF_A_PATH = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT),
+    *(errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP),
+)
+"""Errors of a file or folder that a user can mend."""
+
+
+def _about_path(error: OSError) -> str:
+    """Return a line about a file or folder that cannot be read or written."""
+    from meshmark.report.table import visible
+
+    where = f"{visible(os.fsdecode(error.filename))}: " if isinstance(error.filename, str | bytes) else ""
+    return f"{where}{error.strerror}"
 
 
 def _silence_stdout() -> None:

@@ -37,7 +37,7 @@ _SCRIPT = """\
 #SBATCH --open-mode=append
 #SBATCH --output={folder}/task-%a/output
 export MESHMARK_NOISE={folder}/noise
-exec srun {python} -m pytest --pyargs meshmark.suites {pytest} \\
+exec srun {python} -P -m pytest --pyargs meshmark.suites {pytest} \\
     --shard $SLURM_ARRAY_TASK_ID/{tasks} --resume --results {folder}/task-$SLURM_ARRAY_TASK_ID
 """
 
@@ -157,7 +157,18 @@ def submit(arguments: argparse.Namespace) -> int:
     (asked.folder / "submit.sbatch").write_text(asked.script)
     left = list(tasks)
     for attempt in range(1 + arguments.retries):
-        _follow(asked, left, _sbatch(asked.command(left)))
+        try:
+            job = _sbatch(asked.command(left))
+        except MeshmarkError:
+            if attempt:  # what ended is kept
+                _gather(asked, left)
+            raise
+        try:
+            _follow(asked, left, job)
+        except KeyboardInterrupt:
+            where = f"its records are in {asked.folder}/task-*"
+            print(f"job {job} goes on: `scancel {job}` ends it, {where}", file=sys.stderr)
+            raise
         left = [task for task in left if asked.ended(task) not in _ENDED_WELL]
         if not left or attempt == arguments.retries:
             break
@@ -249,4 +260,4 @@ def _gather(asked: Submission, left: Sequence[int]) -> int:
             file=sys.stderr,
         )
         failed = True
-    return 2 if left else int(failed)
+    return 2 if left or merged.num_lost else int(failed)

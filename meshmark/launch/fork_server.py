@@ -36,7 +36,15 @@ from typing import NoReturn, TypeVar
 
 from meshmark.errors import MeshmarkError
 from meshmark.launch.folders import FOLDERS, folder_prefix, remove_folders
-from meshmark.launch.processes import adopt_orphans, die_with_parent, end_own_children, has_variable, process_state
+from meshmark.launch.processes import (
+    NO_PROCESS_ADVICE,
+    adopt_orphans,
+    die_with_parent,
+    end_own_children,
+    has_variable,
+    is_process_limit_reached,
+    process_state,
+)
 
 # --- Messages between the launcher and its server.
 
@@ -263,8 +271,13 @@ _ANSWER_SECONDS = 30
 """Time in seconds for a server to fork or to reply, on a machine that swaps."""
 _STOPPED_SECONDS = 5.0
 """Time in seconds for which a server may be stopped (SIGSTOP) before a wait for its reply is given up."""
-_GONE = "the process that ranks are forked from has ended: killed, for want of memory?"
+_GONE = "the process that ranks are forked from has ended"
 _SILENT = "the process that ranks are forked from does not answer, and was ended; the next case gets a new one"
+
+
+def _gone() -> str:
+    """Return why nothing can be forked any more, as far as it is known."""
+    return _GONE + (NO_PROCESS_ADVICE if is_process_limit_reached() else ": killed, for want of memory?")
 
 
 def _is_installed(place: str) -> bool:
@@ -369,7 +382,7 @@ class ForkServer:
         except OSError as error:
             stopped = isinstance(error, BlockingIOError)
             self.kill()
-            raise MeshmarkError(_SILENT if stopped else _GONE) from error
+            raise MeshmarkError(_SILENT if stopped else _gone()) from error
 
     def _answer_pid(self) -> int:
         return self._answer(int)
@@ -379,7 +392,7 @@ class ForkServer:
             if isinstance(answer := self._hear(), kind):
                 return answer
             if self.is_gone:
-                raise MeshmarkError(_GONE)
+                raise MeshmarkError(_gone())
         self.kill()
         raise MeshmarkError(_SILENT)
 

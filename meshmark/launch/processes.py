@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import resource
 import signal
 import time
@@ -50,14 +51,20 @@ def _fields(pid: int) -> list[str]:
         return []
 
 
-def is_process_limit_reached() -> bool:
+NO_PROCESS = re.compile(r"can't start new thread|Resource temporarily unavailable")
+"""Messages of calls that could not start a process or a thread."""
+NO_PROCESS_ADVICE = "; `ulimit -u` or a control group (docker's --pids-limit) allows no more processes: raise it"
+
+
+def is_process_limit_reached(ended: int = 0) -> bool:
     """Return whether this user has nearly as many processes and threads as `ulimit -u` allows, or whether a control
     group of this process, as of a container, has refused one.
 
-    Nearly, because some may have ended since one could not be started.
+    Nearly, because some may have ended since one could not be started. `ended` is the number of those that are known
+    to have ended.
     """
     most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    limited = most != resource.RLIM_INFINITY and _num_threads(os.getuid()) >= 0.8 * most
+    limited = most != resource.RLIM_INFINITY and _num_threads(os.getuid()) + ended >= 0.8 * most
     return limited or any(_refusals(folder) for folder in _control_groups())
 
 

@@ -34,7 +34,7 @@ from meshmark.adapter.registry import load_adapter
 from meshmark.environment import DEFAULT_THREADS, threads_of_ranks, versions
 from meshmark.errors import ClockError, ClusterError
 from meshmark.launch.folders import means_no_space
-from meshmark.launch.processes import die_with_parent, is_process_limit_reached
+from meshmark.launch.processes import NO_PROCESS, NO_PROCESS_ADVICE, die_with_parent, is_process_limit_reached
 from meshmark.launch.store import RunStore, run_secret
 from meshmark.measure.fake_world import Copies, fake_world
 from meshmark.measure.flight_recorder import dump, under_way
@@ -153,7 +153,7 @@ def perform(request: Request, info: RankInfo) -> RankReport | RankFailure:
             kind=_kind(
                 error, [info.folder, *([Path(request.checkpoint)] if request.checkpoint else []), _SHARED_MEMORY]
             ),
-            message=describe_error(error) + (_NO_PROCESS_ADVICE if _lacks_process(error) else ""),
+            message=describe_error(error) + (NO_PROCESS_ADVICE if _lacks_process(error) else ""),
             time=time.time(),
             traceback=clip(traceback.format_exc()),
         )
@@ -243,9 +243,6 @@ def _kind(error: BaseException, folders: Iterable[Path] = ()) -> Status:
     return Status.OOM if _is_out_of_memory(error) else Status.RAISED
 
 
-_NO_PROCESS = re.compile(r"can't start new thread|Resource temporarily unavailable")
-"""Messages of calls that could not start a process or a thread."""
-_NO_PROCESS_ADVICE = "; `ulimit -u` or a control group (docker's --pids-limit) allows no more processes: raise it"
 _OUT_OF_MEMORY = re.compile(
     r"can't allocate memory"
     r"|CUDA error: out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY"
@@ -257,7 +254,7 @@ _OUT_OF_MEMORY = re.compile(
 
 
 def _lacks_process(error: BaseException) -> bool:
-    return bool(_NO_PROCESS.search(text_of(error))) and is_process_limit_reached()
+    return bool(NO_PROCESS.search(text_of(error))) and is_process_limit_reached()
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

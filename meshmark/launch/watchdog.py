@@ -18,7 +18,13 @@ import meshmark
 from meshmark.launch.cluster import Cluster
 from meshmark.launch.folders import is_full
 from meshmark.launch.fork_server import LOST_EXIT_CODE
-from meshmark.launch.processes import STATES, process_state
+from meshmark.launch.processes import (
+    NO_PROCESS,
+    NO_PROCESS_ADVICE,
+    STATES,
+    is_process_limit_reached,
+    process_state,
+)
 from meshmark.launch.rank import STACK_SIGNAL, RankInfo, ask
 from meshmark.rank_progress import EXPLAIN_SECONDS, Mark, Pace, Phase, read_mark
 from meshmark.records.rank_report import RankFailure, StackState
@@ -36,6 +42,8 @@ _HALTED = (STATES["T"], STATES["t"])
 _LOG_LINES = 30
 _ENDURE_SECONDS = 10.0
 """Least time in seconds that the pass `FAIL` gives other ranks to end by themselves, which is what it tests."""
+_THREADS_OF_RANK = 8
+"""Threads that a rank on a CPU starts before its adapter is built, or more."""
 _CRASHES = [-number for number in (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)]
 """Exit codes of crashes. The watchdog causes none of them: such a rank was already dying when it was killed."""
 
@@ -221,9 +229,22 @@ class Watchdog:
             message = "what starts ranks was killed, was stopped, or failed before they began"
         elif is_full(info.folder):
             kind, message = Status.NO_SPACE, f"{message}, and {str(info.folder.parent)!r} is full"
+        elif exit_code == -signal.SIGABRT and self._lacked_process(info, log_tail):
+            kind, message = Status.UNFINISHED, message + NO_PROCESS_ADVICE
         return RankFailure(
             rank=info.rank, kind=kind, message=message, time=self.died.get(info.rank, time.time()), log_tail=log_tail
         )
+
+    def _lacked_process(self, info: RankInfo, log_tail: str) -> bool:
+        """Return whether a rank probably aborted because it could not start a thread.
+
+        C++ aborts where a thread cannot be started and nobody catches the error. Its words say so in most cases. Before
+        the adapter is built, the words of an abort without an exception, under a limit, are enough.
+        """
+        unbuilt = self._mark(info).phase is Phase.JOIN and "without an active exception" in log_tail
+        if not (unbuilt or NO_PROCESS.search(log_tail)):
+            return False
+        return is_process_limit_reached(ended=_THREADS_OF_RANK * len(self.ranks))
 
     def _unkillable(self, info: RankInfo, log_tail: str) -> RankFailure:
         pid = self.processes.pid(info) or 0

@@ -530,6 +530,8 @@ class Reading:
     complaints: list[str]
     """One complaint per unreadable line. The other lines are good."""
     sessions: list[Session] = field(default_factory=list)
+    num_lost: int = 0
+    """Records that `merge` left out because their evidence is damaged."""
 
 
 def read_records(folder: Path, *, latest: bool = False) -> Reading:
@@ -646,7 +648,7 @@ def merge(folders: Iterable[Path], into: Path) -> Reading:
     Folders without readable records are skipped with a complaint. Returns what `into` then holds. Raises
     `ResultsError` if it cannot be written, or holds nothing.
     """
-    complaints, held = list[str](), set[object]()
+    complaints, held, num_lost = list[str](), set[object](), 0
     with contextlib.suppress(ResultsError):
         there = read_records(into)
         held = {*map(_name, there.sessions), *map(_name, there.records)}
@@ -666,10 +668,12 @@ def merge(folders: Iterable[Path], into: Path) -> Reading:
                     file.append(line)
                 except EvidenceError as error:  # of one record, whose evidence is damaged
                     complaints.append(f"{folder.name}: {error}")
+                    num_lost += 1
                     continue
                 held.add(name)
     merged = read_records(into)
-    return Reading(records=merged.records, complaints=[*complaints, *merged.complaints], sessions=merged.sessions)
+    complaints += merged.complaints
+    return Reading(records=merged.records, complaints=complaints, sessions=merged.sessions, num_lost=num_lost)
 
 
 def _name(line: Record | Session) -> object:

@@ -60,7 +60,7 @@ def read_run(path: Path) -> Run:
             case, told = _case_id(record["case"]), _about(record["environment"])
             values.setdefault(case, {}).update(found)
             about = told
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
             continue
     if not about:
         raise ResultsError(f"{str(file)!r} holds no record of a case that this Meshmark can read")

@@ -43,8 +43,8 @@ class Side:
 def run_suites(side: Side, options: Sequence[str], results: Path) -> list[Record]:
     """Run one fresh session and return its records. Failed tests are not errors, because their records say so.
 
-    Raises `ResultsError` when the session left no record, ran nothing, or did not come to its end: cases that were not
-    run would count as good.
+    Raises `ResultsError` when the session left no record, ran nothing, did not come to its end, or met a fault of the
+    machine, such as a full disk: cases that were not run would count as good.
     """
     named = any(option.partition("/")[0].partition("::")[0] in _SUITES for option in options)
     words = [*options] if named else ["--pyargs", "meshmark.suites", *options]
@@ -70,6 +70,9 @@ def run_suites(side: Side, options: Sequence[str], results: Path) -> list[Record
     if not ran:
         reasons = {record.outcome.message for record in records}
         raise ResultsError(f"{side.name}: nothing was run: {'; '.join(sorted(reasons)) or told}")
+    if stopped := next((record for record in ran if record.outcome.status.outside), None):
+        why = f"{stopped.outcome.status}: {stopped.outcome.message}"
+        raise ResultsError(f"{side.name}: {stopped.case.id} was not judged, for a reason outside of it: {why}")
     return ran
 
 

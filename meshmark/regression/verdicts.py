@@ -33,6 +33,8 @@ def _verdict(runs: CaseRuns, suite: str) -> Verdict | None:
 def _ending(name: str, what: str, before: Record, after: Record) -> Change:
     one, other = before.outcome, after.outcome
     outcome = _ranked(_end_rank(one.status), _end_rank(other.status))
+    if outcome is ChangeOutcome.SAME and _says_nothing(one.status):
+        outcome = ChangeOutcome.UNDECIDED
     return Change(
         case=name,
         metric=what,
@@ -46,9 +48,14 @@ def _ending(name: str, what: str, before: Record, after: Record) -> Change:
 
 def _end_rank(status: Status) -> int | None:
     """Return a rank for comparing ends, or None if the status says nothing about the code."""
-    if status is Status.SKIPPED or status is Status.SLOW or status.outside:
+    if status is Status.SKIPPED or _says_nothing(status):
         return None
     return int(status is Status.OK)
+
+
+def _says_nothing(status: Status) -> bool:
+    """Return whether a case was begun and did not get as far as an answer, for a reason that is not the adapter's."""
+    return status is Status.SLOW or status.outside
 
 
 def _verdicts(name: str, suite: str, one: Verdict | None, other: Verdict | None) -> Change:
