@@ -394,3 +394,23 @@ def test_a_mistyped_branch_installs_no_package_of_that_name(
     monkeypatch.setattr(sides, "_installed", lambda *_: pytest.fail("asked pip"))
     assert main(["ab", "--a", text, "--b", text, "--", "-k", "x"]) == 2
     assert f"{text!r} is no folder with bin/python and no commit" in capsys.readouterr().err
+
+
+FULL = """#!/bin/sh
+for last; do :; done
+mkdir -p "$last" && cp records.jsonl "$last"
+exit 1
+"""
+
+
+@pytest.mark.parametrize("status", [Status.NO_SPACE, Status.UNFINISHED])
+def test_a_session_that_met_a_fault_of_the_machine_is_no_side(status: Status, tmp_path: Path) -> None:
+    """`ab` called two of them the same, and `bisect` took one for good and named the wrong commit."""
+    stopped = make_good(outcome=Outcome(status=status, message="room for 3 bytes"), verdicts=[])
+    with contextlib.closing(RecordFile(tmp_path)) as file:
+        file.append(stopped)
+    (tmp_path / "python").write_text(FULL)
+    (tmp_path / "python").chmod(0o755)
+    side = Side(name="A", python=str(tmp_path / "python"), folder=tmp_path)
+    with pytest.raises(ResultsError, match=f"was not judged, for a reason outside of it: {status}: room for 3 bytes"):
+        sides.run_suites(side, ["-k", "memory"], tmp_path / "results")

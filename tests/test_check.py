@@ -681,3 +681,48 @@ def test_unusual_ways_are_judged(way: str, code: int, words: str) -> None:
 def test_a_loss_that_weighs_targets_itself_is_no_wrong_mean() -> None:
     ended, printed = check("--nproc", 2, "--objective", "tokens", SCRIPTS / "odd_ways.py", "focal")
     assert ended == 3 and "the loss weighs single targets by itself, as a focal loss does" in printed, printed
+
+
+PLAIN = """
+import torch
+from torch import nn
+model = nn.Linear(WIDTH, WIDTH)
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(4):
+    inputs = torch.randn(8, WIDTH)
+    loss = (model(inputs) - inputs).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_page_that_cannot_be_written_takes_no_verdict_away(tmp_path: Path) -> None:
+    """The judge had run, and the command said that the script could not be."""
+    (tmp_path / "plain.py").write_text(PLAIN.replace("WIDTH", "8"))
+    (tmp_path / "folder").mkdir()
+    code, printed = check("-o", tmp_path / "folder", tmp_path / "plain.py")
+    assert code == 2 and "it is a folder, and the page is a file" in printed, printed
+    code, printed = check("-o", "/proc/page.md", tmp_path / "plain.py")
+    assert code == 2 and "RIGHT: plain.py" in printed, printed
+    assert "/proc/page.md cannot be written" in printed and "Traceback" not in printed
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+def test_a_full_disk_is_no_fault_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wide.py").write_text(PLAIN.replace("WIDTH", "1200"))
+    (tmp_path / "small").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", tmp_path / "small"], check=True)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "small"))
+    try:
+        code, printed = check(tmp_path / "wide.py")
+    finally:
+        subprocess.run(["umount", "-l", tmp_path / "small"], check=True)
+    assert code == 4 and "no space: no space for recordings in" in printed and "Traceback" not in printed, printed
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "nan", "inf"])
+def test_a_size_of_recordings_that_cannot_be_is_refused(size: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").touch()
+    code, printed = check(f"--max-disk={size}", tmp_path / "script.py")
+    assert code == 2 and "--max-disk must be a number of GB above 0" in printed, printed

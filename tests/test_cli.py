@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -334,3 +335,23 @@ def test_help_imports_nothing_that_takes_long() -> None:
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert "usage: meshmark" in done.stdout
     assert not {"torch", "numpy", "pandas", "matplotlib"} & set(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["submit --results closed/sub", "run suite.toml", "baseline accept results --name n1 --allow unfinished"],
+)
+def test_a_folder_that_cannot_be_written_is_a_line(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """/proc is one for root, too."""
+    (tmp_path / "closed").symlink_to("/proc")
+    (tmp_path / "baselines").symlink_to("/proc")
+    (tmp_path / "raises.py").touch()
+    (tmp_path / "suite.toml").write_text('[options]\nresults = "closed/run"\n[[checks]]\nscript = "raises.py"\n')
+    with contextlib.closing(RecordFile(tmp_path / "results")) as file:
+        file.append(make_good())
+    monkeypatch.chdir(tmp_path)
+    assert main(command.split()) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("meshmark: ") and "No such file or directory" in said and "Traceback" not in said, said

@@ -480,6 +480,17 @@ def test_other_settings_of_the_allocator_are_other_conditions() -> None:
     assert not compare([make_good(kernels={})], [make_good(kernels=own)]).conditions
 
 
+@pytest.mark.parametrize("status", [Status.NO_SPACE, Status.UNFINISHED, Status.SLOW])
+def test_two_sides_that_met_a_fault_of_the_machine_are_not_the_same(status: Status) -> None:
+    """Neither says anything about the code, and the gate passed as if both did."""
+    stopped = make_good(outcome=Outcome(status=status, message="the disk is full"), verdicts=[])
+    (change,) = compare([stopped], [stopped]).changes
+    assert change.outcome is ChangeOutcome.UNDECIDED
+    assert parse_gate("wrong,unsure").failing([change]) and not parse_gate("wrong").failing([change])
+    skipped = make_good(outcome=Outcome(status=Status.SKIPPED), verdicts=[])
+    assert {change.outcome for change in compare([skipped], [skipped]).changes} == {ChangeOutcome.SAME}
+
+
 def test_a_test_that_b_did_not_end_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The case's other suites left its record, so that a run that was killed passed the gate."""
     case = make_good().case.id

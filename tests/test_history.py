@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import statistics
@@ -164,3 +165,11 @@ def test_a_series_is_one_metric_of_one_case() -> None:
     assert series_of([run(1), run(0)]) == [
         Series(case="case", metric=TIMES[0], runs=[run(0), run(1)], values=[1.0, 1.0])
     ]
+
+
+def test_a_line_that_is_nested_without_end_is_left_out(tmp_path: Path) -> None:
+    with contextlib.closing(RecordFile(tmp_path)) as file:
+        file.append(make_good())
+    with (tmp_path / "records.jsonl").open("a") as lines:
+        lines.write('{"schema": 4, "a": ' + "[" * 200_000 + "\n")
+    assert list(read_run(tmp_path).values) == [make_good().case.id]

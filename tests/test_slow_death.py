@@ -14,6 +14,7 @@ from meshmark import rank_progress
 from meshmark.launch import watchdog
 from meshmark.launch.rank import RankInfo
 from meshmark.launch.watchdog import Watchdog
+from meshmark.rank_progress import Phase
 from meshmark.records.rank_report import RankFailure
 from meshmark.records.record import Status
 from meshmark.serial import encode
@@ -138,3 +139,27 @@ def test_a_crash_that_the_kill_came_too_late_for_is_told(tmp_path: Path, dies: i
     found = Watchdog(Dying(dies), None, make_request("ddp"), ranks, "failed").run()
     assert [one.rank for one in found] == blamed
     assert dies == -signal.SIGKILL or "SIGABRT" in found[1].message
+
+
+@pytest.mark.parametrize(
+    "words, phase, limited, kind",
+    [
+        ("terminate called without an active exception", Phase.JOIN, True, Status.UNFINISHED),
+        ("terminate called without an active exception", Phase.JOIN, False, Status.KILLED),
+        ("terminate called without an active exception", Phase.TRAIN, True, Status.KILLED),
+        ("what(): Resource temporarily unavailable", Phase.TRAIN, True, Status.UNFINISHED),
+        ("double free or corruption", Phase.JOIN, True, Status.KILLED),
+    ],
+)
+def test_an_abort_for_want_of_a_thread_says_nothing_of_the_adapter(
+    tmp_path: Path, words: str, phase: Phase, limited: bool, kind: Status, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gloo's threads are started before an adapter is built, and C++ aborts where one cannot be."""
+    monkeypatch.setattr(watchdog, "is_process_limit_reached", lambda ended: limited and ended > 0)
+    monkeypatch.setattr(rank_progress, "_marker", rank_progress._Marker())
+    ranks = make_ranks(tmp_path)
+    ranks[1].file("log").write_text(f"{words}\n")
+    rank_progress.watch(ranks[1].file("progress"))
+    rank_progress.begin(phase)
+    _, found = Watchdog(Dying(-signal.SIGABRT), None, make_request("ddp"), ranks, "failed").run()
+    assert found.kind == kind and ("`ulimit -u`" in found.message) == (kind is Status.UNFINISHED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -16,6 +17,7 @@ from benchmarks.cluster.page import page
 from benchmarks.cluster.row import Row, Whole, begin, finish, keep, kept, whole_of
 from meshmark.cli.commands import main
 from meshmark.cli.options import part
+from meshmark.cli.submit import Submission, _gather
 from meshmark.errors import InputError
 from meshmark.pytest_plugin.selection import in_part
 from meshmark.records.record import SCHEMA, Outcome, Status
@@ -80,6 +82,19 @@ def test_a_part_whose_evidence_is_damaged_does_not_keep_the_others(tmp_path: Pat
     merged = merge([tmp_path / "task-1", tmp_path / "task-2"], tmp_path)
     assert [record.case.adapter for record in merged.records] == ["a2"]
     assert any("task-1" in complaint and "evidence" in complaint for complaint in merged.complaints)
+
+
+def test_a_record_that_is_lost_to_damaged_evidence_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = Submission(folder=tmp_path, tasks=1, nodes=1, tasks_per_node=1, options=(), pytest=())
+    with contextlib.closing(RecordFile(tmp_path / "task-1")) as file:
+        file.append(make_bulky())
+        file.append(Session(schema=SCHEMA, session="one", command="pytest", device="cpu", exit_code=0))
+    for evidence in (tmp_path / "task-1" / "evidence").iterdir():
+        evidence.write_bytes(b"no")
+    assert _gather(asked, []) == 2
+    assert "evidence" in capsys.readouterr().err
 
 
 SBATCH = """#!/bin/sh
@@ -230,6 +245,30 @@ def test_a_job_that_nobody_can_follow_is_told(
     leave(slurm, 1, 1, 0, Status.OK)
     assert main(["submit", "--tasks", "1", "--results", str(slurm / "out")]) == 2
     assert "away; job 7 may still run" in capsys.readouterr().err
+
+
+def test_what_ended_is_gathered_where_a_job_cannot_be_submitted_again(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leave(slurm, 1, 1, 0, Status.OK)
+    leave(slurm, 2, 1, None, Status.NODE_LOST)
+    (slurm / "sbatch").write_text(SBATCH + '[ $(wc -l < $HERE/asked) = 1 ] || { echo "too many jobs" >&2; exit 1; }\n')
+    assert main(["submit", "--tasks", "2", "--results", str(slurm / "out")]) == 2
+    said = capsys.readouterr()
+    assert "too many jobs" in said.err and "2 records of 2 tasks" in said.out
+    assert len(read_records(slurm / "out").records) == 2
+
+
+def test_whoever_stops_following_a_job_learns_that_it_goes_on(
+    slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("meshmark.cli.submit.time.sleep", stop)
+    leave(slurm, 1, 1, 0, Status.OK)
+    assert main(["submit", "--tasks", "1", "--results", str(slurm / "out")]) == 130
+    assert "job 7 goes on: `scancel 7` ends it" in capsys.readouterr().err
 
 
 def test_an_earlier_job_does_not_stand_for_one_that_never_began(slurm: Path) -> None:
