@@ -168,7 +168,7 @@ def test_a_temporary_folder_that_pytorch_cannot_open_is_refused(tmp_path: Path) 
     assert "caf\\xe9', which is not UTF-8" in done.stderr and "name another one in TMPDIR" in done.stderr
 
 
-@pytest.fixture(params=[ForkserverLauncher, TorchrunLauncher])
+@pytest.fixture(params=[ForkserverLauncher, pytest.param(TorchrunLauncher, marks=pytest.mark.slow)])
 def own_launcher(request: pytest.FixtureRequest) -> Iterator[Launcher]:
     """One that starts its processes after `shared` has set the folder for temporary files."""
     with Cluster(ClusterSpec()) as cluster, contextlib.closing(request.param(cluster)) as started:

@@ -62,11 +62,11 @@ def test_a_defect_is_found_and_named(defect: str, words: str) -> None:
 @pytest.mark.parametrize(
     "script, seen",
     [
-        ("lightning_trainer.py", "a mean over targets"),
+        pytest.param("lightning_trainer.py", "a mean over targets", marks=pytest.mark.slow),
         pytest.param("fabric_loop.py", "a mean over targets", marks=pytest.mark.slow),
         pytest.param("hf_trainer.py bf16", "a mean over all targets of the global batch", marks=pytest.mark.slow),
         pytest.param("gan.py", "Adam: off by", marks=pytest.mark.slow),
-        ("mixed.py fsdp2", "(FSDP2), 2 micro-batches"),
+        pytest.param("mixed.py fsdp2", "(FSDP2), 2 micro-batches", marks=pytest.mark.slow),
         pytest.param("mixed.py fsdp1", "(FSDP1), 2 micro-batches", marks=pytest.mark.slow),
         pytest.param("mixed.py weights", "clipping    norm", marks=pytest.mark.slow),
         pytest.param("mixed.py compiled", "(DDP), 2 micro-batches", marks=pytest.mark.slow),
@@ -86,7 +86,7 @@ def test_right_scripts_of_trainers_and_in_bf16_are_right(script: str, seen: str)
         pytest.param("gan.py twice critic_kept", 1, "zero_grad missing", marks=pytest.mark.slow),
         pytest.param("gan.py twice generator_kept", 1, "zero_grad missing", marks=pytest.mark.slow),
         pytest.param("gan.py penalty", 3, "the script differentiates a gradient", marks=pytest.mark.slow),
-        ("chain.py", 0, "a mean over targets"),
+        pytest.param("chain.py", 0, "a mean over targets", marks=pytest.mark.slow),
         pytest.param("chain.py undivided", 1, "losses of micro-batches or ranks are added up", marks=pytest.mark.slow),
     ],
 )
@@ -114,7 +114,7 @@ def test_a_buffer_that_the_first_rank_broadcasts_is_that_of_all() -> None:
 @pytest.mark.parametrize(
     "script, words",
     [
-        ("fsdp2 reduced_early", "micro-batch 2 of 2 has no part"),
+        pytest.param("fsdp2 reduced_early", "micro-batch 2 of 2 has no part", marks=pytest.mark.slow),
         pytest.param("fsdp2 undivided", "losses of micro-batches or ranks are added up", marks=pytest.mark.slow),
         ("weights other_masks", "random numbers are drawn anew"),
     ],
@@ -496,16 +496,22 @@ def test_clipping_of_fsdp1_is_observed(arguments: tuple[str, ...], code: int, te
     "script, code, words",
     [
         pytest.param("averages.py restored", 0, "gradients   off by", marks=pytest.mark.slow),
-        (
+        pytest.param(
             "averages.py kept",
             1,
             "set 0.weight and 3 more to 0.1 x the optimizer's + 0.09 x its value after step 0 + 0.81",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "averages.py swapped", 1, "to 0.9 x the optimizer's + 0.1 x its value before", marks=pytest.mark.slow
         ),
         pytest.param("averages.py clipped", 0, "to its own value, clipped to 0.1", marks=pytest.mark.slow),
-        ("penalties.py l2", 0, "an L2 penalty of 0.003 x the sum of squares of first.weight and 1 more"),
+        pytest.param(
+            "penalties.py l2",
+            0,
+            "an L2 penalty of 0.003 x the sum of squares of first.weight and 1 more",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("penalties.py large", 0, "an L2 penalty of 5 x the sum of squares", marks=pytest.mark.slow),
         pytest.param("penalties.py l1", 0, "an L1 penalty of 0.001 x the sum of absolute", marks=pytest.mark.slow),
         pytest.param("penalties.py norms", 0, "a penalty of 0.01 x the sum of the norms", marks=pytest.mark.slow),
@@ -518,7 +524,7 @@ def test_clipping_of_fsdp1_is_observed(arguments: tuple[str, ...], code: int, te
         pytest.param("rates.py local", 1, "ReduceLROnPlateau is given 1.6", marks=pytest.mark.slow),
         pytest.param("rates.py by_rank", 1, "0.weight with lr = 0.01, and rank 1's with 0.02", marks=pytest.mark.slow),
         pytest.param("lightning_manual.py", 0, "clipping    norm", marks=pytest.mark.slow),
-        ("lightning_manual.py kept", 1, "zero_grad missing"),
+        pytest.param("lightning_manual.py kept", 1, "zero_grad missing", marks=pytest.mark.slow),
         pytest.param("lightning_manual.py two", 0, "6 steps of 2 ranks (DDP)", marks=pytest.mark.slow),
         pytest.param("coarse.py", 0, "judged by those of one process in the same precision", marks=pytest.mark.slow),
         pytest.param("coarse.py undivided", 1, "losses of micro-batches or ranks are added up", marks=pytest.mark.slow),
@@ -625,7 +631,7 @@ def test_a_loss_that_is_no_number_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "option, code, words",
     [
-        ("half", 0, "the script multiplies its loss by 0.5"),
+        pytest.param("half", 0, "the script multiplies its loss by 0.5", marks=pytest.mark.slow),
         pytest.param("columns", 0, "it counts 2 times", marks=pytest.mark.slow),
         pytest.param("group", 0, "AdamW: off by", marks=pytest.mark.slow),
         pytest.param("remainder", 0, "a step of 1 of 2 micro-batches counts 0.5 times", marks=pytest.mark.slow),
@@ -643,7 +649,7 @@ def test_a_loss_that_is_no_number_is_named(tmp_path: Path) -> None:
             marks=pytest.mark.slow,
         ),
         pytest.param("gathered_own", 0, "takes other ranks' values for constants", marks=pytest.mark.slow),
-        ("clipped_early", 1, "wrong: clipped before reduction"),
+        pytest.param("clipped_early", 1, "wrong: clipped before reduction", marks=pytest.mark.slow),
         pytest.param("evaluates", 1, "ranks 0 and 1 call modules in other modes", marks=pytest.mark.slow),
         pytest.param("stale", 1, "rank 1 reads the batch of the step before at every step", marks=pytest.mark.slow),
     ],

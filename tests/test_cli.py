@@ -288,20 +288,21 @@ def test_a_device_is_no_file_to_read(
     assert "'/dev/zero' is a device; name a file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["schema", "gaps", "show ddp results"])
+@pytest.mark.parametrize("command", ["gaps", pytest.param("schema", marks=pytest.mark.slow), "show ddp results"])
 def test_a_closed_output_is_no_failed_gate(command: str, tmp_path: Path) -> None:
     write(tmp_path / "results")
     run = subprocess.run(["sh", "-c", f"{sys.executable} -m meshmark {command} >&-"], cwd=tmp_path, capture_output=True)
     assert (run.returncode, run.stderr) == (0, b"")
 
 
+@pytest.mark.slow
 def test_a_reader_who_has_enough_is_no_error() -> None:
     command = f"{sys.executable} -m meshmark plan --model llama-8b --gpus 64 --gpu h100 --top 1000 | head -1"
     ended = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, "") and "llama-8b" in ended.stdout
 
 
-@pytest.mark.parametrize("reader", ["true", "head -1"])
+@pytest.mark.parametrize("reader", ["true", pytest.param("head -1", marks=pytest.mark.slow)])
 def test_a_gate_fails_also_where_its_reader_has_enough(reader: str, tmp_path: Path) -> None:
     """Under `pipefail`, as in GitHub's jobs, it passed."""
     (tmp_path / "raises.py").write_text("raise SystemExit('no')\n")

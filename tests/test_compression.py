@@ -331,7 +331,8 @@ def test_training_a_smaller_model_wrongly_is_seen(
 
 
 @pytest.mark.parametrize(
-    "workload", ["qlora.py:QLoRA", pytest.param("distillation.py:Distillation", marks=pytest.mark.slow)]
+    "workload",
+    [pytest.param(name, marks=pytest.mark.slow) for name in ("qlora.py:QLoRA", "distillation.py:Distillation")],
 )
 def test_a_smaller_model_is_trained_in_the_memory_that_is_planned(tmp_path: Path, workload: str) -> None:
     """Frozen weights are sharded like the others, and have no gradients and no moments; 4-bit ones are buffers."""

@@ -421,6 +421,7 @@ def test_the_region_of_a_few_wrong_elements(places: list[tuple[int, int]], regio
     assert describe_region({WEIGHT: mask}) == f"in {region}"
 
 
+@pytest.mark.slow
 def test_gradients_in_bf16() -> None:
     def rounded(name: str, gradient: np.ndarray) -> np.ndarray:
         return torch.from_numpy(gradient).bfloat16().float().numpy()

@@ -280,6 +280,7 @@ _COLLECTIVES = """
 """
 
 
+@pytest.mark.slow
 def test_collectives_are_over_at_once() -> None:
     code = "import warnings; warnings.simplefilter('ignore', FutureWarning)\n" + textwrap.dedent(_COLLECTIVES)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -124,6 +124,7 @@ def private_names() -> set[str]:
     return {name for name in read if name.startswith("_") and not name.startswith("__")}
 
 
+@pytest.mark.slow
 def test_private_names_of_pytorch_are_known_and_there() -> None:
     assert private_names() - {"_C"} == PRIVATE.keys() | _OTHERS
     requirement = f"torch>={CHECKED}"

@@ -58,7 +58,7 @@ def runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactor
     "adapter, layout, work, precision",
     [
         ("gpipe", Layout(num_micro_batches=2), GPT, Precision.FP32),
-        ("pipeline", INTERLEAVED, UNEVEN, Precision.FP32),
+        pytest.param("pipeline", INTERLEAVED, UNEVEN, Precision.FP32, marks=pytest.mark.slow),
         ("pipeline", INTERLEAVED, LLAMA, Precision.FP64),
         pytest.param(
             "pipeline",

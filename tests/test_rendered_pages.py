@@ -28,8 +28,8 @@ from studies import pages
 from tests.factories import make_case, make_good
 from tests.test_conformance import plain, plain_conformance
 
-SLOW = {"validation"}
-"""Pages that are computed, not only rendered."""
+SLOW = {"validation", "gpu", "gpu-nccl", "scale"}
+"""Pages that are computed, or whose records are large."""
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,9 @@ def test_shared_cores_bound_the_pipeline(stages: int, micro_batches: int, cores:
     assert shared_pipeline_seconds(stages, micro_batches, 1) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "zero" else name for name in TABLES]
+)
 def test_a_twin_is_read_from_what_was_measured(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another measurement is another table: nothing measured is in the code."""
     rows = twin(name)
