@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,20 @@ def test_a_check_of_a_script_is_a_command(tmp_path: Path) -> None:
     assert suite.runs == () and suite.gate == ()
     page = "--output=results/ci/check-1-train.md"
     assert suite.checks == (("check", "--nproc=2", "--objective=tokens", page, "train.py", "--lr", "0.1"),)
+
+
+def test_a_process_that_a_checked_script_leaves_holds_no_run_up(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Such as a server: it held the pipe open that the verdict was read from."""
+    leaves = 'import subprocess, sys\nsubprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])\n'
+    (tmp_path / "leaves.py").write_text(f"{leaves}raise SystemExit('no')\n")
+    path = tmp_path / "suite.toml"
+    path.write_text(f'[[checks]]\nscript = "{tmp_path}/leaves.py"\n[options]\nresults = "{tmp_path}/results"\n')
+    started = time.monotonic()
+    assert run_file(path) == 1
+    assert time.monotonic() - started < 300, "it waited for the process"
+    assert "ended 1 process of the script" in capfd.readouterr().err
 
 
 @pytest.mark.slow
