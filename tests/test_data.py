@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -145,6 +147,30 @@ def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
 def test_a_corpus_that_cannot_be_read_is_refused(tmp_path: Path, name: str, reason: str) -> None:
     with pytest.raises(CorpusError, match=f"cannot be read: {reason}.*; name an existing file"):
         check_data(dataclasses.replace(WORKLOAD, corpus=str(tmp_path / name)))
+
+
+READ_WITHIN = """
+import resource, sys
+from meshmark.errors import CorpusError
+from meshmark.reference.data import read_corpus
+in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (in_use + 100 * 2**20,) * 2)
+try:
+    read_corpus(sys.argv[1])
+except CorpusError as error:
+    print(error)
+"""
+
+
+def test_a_corpus_that_is_too_long_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    """A sparse file of 20 GB was read whole."""
+    file = tmp_path / "sparse.txt"
+    with file.open("wb") as sparse:
+        sparse.truncate(20 * 10**9)
+    command = [sys.executable, "-c", READ_WITHIN, str(file)]
+    done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "sparse.txt' has 20,000,000,000 bytes; expected at most 1,073,741,824" in done.stdout
 
 
 def test_a_vocabulary_without_all_bytes_is_refused() -> None:

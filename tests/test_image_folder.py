@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +18,10 @@ from meshmark.adapters import ADAPTERS
 from meshmark.conformance.scenario import plain_cells
 from meshmark.errors import CorpusError, InputError
 from meshmark.models.module import build_model
-from meshmark.reference.data import check_data, data_digest, load_images, make_batch, on_corpus
+from meshmark.reference.data import check_data, data_digest, load_images, make_batch, on_corpus, shown
 from meshmark.spec.workload import Workload, workload
 
+ROOT = Path(__file__).parent.parent
 VIT = workload("vit-digits")
 
 
@@ -49,6 +53,7 @@ def on(path: Path, base: Workload = VIT) -> Workload:
 def test_images_come_in_the_order_of_names_with_their_classes(tmp_path: Path) -> None:
     images, labels = load_images(str(folder_of(tmp_path)))
     assert images.shape == (3, 1, 16, 16)
+    images = shown(images)
     assert images[:, 0, 0, 0].tolist() == [0.0, 51 / 256, 255 / 256]
     assert labels.tolist() == [0, 0, 1]
     for dtype in (torch.bfloat16, torch.float16):
@@ -59,7 +64,7 @@ def test_coloured_images_have_three_channels_and_grey_ones_among_them_too(tmp_pa
     folder_of(tmp_path)
     image(tmp_path / "dogs" / "red.png", (128, 0, 64))
     images, _ = load_images(str(tmp_path))
-    assert images[:, :, 3, 5].tolist() == [[0.0] * 3, [51 / 256] * 3, [255 / 256] * 3, [0.5, 0.0, 0.25]]
+    assert shown(images)[:, :, 3, 5].tolist() == [[0.0] * 3, [51 / 256] * 3, [255 / 256] * 3, [0.5, 0.0, 0.25]]
 
 
 @pytest.mark.parametrize("name", ["vit-digits", "resnet-digits", "coatnet-digits", "amoebanet-digits"])
@@ -81,6 +86,68 @@ def test_other_images_are_another_workload(tmp_path: Path) -> None:
     assert on(one).name == on(same).name != on(other).name
     assert data_digest(on(one)) == data_digest(on(same)) != data_digest(on(other))
     assert data_digest(on(one)) != data_digest(VIT)
+
+
+def test_a_workload_on_images_keeps_its_name(tmp_path: Path) -> None:
+    """Published records go by the digest of images in float32, in whatever way they are kept."""
+    folder_of(tmp_path / "pets")
+    assert on(tmp_path / "pets").name == "vit-digits.pets.9d6150c4"
+    image(tmp_path / "pets" / "dogs" / "red.png", (128, 0, 64))
+    load_images.cache_clear()
+    assert on(tmp_path / "pets").name == "vit-digits.pets.8a9b4147"
+    assert data_digest(on(tmp_path / "pets")).startswith("8a9b4147")
+    assert make_batch(on(tmp_path / "pets"), 0).inputs.dtype is torch.float32
+
+
+LIMITED = """
+import resource, sys
+from meshmark.errors import CorpusError
+from meshmark.reference.data import load_images, on_corpus
+from meshmark.spec.workload import workload
+from PIL import BmpImagePlugin, PngImagePlugin
+workload("vit-digits")
+in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (in_use + int(sys.argv[2]) * 2**20,) * 2)
+try:
+    on_corpus(workload("vit-digits"), sys.argv[1])
+    print("shape", tuple(load_images(sys.argv[1])[0].shape))
+except CorpusError as error:
+    print(error)
+"""
+
+
+def told_within(megabytes: int, path: Path) -> str:
+    """Take a folder of images with so much memory, in a process of its own, and return what it prints."""
+    command = [sys.executable, "-c", LIMITED, str(path), str(megabytes)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def copies(folder: Path, side: int, count: int, colour: int | tuple[int, int, int]) -> Path:
+    """Two classes, in each `count` times one image."""
+    image(folder / "a" / "0.png", colour, side)
+    (folder / "b").mkdir()
+    for name, start in {"a": 1, "b": 0}.items():
+        for i in range(start, count):
+            os.link(folder / "a" / "0.png", folder / name / f"{i}.png")
+    return folder
+
+
+def test_an_image_that_is_too_large_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
+    """Two files of 258 kB took 3.5 GB."""
+    told = told_within(100, copies(tmp_path, 9000, 1, (1, 2, 3)))
+    assert "0.png has 9000 x 9000 pixels; expected at most 1024 x 1024: scale the images down" in told
+
+
+def test_images_take_a_byte_a_value(tmp_path: Path) -> None:
+    """Twelve copies of 3 MB, and no other of all of them at once."""
+    assert "shape (12, 3, 1000, 1000)" in told_within(140, copies(tmp_path, 1000, 6, (1, 2, 3)))
+
+
+def test_images_that_are_too_large_together_are_refused_before_any_is_decoded(tmp_path: Path) -> None:
+    told = told_within(100, copies(tmp_path, 1024, 513, 7))
+    assert "1026 images of 1024 x 1024 pixels have 1,075,838,976 values; expected at most 1,073,741,824" in told
 
 
 def test_what_cannot_be_trained_on_is_refused_with_its_reason(tmp_path: Path) -> None:
@@ -140,7 +207,7 @@ def test_pixels_of_more_than_eight_bits_are_refused(tmp_path: Path, kind: str, m
 def test_grey_images_that_tell_how_opaque_they_are_are_grey(tmp_path: Path) -> None:
     Image.new("LA", (16, 16), (7, 128)).save(folder_of(tmp_path) / "dogs" / "thin.png")
     images, _ = load_images(str(tmp_path))
-    assert images.shape == (4, 1, 16, 16) and images[3].unique().tolist() == [7 / 256]
+    assert images.shape == (4, 1, 16, 16) and shown(images)[3].unique().tolist() == [7 / 256]
 
 
 def test_a_format_that_is_not_read_is_told_with_those_that_are(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def read_config(path: Path, given: Mapping[str, object], *, planned: bool) -> Fi
     Raises `InputError` for a file that cannot be read, and for settings that no model here implements. If the model is
     only `planned`, such settings produce a warning instead.
     """
-    config = _read(path)
+    config = read_object(path, f"--model {str(path)!r}")
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _HONOURED:
         from meshmark.models.planned_config import PLANNED_TYPES  # which imports this module
@@ -149,15 +149,25 @@ def _report_changes(path: Path, changed: list[str], *, planned: bool) -> None:
     )
 
 
-def _read(path: Path) -> dict[str, object]:
+def read_object(path: Path, named: str, *, largest: int = _LARGEST_FILE) -> dict[str, object]:
+    """Return the object in a config file, or an empty one if the file holds anything else. Messages call it `named`.
+
+    Raises `InputError` for a file that cannot be read, has over `largest` bytes, or is not JSON.
+    """
     try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise InputError(f"--model {str(path)!r}: over {_LARGEST_FILE:,} bytes, which no model's config.json has")
-        config = json.loads(path.read_text())
+        if path.exists() and not (path.is_file() or path.is_dir()):  # to open a pipe waits for whoever writes to it
+            raise InputError(f"{named}: no regular file; expected a Hugging Face config.json")
+        with path.open("rb") as file:
+            text = file.read(largest + 1)
+        if len(text) > largest:
+            raise InputError(f"{named}: over {largest:,} bytes, which no model's config.json has")
+        config = json.loads(text)
     except OSError as error:
-        raise InputError(f"--model {str(path)!r}: {error.strerror}; expected a Hugging Face config.json") from error
+        raise InputError(f"{named}: {error.strerror}; expected a Hugging Face config.json") from error
+    except InputError:
+        raise
     except (ValueError, RecursionError) as error:
-        raise InputError(f"--model {str(path)!r}: not JSON ({error}); expected a Hugging Face config.json") from error
+        raise InputError(f"{named}: not JSON ({error}); expected a Hugging Face config.json") from error
     return config if isinstance(config, dict) else {}
 
 

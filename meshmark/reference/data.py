@@ -10,15 +10,17 @@ takes it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import importlib.util
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,6 +32,9 @@ from meshmark.models.config import Dataset, ImageModelConfig
 from meshmark.models.module import random_bits
 from meshmark.spec.workload import Workload
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 # --- A folder of the user's images.
 
 _SHADES = 256.0
@@ -40,13 +45,17 @@ _WIDE = ("I", "F")
 """Beginnings of modes whose pixels have more than 8 bits: Pillow cuts them off at 255, and nearly all become white."""
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Formats that Pillow decodes by itself. For others it tries every decoder, and some of those start programs."""
+_LARGEST_SIDE = 1024
+"""Pixels a side of the largest image. A batch of some tens of larger ones would take gigabytes as float32."""
+_MOST_VALUES = 2**30
+"""Values of all images together, of a byte each, which every rank keeps in memory: 7,000 colour images of 224 x 224."""
 _EXPECTED = "expected a subfolder a class, with images in it"
 
 
 @functools.lru_cache(maxsize=2)
 def load_images(path: str) -> tuple[Tensor, Tensor]:
-    """All images, float32 [images, 1 or 3, side, side] from 0 to 1, and their classes, int64 [images], in the order of
-    names; grey where all of them are. Raises `CorpusError` when they cannot be trained on together."""
+    """All images, uint8 [images, 1 or 3, side, side], and their classes, int64 [images], in the order of names; grey
+    where all of them are. Raises `CorpusError` when they cannot be trained on together."""
     classes = _class_folders(path)
     files = [(label, file) for label, folder in enumerate(classes) for file in _visible(folder)]
     for label, folder in enumerate(classes):
@@ -54,7 +63,12 @@ def load_images(path: str) -> tuple[Tensor, Tensor]:
             raise CorpusError(f"corpus {path!r}: class folder {folder.name!r} is empty; {_EXPECTED}")
     pixels = _pixels(path, [file for _, file in files])
     labels = torch.tensor([label for label, _ in files])
-    return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous().float() / _SHADES, labels
+    return torch.from_numpy(pixels), labels
+
+
+def shown(images: Tensor) -> Tensor:
+    """Images as a model takes them: float32 from 0 to 1. Those in a cache are bytes, a quarter of that."""
+    return images.float() / _SHADES if images.dtype is torch.uint8 else images
 
 
 def _visible(folder: Path) -> list[Path]:
@@ -78,35 +92,60 @@ def _class_folders(path: str) -> list[Path]:
 
 
 def _pixels(path: str, files: Sequence[Path]) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """uint8 [images, side, side, 1 or 3]."""
+    """uint8 [images, 1 or 3, side, side]. All sizes are looked at before the first image is decoded: a small file may
+    hold any number of pixels of one colour."""
+    sides, greys = [], []
+    for file in files:
+        with _opened(path, file) as image:
+            width, height = image.size
+            greys.append(image.mode in _GREY)
+        if width != height:
+            raise CorpusError(f"corpus {path!r}: {file} has {width} x {height} pixels; expected square images")
+        if width > _LARGEST_SIDE:
+            raise CorpusError(
+                f"corpus {path!r}: {file} has {width} x {height} pixels; expected at most {_LARGEST_SIDE} x "
+                f"{_LARGEST_SIDE}: scale the images down"
+            )
+        sides.append(width)
+        if width != sides[0]:
+            raise CorpusError(
+                f"corpus {path!r}: images are of unequal size: {files[0]} has {sides[0]} pixels a side, {file} "
+                f"{width}; bring them to one size"
+            )
+    grey = all(greys)
+    shape = (len(files), 1 if grey else 3, sides[0], sides[0])
+    if math.prod(shape) > _MOST_VALUES:
+        raise CorpusError(
+            f"corpus {path!r}: {len(files)} images of {sides[0]} x {sides[0]} pixels have {math.prod(shape):,} values; "
+            f"expected at most {_MOST_VALUES:,}: scale the images down, or leave some out"
+        )
+    pixels = np.empty(shape, dtype=np.uint8)
+    for into, file in zip(pixels, files, strict=True):  # one by one: Pillow's copy of an image is freed before the next
+        with _opened(path, file) as image:
+            plain = image.convert("L" if image.mode in _GREY else "RGB")
+            values = np.asarray(plain if grey else plain.convert("RGB"), dtype=np.uint8)
+            into[:] = values.reshape(*values.shape[:2], -1).transpose(2, 0, 1)
+    return pixels
+
+
+@contextlib.contextmanager
+def _opened(path: str, file: Path) -> Iterator[Image.Image]:
+    """An image of which only the size and the mode have been read. Raises `CorpusError` for what is no image, also
+    where it is decoded."""
     try:
         from PIL import Image
     except ImportError as error:
         raise CorpusError(f"corpus {path!r} is a folder of images, which take Pillow: pip install pillow") from error
-    images = []
-    for file in files:
-        if not file.is_file():  # to open a pipe waits for whoever writes to it
-            raise CorpusError(f"corpus {path!r}: {file} is no file; {_EXPECTED}")
-        try:
-            with Image.open(file, formats=_FORMATS) as image:
-                if image.mode.startswith(_WIDE):
-                    raise ValueError(f"its pixels have Pillow's mode {image.mode!r}; expected 8 bits a channel")
-                images.append(image.convert("L" if image.mode in _GREY else "RGB"))
-        except (OSError, SyntaxError, ValueError, RuntimeError, Image.DecompressionBombError) as error:
-            known = f"{', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}"
-            raise CorpusError(f"corpus {path!r}: {file} cannot be read as an image ({known}): {error}") from error
-        width, height = images[-1].size
-        if width != height:
-            raise CorpusError(f"corpus {path!r}: {file} has {width} x {height} pixels; expected square images")
-        if images[-1].size != images[0].size:
-            raise CorpusError(
-                f"corpus {path!r}: images are of unequal size: {files[0]} has {images[0].width} pixels a side, {file} "
-                f"{width}; bring them to one size"
-            )
-    grey = all(image.mode == "L" for image in images)
-    side = images[0].width
-    stacked = np.stack([np.asarray(image if grey else image.convert("RGB"), dtype=np.uint8) for image in images])
-    return stacked.reshape(len(images), side, side, 1 if grey else 3)
+    if not file.is_file():  # to open a pipe waits for whoever writes to it
+        raise CorpusError(f"corpus {path!r}: {file} is no file; {_EXPECTED}")
+    try:
+        with Image.open(file, formats=_FORMATS) as image:
+            if image.mode.startswith(_WIDE):
+                raise ValueError(f"its pixels have Pillow's mode {image.mode!r}; expected 8 bits a channel")
+            yield image
+    except (OSError, SyntaxError, ValueError, RuntimeError, Image.DecompressionBombError) as error:
+        known = f"{', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}"
+        raise CorpusError(f"corpus {path!r}: {file} cannot be read as an image ({known}): {error}") from error
 
 
 # --- The digit images that scikit-learn ships.
@@ -140,6 +179,8 @@ HIDDEN = 0
 """The byte that stands for one to be found again: text has none of it."""
 FOUND_PERCENT = 15
 """Percentage of the bytes of masked text that are to be predicted."""
+_LARGEST_TEXT = 2**30
+"""Bytes of the longest text, which every rank holds whole. The usual large one, enwik9, has a billion."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,12 +243,17 @@ def standard_text() -> bytes:
 
 
 def read_corpus(path: str | None) -> bytes:
-    """The bytes to train on. Raises `CorpusError` when the file is missing, unreadable or empty."""
+    """The bytes to train on. Raises `CorpusError` when the file is missing, unreadable, empty or too long."""
     if path is None:
         return standard_text()
     if Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir()):  # a device may have no end
         raise CorpusError(f"corpus {path!r} is no regular file; name a file with text in it")
     try:
+        if (size := Path(path).stat().st_size) > _LARGEST_TEXT:
+            raise CorpusError(
+                f"corpus {path!r} has {size:,} bytes; expected at most {_LARGEST_TEXT:,}, as every rank reads all of "
+                "it: name a part of it"
+            )
         text = Path(path).read_bytes()
     except OSError as error:
         raise CorpusError(f"corpus {path!r} cannot be read: {error.strerror}; name an existing file") from error
@@ -226,7 +272,8 @@ def load_corpus(path: str | None, at_least: int) -> Tensor:
 
 
 def images_of(workload: Workload) -> tuple[Tensor, Tensor]:
-    """All images that a workload is trained on, and their classes. Raises `CorpusError` when they cannot be read."""
+    """All images that a workload is trained on, as they are kept (`shown` has what a model takes), and their classes.
+    Raises `CorpusError` when they cannot be read."""
     return load_digits() if workload.corpus is None else load_images(workload.corpus)
 
 
@@ -243,12 +290,22 @@ def on_corpus(workload: Workload, path: str | None) -> Workload:
         images, labels = load_images(path)
         _, channels, side, _ = images.shape
         model = model.on_images(num_channels=channels, image_size=side, num_classes=int(labels.max()) + 1)
-        content = images.numpy().tobytes() + labels.numpy().tobytes()
+        digest = _digest_of(images, labels)
     else:
-        content = read_corpus(path)
+        digest = hashlib.sha256(read_corpus(path)).hexdigest()
     stem = re.sub(r"[^A-Za-z0-9]+", "_", Path(path).stem).strip("_")[:20]
-    name = ".".join(part for part in (workload.name, stem, hashlib.sha256(content).hexdigest()[:8]) if part)
+    name = ".".join(part for part in (workload.name, stem, digest[:8]) if part)
     return dataclasses.replace(workload, name=name, model=model, corpus=path)
+
+
+def _digest_of(images: Tensor, labels: Tensor) -> str:
+    """A hash of images as a model takes them, and of their classes. One by one, as all of them are four times as large
+    in float32."""
+    digest = hashlib.sha256()
+    for image in images:
+        digest.update(shown(image).numpy().data)
+    digest.update(labels.numpy().data)
+    return digest.hexdigest()
 
 
 def _uniform(name: str, count: int, bound: int, *, seed: int) -> Tensor:
@@ -281,14 +338,14 @@ def check_data(workload: Workload) -> None:
 
 def data_digest(workload: Workload) -> str:
     """A hash of all that batches are cut from."""
-    images = workload.dataset is Dataset.DIGITS
+    if workload.dataset is Dataset.DIGITS:
+        return _digest_of(*images_of(workload))
     digest = hashlib.sha256()
     if workload.dataset is Dataset.OWN:
         for leaf in pytree.tree_leaves(make_batch(workload, 0).inputs):
             digest.update(leaf.contiguous().numpy().data)
-        return digest.hexdigest()
-    for tensor in images_of(workload) if images else [load_corpus(workload.corpus, workload.model.seq_len + 1)]:
-        digest.update(tensor.numpy().data)
+    else:
+        digest.update(load_corpus(workload.corpus, workload.model.seq_len + 1).numpy().data)
     return digest.hexdigest()
 
 
@@ -348,7 +405,7 @@ def _digits_batch(workload: Workload, step: int) -> Batch:
     targets_B = labels[drawn_B]
     if workload.masked:
         targets_B[_uniform(f"masks/{step}", B, 3, seed=workload.seed) == 0] = IGNORED
-    return _batch(workload, step, images[drawn_B], targets_B)
+    return _batch(workload, step, shown(images[drawn_B]), targets_B)
 
 
 def _batch(workload: Workload, step: int, inputs: Tensor, targets: Tensor) -> Batch:

@@ -12,15 +12,19 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import module as modules
 
 from meshmark.errors import InputError
+from meshmark.models.hub_config import LARGEST, read_object
 from meshmark.reference.data import IGNORED
 from meshmark.spec.own_model import HUGGING_FACE
 
@@ -30,6 +34,25 @@ _SHORTEST_PART = 4
 """At least one in this many of a row's targets counts, so that rows have unequal weights."""
 _FOUND = 0.3
 """Part of the tokens of a row that a masked language model is to find again."""
+_LARGEST_FILE = 2**22
+"""Bytes of the largest config. Those of image classifiers list up to 21,841 classes twice, in about 2 MB."""
+_DEEPEST = 50
+"""Objects and lists within one another. Published configs have at most 6."""
+_MOST_LAYERS, _MOST_CLASSES, _MOST_POSITIONS, _MOST_MODULES = 2000, 100_000, 10**9, 50_000
+_LIMITS: tuple[tuple[tuple[str, ...], float], ...] = (
+    (("theta", "base", "token_id", "seed"), math.inf),
+    (("position", "length", "seq", "window"), _MOST_POSITIONS),
+)
+"""Largest whole numbers of keys that have one of some words in them: they are no sizes, or may exceed `LARGEST`."""
+_LIMITS_BY_END: tuple[tuple[tuple[str, ...], int], ...] = (
+    (("layer", "layers", "depth", "depths"), _MOST_LAYERS),
+    (("labels", "classes"), _MOST_CLASSES),
+)
+"""Largest whole numbers of keys that end so: Transformers makes lists of them as soon as it reads the config."""
+_LONGEST_ERROR = 500
+_IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
+_LOCAL = ("eager", "sdpa")
+"""Implementations that are part of Transformers and PyTorch. Others are, or stand for, kernels from the hub."""
 
 
 class TransformersWorkload:
@@ -51,6 +74,39 @@ class TransformersWorkload:
         if self.head not in HEADS:
             raise InputError(f"Meshmark has no data for the head {self.head!r}; expected one of {', '.join(HEADS)}")
         self._config = _read_config(Path(self.config))
+        self._expect_room()
+
+    def _expect_room(self) -> None:
+        """Raise `InputError` if the model has no room in this machine's memory, before any of it is allocated."""
+        held = dict[int, Tensor]()  # holds what it counts, so that no two have one id
+        num_values = num_modules = 0
+
+        def add_tensor(_module: nn.Module, _name: str, tensor: Tensor | None) -> None:
+            nonlocal num_values
+            if tensor is None or id(tensor) in held:
+                return
+            held[id(tensor)] = tensor
+            num_values += tensor.numel()
+            if told := _beyond_memory(num_values):
+                raise InputError(f"{HUGGING_FACE}{self.config}: the model {told}; take smaller sizes in the file")
+
+        def add_module(_module: nn.Module, _name: str, _part: nn.Module | None) -> None:
+            nonlocal num_modules
+            num_modules += 1
+            if num_modules > _MOST_MODULES:
+                raise InputError(f"{HUGGING_FACE}{self.config}: over {_MOST_MODULES:,} modules; take fewer layers")
+
+        hooks = [
+            modules.register_module_parameter_registration_hook(add_tensor),
+            modules.register_module_buffer_registration_hook(add_tensor),
+            modules.register_module_module_registration_hook(add_module),
+        ]
+        try:
+            with torch.random.fork_rng(devices=[]), torch.device("meta"):
+                self.model()
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     @property
     def couples_rows(self) -> bool:
@@ -69,27 +125,40 @@ class TransformersWorkload:
         import transformers
 
         config = copy.deepcopy(self._config)
-        for part in (config, config.get_text_config()):
-            if getattr(part, "use_cache", False):
-                part.use_cache = (
-                    False  # keys and values for generation, which a block that is run again would add twice
-                )
         auto = getattr(transformers, self.head)
         # Grouped products over experts sort tokens, and have no float64.
         arguments = {"experts_implementation": "eager"} if _has_experts(config) else {}
         try:
-            made = auto.from_config(config, dtype=torch.float32, **arguments)
-        except ValueError as error:
+            for part in (config, config.get_text_config()):
+                if getattr(part, "use_cache", False):
+                    # Keys and values for generation, which a block that is run again would add twice.
+                    part.use_cache = False
+            # If a file names code of its own, Transformers would ask whether to download and run it.
+            made = auto.from_config(config, dtype=torch.float32, trust_remote_code=False, **arguments)
+        except InputError:
+            raise
+        except Exception as error:
+            if isinstance(error, ValueError) and type(config) not in auto._model_mapping:
+                raise InputError(
+                    f"{self.config}: Transformers has no {self.head} of model_type {config.model_type!r}; name another "
+                    f"head, one of {', '.join(HEADS)}, as {HUGGING_FACE}FILE.json:HEAD"
+                ) from error
             raise InputError(
-                f"{self.config}: Transformers has no {self.head} of model_type {config.model_type!r}; name another "
-                f"head, one of {', '.join(HEADS)}, as {HUGGING_FACE}FILE.json:HEAD"
+                f"{HUGGING_FACE}{self.config}: Transformers makes no model of this config: {type(error).__name__}: "
+                f"{str(error)[:_LONGEST_ERROR]}"
             ) from error
         return cast(nn.Module, made)
 
     def batch(self, step: int) -> dict[str, Tensor]:
         """Return the global batch of `step`: what the model takes, and `labels`."""
         drawn = torch.Generator().manual_seed(step)
-        return _BATCHES[self.head](self._config, self.rows, self.length, drawn)
+        try:
+            return _BATCHES[self.head](self._config, self.rows, self.length, drawn)
+        except Exception as error:
+            raise InputError(
+                f"{HUGGING_FACE}{self.config}: no batch fits this config: {type(error).__name__}: "
+                f"{str(error)[:_LONGEST_ERROR]}"
+            ) from error
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the cross-entropy of all labels that count, summed, and their number."""
@@ -136,18 +205,19 @@ def _read_config(path: Path) -> Any:  # noqa: ANN401
         raise InputError(
             f"{HUGGING_FACE}{path}: Transformers is not installed: pip install 'meshmark[transformers]'"
         ) from error
-    try:
-        values = json.loads(path.read_text())
-        kind = values.pop("model_type")
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise InputError(
-            f"{HUGGING_FACE}{path}: expected a JSON file with a model_type, got {type(error).__name__}: {error}"
-        ) from error
+    named = f"{HUGGING_FACE}{path}"
+    values = read_object(path, named, largest=_LARGEST_FILE)
+    if "model_type" not in values:
+        raise InputError(f"{named}: no model_type; expected a JSON file with one, as Hugging Face's config.json")
+    for keys, value in _leaves(named, (), values):
+        _expect_size(named, keys, value)
+        _expect_no_download(named, keys, value)
+    kind = values.pop("model_type")
     try:
         config = transformers.AutoConfig.for_model(kind, **values)
+        found = list(_entries("", config.to_dict()))
     except Exception as error:
-        raise InputError(f"{HUGGING_FACE}{path}: Transformers takes no such config: {error}") from error
-    found = list(_entries("", config.to_dict()))
+        raise InputError(f"{named}: Transformers takes no such config: {str(error)[:_LONGEST_ERROR]}") from error
     if dropped := [f"{key}={value}" for key, value in found if _draws(key) and _is_positive(value)]:
         raise InputError(
             f"{HUGGING_FACE}{path}: {', '.join(dropped)}: random numbers differ between layouts, so set these to 0 in "
@@ -159,6 +229,64 @@ def _read_config(path: Path) -> Any:  # noqa: ANN401
             "depends on which rows share it, and is not judged; set it to false"
         )
     return config
+
+
+def _leaves(named: str, keys: tuple[str, ...], value: object) -> Iterator[tuple[tuple[str, ...], object]]:
+    """Yield what is no object and no list, with the keys under which it stands."""
+    if len(keys) > _DEEPEST:
+        raise InputError(f"{named}: over {_DEEPEST} objects and lists within one another, which no config.json has")
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _leaves(named, (*keys, key), part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _leaves(named, (*keys, ""), part)
+    else:
+        yield keys, value
+
+
+def _expect_size(named: str, keys: Sequence[str], value: object) -> None:
+    """Raise `InputError` for a number that no published config has.
+
+    Transformers makes lists of layers and of classes when it reads the config, so this comes before.
+    """
+    if not isinstance(value, int) or value <= _MOST_LAYERS:
+        return
+    key = next((key for key in reversed(keys) if key), "")
+    by_end = [limit for ends, limit in _LIMITS_BY_END if key.endswith(ends)]
+    by_word = [limit for words, limit in _LIMITS if any(word in key for word in words)]
+    limit = (by_end or by_word or [LARGEST])[0]
+    if value > limit:
+        raise InputError(f"{named}: {key} is {str(value)[:40]}, expected at most {limit:,}")
+
+
+def _expect_no_download(named: str, keys: Sequence[str], value: object) -> None:
+    """Raise `InputError` for a setting with which Transformers fetches something from the hub, or runs it from there.
+
+    An `auto_map` needs no such check: its code is not trusted, so Transformers' own is taken.
+    """
+    if not isinstance(value, str):
+        return
+    told = f"{named}: {'.'.join(filter(None, keys))} is {value[:40]!r}"
+    ends = tuple(key.removesuffix("_internal") for key in keys)
+    if any(key.endswith(_IMPLEMENTATIONS) for key in ends) and value not in _LOCAL:
+        raise InputError(
+            f"{told}, expected 'eager', 'sdpa' or null: others are kernels of the hub, and nothing is downloaded here"
+        )
+    if keys[-1] == "backbone" or (keys[-1] == "architecture" and ":" in value):
+        raise InputError(f"{told}, which Transformers would look up on the hub, and nothing is downloaded here")
+
+
+def _beyond_memory(num_values: int) -> str:
+    """Return how much memory so many values take in float32, if this machine has less; otherwise an empty string."""
+    needed, memory = 4 * num_values, _memory_bytes()
+    if needed <= memory:
+        return ""
+    return f"takes at least {needed / 1e9:,.1f} GB in float32, and this machine has {memory / 1e9:,.1f} GB"
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _entries(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -188,6 +316,13 @@ def _tokens(config: Any, shape: tuple[int, int], drawn: torch.Generator) -> Tens
     uniform = torch.rand(shape, generator=drawn, dtype=torch.float64)
     vocabulary: int = config.vocab_size
     return (4 + (vocabulary - 4) * uniform.square()).long().clamp(max=vocabulary - 1)
+
+
+def _normal(drawn: torch.Generator, *shape: int) -> Tensor:
+    """Normally distributed numbers, as long as they fit in this machine's memory."""
+    if told := _beyond_memory(math.prod(shape)):
+        raise ValueError(f"it {told}")
+    return torch.randn(shape, generator=drawn)
 
 
 def _length(config: Any, length: int) -> int:  # noqa: ANN401
@@ -245,13 +380,13 @@ def _token_classes(config: Any, rows: int, length: int, drawn: torch.Generator) 
 def _images(config: Any, rows: int, length: int, drawn: torch.Generator) -> dict[str, Tensor]:  # noqa: ANN401
     side = getattr(config, "image_size", length)
     height, width = side if isinstance(side, list | tuple) else (side, side)
-    pixels = torch.randn(rows, config.num_channels, height, width, generator=drawn)
+    pixels = _normal(drawn, rows, config.num_channels, height, width)
     return {"pixel_values": pixels, "labels": _classes(config, rows, drawn)}
 
 
 def _speech(config: Any, rows: int, length: int, drawn: torch.Generator) -> dict[str, Tensor]:  # noqa: ANN401
     made = _causal(config, rows, length, drawn)
-    features = torch.randn(rows, config.num_mel_bins, 2 * config.max_source_positions, generator=drawn)
+    features = _normal(drawn, rows, config.num_mel_bins, 2 * config.max_source_positions)
     return {"input_features": features, "decoder_input_ids": made["input_ids"], "labels": made["labels"]}
 
 
