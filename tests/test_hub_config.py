@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from pathlib import Path
 
@@ -188,3 +189,17 @@ def test_a_plan_that_is_run_trains_nothing_else(tmp_path: Path, capsys: pytest.C
 def test_an_impossible_number_is_refused(field: str, value: str) -> None:
     with pytest.raises(InputError, match=f"{field} is "):
         described_model(f"family=llama,layers=1,hidden=32,{field}={value}")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "large", "nested"])
+def test_a_file_that_is_no_config_is_refused_and_not_read_to_its_end(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "large":
+        with path.open("wb") as file:
+            file.truncate(2**40)
+    else:
+        path.write_text("[" * 200_000)
+    with pytest.raises(InputError, match="no regular file|over 1,048,576 bytes|not JSON"):
+        described_model(str(path))

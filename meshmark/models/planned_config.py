@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
 from meshmark.errors import InputError
-from meshmark.models.hub_config import LARGEST, SILENT
+from meshmark.models.hub_config import LARGEST, SILENT, read_object
 from meshmark.models.planned_model import PlannedModel
 from meshmark.models.transformer import Family
 
@@ -94,7 +93,7 @@ def planned_type(path: Path, *, planned: bool = True, seq_len: object = None) ->
         said = {**_DEFAULTS.get(kind, {}), **said}
         longest = seq_len or said.get("max_position_embeddings")
         windowed = width is not None and (_window(kind, said) or LARGEST) < longest  # type: ignore[operator]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, ZeroDivisionError):
+    except (InputError, ValueError, KeyError, TypeError, ZeroDivisionError):
         return ""  # the reader of other files says what is wrong
     own = planned and width is not None and (windowed or said.get("head_dim") not in (None, width))
     return kind if kind in PLANNED_TYPES or own else ""
@@ -109,11 +108,11 @@ def _window(kind: str, said: Mapping[str, object]) -> int | None:
 
 def _read(path: Path) -> tuple[str, dict[str, object], bool]:
     """Return a file's `model_type` and settings, and whether they are those of a part that reads text."""
-    said = json.loads(path.read_text())
-    text = said.get("text_config") if isinstance(said, dict) else None
+    said = read_object(path, f"--model {str(path)!r}")
+    text = said.get("text_config")
     if isinstance(text, dict) and text.get("model_type") in PLANNED_TYPES:
         return str(text["model_type"]), text, True
-    kind = said.get("model_type") if isinstance(said, dict) else None
+    kind = said.get("model_type")
     return (kind, said, False) if isinstance(kind, str) else ("", {}, False)
 
 
