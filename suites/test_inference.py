@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshmark.adapter.registry import inference_adapters
+from meshmark.errors import ResultsError
 from meshmark.inference.process import load_engine
 from meshmark.inference.run import VARIANTS, InferenceCase, run_case
 from meshmark.pytest_plugin.plugin import StaleGapWarning
@@ -41,9 +42,15 @@ def test_inference(inference_case: InferenceCase, pytestconfig: pytest.Config) -
     """Every verdict holds: those of the variant, and in "plain" the clauses."""
     if reason := load_engine(inference_case.target).refusal():
         pytest.skip(reason)
-    record = run_case(inference_case, Path(pytestconfig.getoption("--results")).resolve())
-    assert not record.error, record.error
+    try:
+        record = run_case(inference_case, Path(pytestconfig.getoption("--results")).resolve())
+    except ResultsError as error:  # no later case could be recorded
+        pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)
     failed = [f"{verdict.name}: {verdict.text}" for verdict in record.verdicts if verdict.fails]
+    if record.unfinished:
+        text = f"{inference_case.id}: unfinished: {record.unfinished}"
+        pytest.fail("\n".join([text, *failed]), pytrace=False)
+    assert not record.error, record.error
     assert not failed, "\n".join(failed)
     for verdict in record.verdicts:
         if verdict.gap and verdict.passed:

@@ -22,7 +22,7 @@ from meshmark.import_target import class_at
 from meshmark.measure.laps import ratio_interval
 from meshmark.models.module import build_model
 from meshmark.models.transformer import ModelSpec
-from meshmark.records.judged_case import CaseVerdict, JudgedCase, newest_lines
+from meshmark.records.judged_case import CaseVerdict, JudgedCase, expect_writable, read_newest
 from meshmark.reference.data import make_batch
 from meshmark.reference.objective import build_optimizer, loss_share
 from meshmark.spec.workload import Workload, workload
@@ -47,8 +47,8 @@ class CompressionRecord(JudgedCase):
 
 
 def read_compression(path: Path) -> list[CompressionRecord]:
-    """Return the records of a file, of each case the last."""
-    return [CompressionRecord(**values) for values in newest_lines(path)]
+    """Return the records of a file, of each case the last. Raises `ResultsError` if a line cannot be read."""
+    return read_newest(path, CompressionRecord)
 
 
 def load_method(target: str) -> type[Method]:
@@ -92,7 +92,12 @@ def compress(adapter: CompressionAdapter, original: nn.Module, example: Tensor) 
 
 
 def run_case(name: str, target: str, results: Path | None = None, steps: int = STEPS) -> CompressionRecord:
-    """Run a case and append its record to `results`/records.jsonl, if given."""
+    """Run a case and append its record to `results`/records.jsonl, if given.
+
+    Raises `ResultsError` if the record cannot be written.
+    """
+    if results:
+        expect_writable(results)
     task, adapter = make_workload(), load_method(target)()
     original, batch = train(task, steps), held_out(task)
     judged = _optimizer if isinstance(adapter, OptimizerAdapter) else _compressed

@@ -6,5 +6,5 @@ against the same model in float64. `run` serves the requests of a case, also und
 `speed` times engines in turn.
 docs/inference.md says what is judged.
 
-May import: spec, adapter, reference, measure, records.
+May import: spec, adapter, reference, measure, records, launch.
 """

@@ -126,6 +126,15 @@ class Served:
     cache: CacheUse | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """What an engine's process sends if it cannot serve."""
+
+    text: str
+    no_space: bool
+    """True if a full disk is the cause."""
+
+
 class Engine(ABC):
     """An engine that serves requests step by step. It neither times nor judges itself."""
 

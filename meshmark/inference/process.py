@@ -12,32 +12,49 @@ import inspect
 import os
 import secrets
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, Self
 
+import meshmark
 from meshmark.environment import interpreter_of
 from meshmark.errors import AdapterError, MeshmarkError
 from meshmark.import_target import class_at
-from meshmark.inference.contract import EngineOptions, InferenceAdapter, Request, Served
+from meshmark.inference.contract import EngineOptions, Failed, InferenceAdapter, Request, Served
+from meshmark.launch.folders import is_full, means_no_space
+from meshmark.launch.processes import process_state
 from meshmark.text import describe_error
 
 START_SECONDS = 400.0
 """vLLM's first start compiles."""
 SERVE_SECONDS = 400.0
+_POLL_SECONDS = 0.5
+_FROZEN_SECONDS = 3.0
+"""If a wait takes this many seconds too long, this process was stopped, and the engine too, as for the watchdog."""
+_HALTED = ("T", "t")
+"""States of a process that a signal or a debugger has stopped."""
 _KEY = "MESHMARK_ENGINE_KEY"
 _CONTRACT = "meshmark.inference.contract.InferenceAdapter"
 
 
 class EngineError(MeshmarkError):
     """An engine that could not be built, or ended while it served."""
+
+
+class UnfinishedError(MeshmarkError):
+    """The machine kept an engine from its end: it was stopped, or met a full disk. That says nothing about the engine.
+
+    It is no `EngineError`, so that no clause takes it for an answer.
+    """
 
 
 def load_engine(target: str) -> type[InferenceAdapter]:
@@ -66,8 +83,42 @@ def _class_at(target: str) -> Any:  # noqa: ANN401
         raise AdapterError(f"adapter {target!r} cannot be imported: {describe_error(error)}") from error
 
 
+def _is_installed(place: str) -> bool:
+    """Return whether a folder belongs to this interpreter rather than to a project."""
+    return place.startswith((sys.prefix, sys.base_prefix))
+
+
+def _places(target: str, python: str) -> tuple[list[str], list[str]]:
+    """Return the folders that an engine's process imports from, before its own and after them.
+
+    It imports what this process can, in the same order. Another virtual environment has packages of its own, which come
+    first there. An adapter in a file of the working directory may import its neighbours when it builds the engine. They
+    come last, so that none takes the place of a module of Python.
+    """
+    is_own = python == sys.executable
+    project = [place for place in sys.path if is_own or not _is_installed(place)]
+    where = target.rpartition(":")[0]
+    is_neighbour = where.endswith(".py") and Path(where).resolve().is_relative_to(Path.cwd())
+    last = [os.getcwd()] if is_neighbour else []
+    return (project, last) if is_own else ([], [*project, *last])
+
+
+def _session(leader: int) -> list[int]:
+    """Return the processes of a session."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                if os.getsid(int(folder.name)) == leader:
+                    found.append(int(folder.name))
+    return found
+
+
 class EngineProcess:
-    """An engine that serves in a process of its own. Raises `EngineError` where it cannot be built."""
+    """An engine that serves in a process of its own.
+
+    Raises `EngineError` where it cannot be built, and `UnfinishedError` where the machine is the cause.
+    """
 
     def __init__(self, target: str, model: Path, options: EngineOptions, log: Path) -> None:
         adapter = load_engine(target)
@@ -77,10 +128,15 @@ class EngineProcess:
         address = str(Path(self._folder.name) / "socket")
         log.parent.mkdir(parents=True, exist_ok=True)
         variables = {"OMP_NUM_THREADS": "1", **os.environ, **adapter.environment(), _KEY: key}
+        root = str(Path(meshmark.__file__).parent.parent)
+        if Path(root).name not in ("site-packages", "dist-packages"):  # a checkout, which need not be installed
+            variables["PYTHONPATH"] = os.pathsep.join(filter(None, [variables.get("PYTHONPATH"), root]))
+        self._frozen = 0.0
         listener = Listener(address, "AF_UNIX", authkey=bytes.fromhex(key))
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [python, "-m", "meshmark.inference.process", address],
+                # without the working directory on the path, which may be a stranger's
+                [python, "-P", "-m", "meshmark.inference.process", address],
                 env=variables,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -90,40 +146,113 @@ class EngineProcess:
         try:
             with listener:
                 self._connection = self._accept(listener)
-            self._connection.send((target, model, options))
+            self._connection.send((target, model, options, _places(target, python)))
             self.versions: Mapping[str, str] = self._answer(START_SECONDS)  # type: ignore[assignment]
         except BaseException:
             self.close()
             raise
 
     def _accept(self, listener: Listener) -> Connection:
-        listener._listener._socket.settimeout(START_SECONDS)  # type: ignore[attr-defined]
+        waiting = listener._listener._socket  # type: ignore[attr-defined]
+        found = list[Connection]()
+
+        def connects(seconds: float) -> bool:
+            waiting.settimeout(seconds)
+            try:
+                found.append(listener.accept())
+            except TimeoutError as error:
+                if self._process.poll() is not None:
+                    raise EOFError from error
+            return bool(found)
+
         try:
-            return listener.accept()
-        except OSError as error:
-            raise EngineError(f"the engine's process did not answer ({error}); see {self._log}") from error
+            self._wait(connects, START_SECONDS)
+        except (EOFError, OSError) as error:
+            raise self._excused(self._ended(), START_SECONDS) from error
+        (connection,) = found
+        with socket.socket(fileno=os.dup(connection.fileno())) as end:  # a stopped engine reads nothing
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SERVE_SECONDS), 0))
+        return connection
 
     def serve(self, requests: Sequence[Request]) -> Served:
-        """Serve requests to their ends. Raises `EngineError` if the engine fails."""
+        """Serve requests to their ends.
+
+        Raises `EngineError` if the engine fails, and `UnfinishedError` where the machine is the cause.
+        """
         try:
             self._connection.send(list(requests))
+        except BlockingIOError as error:
+            raise self._late(SERVE_SECONDS) from error
         except OSError as error:  # it failed in an earlier call, and has ended
-            raise EngineError(f"the engine's process ended; see {self._log}") from error
+            raise self._ended() from error
         served = self._answer(SERVE_SECONDS)
         assert isinstance(served, Served)
         return served
 
     def _answer(self, seconds: float) -> object:
         try:
-            if not self._connection.poll(seconds):
-                self._kill()  # a late answer would be taken for that of the next requests
-                raise EngineError(f"the engine did not answer within {seconds:.0f} s, and was ended; see {self._log}")
+            self._wait(self._connection.poll, seconds)
             answer = self._connection.recv()
         except (EOFError, ConnectionError) as error:
-            raise EngineError(f"the engine's process ended; see {self._log}") from error
-        if isinstance(answer, str):
-            raise EngineError(answer)
+            raise self._excused(self._ended(), seconds) from error
+        if isinstance(answer, Failed):
+            failed = UnfinishedError(answer.text) if answer.no_space else EngineError(answer.text)
+            raise self._excused(failed, seconds)
         return answer
+
+    def _wait(self, is_ready: Callable[[float], bool], seconds: float) -> None:
+        """Wait until `is_ready`, which is given some seconds to wait, returns True.
+
+        Seconds in which everything, or the engine, was stopped do not count. Ends the engine and raises an error if it
+        is not ready in time, or was stopped for as long.
+        """
+        now = time.monotonic()
+        deadline, self._frozen, stopped = now + seconds, 0.0, 0.0
+        while now < deadline and stopped < seconds:
+            wait = min(_POLL_SECONDS, deadline - now)
+            is_done = is_ready(wait)
+            before, now = now, time.monotonic()
+            if (lost := now - before - wait) > _FROZEN_SECONDS:
+                deadline += lost
+                self._frozen += lost
+            elif self._is_halted():
+                deadline += now - before
+                stopped += now - before
+            if is_done:
+                return
+        raise self._late(seconds, stopped)
+
+    def _late(self, seconds: float, stopped: float = 0.0) -> MeshmarkError:
+        """End the engine, and return the error of one that did not answer and was `stopped` for some seconds."""
+        is_excused = self._is_halted() or stopped >= seconds
+        self._kill()  # a late answer would be taken for that of the next requests
+        text = f"the engine did not answer within {seconds:.0f} s, and was ended"
+        if is_excused:
+            text += ": a signal (SIGSTOP, SIGTSTP) or a debugger had stopped it, which is no fault of the engine"
+            return UnfinishedError(f"{text}; see {self._log}")
+        return self._excused(EngineError(f"{text}; see {self._log}"), seconds)
+
+    def _is_halted(self) -> bool:
+        """Return whether a process of the engine is stopped. The others may wait for it."""
+        return any(process_state(pid) in _HALTED for pid in _session(self._process.pid))
+
+    def _ended(self) -> MeshmarkError:
+        """Return the error of an engine whose process has ended, which a full disk excuses."""
+        text = f"the engine's process ended; see {self._log}"
+        for folder in (self._log.parent, Path(self._folder.name).parent):
+            if is_full(folder):
+                return UnfinishedError(f"{text}; {str(folder)!r} is full")
+        return EngineError(text)
+
+    def _excused(self, error: MeshmarkError, seconds: float) -> MeshmarkError:
+        """Return the error, as no fault of the engine if everything was stopped for longer than the time limit.
+
+        Processes of an engine that wait for one another give up when they go on after such a stop.
+        """
+        if self._frozen <= seconds:
+            return error
+        told = f"the machine, the container or the job was stopped for {self._frozen:.0f} s; then: {error}"
+        return UnfinishedError(told)
 
     def pause(self) -> None:
         """Stop the process and all that it started, until `resume`: what waits takes no processor time.
@@ -186,12 +315,13 @@ def _child(address: str) -> None:
 
     with Client(address, "AF_UNIX", authkey=bytes.fromhex(os.environ.pop(_KEY))) as connection:
         try:
-            target, model, options = connection.recv()
+            target, model, options, places = connection.recv()
+            first, last = places
+            sys.path[:] = dict.fromkeys([*first, *sys.path, *last])
             engine = load_engine(target)().build(model, options)
             connection.send(_versions())
         except BaseException as error:
-            traceback.print_exc()
-            connection.send(f"the engine could not be built: {type(error).__name__}: {error}")
+            connection.send(_failed("the engine could not be built", error))
             return
         try:
             while (requests := connection.recv()) is not None:
@@ -199,10 +329,19 @@ def _child(address: str) -> None:
         except EOFError:
             pass
         except Exception as error:
-            traceback.print_exc()
-            connection.send(f"the engine failed: {type(error).__name__}: {error}")
+            connection.send(_failed("the engine failed", error))
         finally:
             engine.close()
+
+
+def _failed(what: str, error: BaseException) -> Failed:
+    with contextlib.suppress(OSError):  # the disk of the log may be what is full
+        traceback.print_exc()
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
+    folders = [Path(tempfile.gettempdir()), Path.cwd()]
+    text = f"{what}: {type(error).__name__}: {error}"
+    return Failed(text=text, no_space=means_no_space(error, folders))
 
 
 if __name__ == "__main__":

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from meshmark import environment
 from meshmark.adapter.registry import inference_adapters
+from meshmark.errors import ResultsError
 from meshmark.inference.clauses import Setting, judge_engine
 from meshmark.inference.contract import EngineOptions
 from meshmark.inference.judge import Judge
 from meshmark.inference.model import PRECISIONS, shape_of, write_model
-from meshmark.inference.process import EngineError, EngineProcess, load_engine
-from meshmark.records.judged_case import CaseVerdict, JudgedCase, newest_lines
+from meshmark.inference.process import EngineError, EngineProcess, UnfinishedError, load_engine
+from meshmark.launch.folders import means_no_space
+from meshmark.records.judged_case import CaseVerdict, JudgedCase, expect_writable, read_newest
 from meshmark.spec.known_gap import KnownGap
+from meshmark.text import describe_error
 
 VARIANTS: dict[str, Mapping[str, object]] = {
     "plain": {},
@@ -65,28 +67,31 @@ class InferenceRecord(JudgedCase):
     """Results for one engine."""
 
     error: str = ""
+    unfinished: str = ""
+    """What kept the case from its end and is no fault of the engine, such as a full disk."""
 
     @property
     def passed(self) -> bool:
         """True if the engine ran to the end and no verdict fails."""
-        return not self.error and super().passed
+        return not self.error and not self.unfinished and super().passed
 
 
-def read_inference(path: Path) -> list[InferenceRecord]:
+def read_inference(path: Path, complaints: list[str] | None = None) -> list[InferenceRecord]:
     """Return the records of a file, of each case the last, with the known gaps that adapters declare now.
 
-    Engines from outside keep the gaps that they declared when they ran.
+    Engines from outside keep the gaps that they declared when they ran. Complaints about lines that cannot be read are
+    added to `complaints`; without it, such a line raises `ResultsError`.
     """
     engines = inference_adapters()
 
-    def now(values: Mapping[str, Any]) -> InferenceRecord:
-        if not (target := engines.get(values["case"]["engine"])):
-            return InferenceRecord(**values)
+    def now(record: InferenceRecord) -> InferenceRecord:
+        if not (target := engines.get(record.case["engine"])):
+            return record
         gaps = load_engine(target).known_gaps
-        verdicts = [with_gap(dataclasses.replace(verdict, gap=""), gaps) for verdict in values["verdicts"]]
-        return InferenceRecord(**{**values, "verdicts": verdicts})
+        verdicts = [with_gap(dataclasses.replace(verdict, gap=""), gaps) for verdict in record.verdicts]
+        return dataclasses.replace(record, verdicts=verdicts)
 
-    return [now(values) for values in newest_lines(path)]
+    return read_newest(path, InferenceRecord, complaints, now)
 
 
 def with_gap(verdict: CaseVerdict, gaps: Sequence[KnownGap]) -> CaseVerdict:
@@ -96,31 +101,53 @@ def with_gap(verdict: CaseVerdict, gaps: Sequence[KnownGap]) -> CaseVerdict:
 
 
 def run_case(case: InferenceCase, results: Path, num_leak: int = 1000) -> InferenceRecord:
-    """Run a case and append its record to `results`/records.jsonl. One clause serves `num_leak` requests."""
-    bits = PRECISIONS[case.precision].weight_bits
-    verdicts, versions, error = list[CaseVerdict](), dict[str, str](), ""
-    # Each case writes its own model: one that an ended run or older code left would be judged as if it were this one.
-    with tempfile.TemporaryDirectory(prefix="meshmark-model-") as name:
-        folder = write_model(case.model, Path(name) / case.model, weight_bits=bits)
-        try:
-            with EngineProcess(case.target, folder, case.options(), results / "logs" / f"{case.id}.log") as engine:
-                versions = dict(engine.versions)
-                judge = Judge(folder, case.precision, load_engine(case.target).cache_rounding)
-                setting = case.setting(num_leak)
-                for verdict in judge_engine(engine, judge, setting):
-                    # what was judged before an engine fails is kept
-                    verdicts.append(with_gap(verdict, setting.adapter.known_gaps))
-        except EngineError as failed:
-            error = str(failed)
+    """Run a case and append its record to `results`/records.jsonl. One clause serves `num_leak` requests.
+
+    Raises `ResultsError` if the record cannot be written.
+    """
+    expect_writable(results)
+    verdicts, versions, error, unfinished = list[CaseVerdict](), dict[str, str](), "", ""
+    temporary = Path(tempfile.gettempdir())
+    try:
+        for verdict in _verdicts(case, results, num_leak, versions):
+            verdicts.append(verdict)  # what was judged before an engine fails is kept
+    except EngineError as failed:
+        error = str(failed)
+    except UnfinishedError as failed:
+        unfinished = str(failed)
+    except Exception as failed:
+        if not means_no_space(failed, [temporary, results]):
+            raise
+        unfinished = describe_error(failed)
     around = environment.describe("cpu", "", 1)
     record = InferenceRecord(
         case={"engine": case.engine, "variant": case.variant, "model": case.model, "precision": case.precision},
         verdicts=verdicts,
         error=error,
+        unfinished=unfinished,
         versions=versions,
         commit=around.commit,
         machine=around.machine,
         date=around.date,
     )
-    record.append_to(results)
+    try:
+        record.append_to(results)
+    except ResultsError as failed:
+        ended = error or unfinished or ("right" if record.passed else "wrong")
+        raise ResultsError(f"{failed}. {case.id} was: {ended}") from failed
     return record
+
+
+def _verdicts(case: InferenceCase, results: Path, num_leak: int, versions: dict[str, str]) -> Iterator[CaseVerdict]:
+    """Yield the verdicts of a case, and add the versions of the engine's packages to `versions`.
+
+    Each case writes its own model: one that an ended run or older code left would be judged as if it were this one.
+    """
+    with tempfile.TemporaryDirectory(prefix="meshmark-model-") as name:
+        folder = write_model(case.model, Path(name) / case.model, weight_bits=PRECISIONS[case.precision].weight_bits)
+        with EngineProcess(case.target, folder, case.options(), results / "logs" / f"{case.id}.log") as engine:
+            versions.update(engine.versions)
+            judge = Judge(folder, case.precision, load_engine(case.target).cache_rounding)
+            setting = case.setting(num_leak)
+            for verdict in judge_engine(engine, judge, setting):
+                yield with_gap(verdict, setting.adapter.known_gaps)

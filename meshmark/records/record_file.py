@@ -25,6 +25,8 @@ import re
 import secrets
 import stat
 import tempfile
+import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -37,7 +39,6 @@ from meshmark.errors import EvidenceError, ResultsError, refuse_device, refuse_p
 from meshmark.judge.deviation import Deviations
 from meshmark.judge.tolerance_model import Comparisons
 from meshmark.models.config import with_kind
-from meshmark.records.judged_case import OTHER_RECORD
 from meshmark.records.record import (
     SCHEMA,
     ConformanceEvidence,
@@ -169,6 +170,10 @@ _LEFT_OUT = {"matmul_flops_per_second", "planned_traffic"}
 Ranks that shared cores each reported a peak that the machine did not have as a whole. Adapters reported the traffic
 they planned, which verdicts no longer use.
 """
+
+
+OTHER_RECORD = "a record of an engine that generates, or of a model made smaller"
+"""Message of readers of other records about such a line; see `judged_case`."""
 
 
 def migrate(value: object) -> dict[str, Any]:
@@ -402,6 +407,8 @@ def _decoded(field: str, value: object, path: Path) -> Mapping[Any, Any]:
 CUT_OFF = "a run was cut off there"
 """Text of a complaint about a torn line."""
 _COMPLAINT_CHARACTERS = 500
+_PATIENCE_SECONDS = 10.0
+"""How long one line waits for another run that appends one. A run that has the folder for itself keeps it longer."""
 _SHARED: dict[str, type] = {
     "case": Case,
     "environment": Environment,
@@ -433,8 +440,8 @@ class RecordFile:
     Each record is on disk before the next case starts. A line is written only after the evidence that it names.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Raise `ResultsError` if the folder is not writable or another run uses it."""
+    def __init__(self, folder: Path, *, patience: float = 0.0) -> None:
+        """Raise `ResultsError` if the folder is not writable, or another run uses it for `patience` seconds more."""
         self.path = folder.absolute() / "records.jsonl"  # the working directory may be another by the last record
         self._evidence = EvidenceFolder(self.path.parent)
         try:
@@ -447,7 +454,7 @@ class RecordFile:
                 f"results folder {str(folder)!r}: {error.strerror}; name another with --results"
             ) from error
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock(patience)
         except OSError as error:
             self._file.close()
             in_use = error.errno in (errno.EWOULDBLOCK, errno.EACCES)
@@ -458,6 +465,18 @@ class RecordFile:
         except OSError as error:
             self._file.close()
             raise self._unwritable(error) from error
+        _OPEN.add(self)
+
+    def _lock(self, patience: float) -> None:
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(0.05)
 
     def _end_last_line(self) -> None:
         """End a line that an earlier run left unfinished, so that it does not swallow the next one."""
@@ -467,12 +486,15 @@ class RecordFile:
                 self._file.write(b"\n")
 
     def append(self, record: Record | Session) -> None:
-        """Append one line.
+        """Append one line. Raises the errors of `append_line` and `line_of`."""
+        self.append_line(line_of(record, self._evidence))
 
-        Raises `ResultsError` if the line does not reach the disk or the file is no longer at `path`, and the errors of
-        `line_of`.
+    def append_line(self, line: bytes) -> None:
+        """Append a line, given with its end.
+
+        Raises `ResultsError` if it does not reach the disk or the file is no longer at `path`.
         """
-        line, end = line_of(record, self._evidence), os.fstat(self._file.fileno()).st_size
+        end = os.fstat(self._file.fileno()).st_size
         try:
             while line:
                 line = line[self._file.write(line) :]
@@ -514,12 +536,35 @@ class RecordFile:
                 return str(rescued)
         return "no file, for none can be written"
 
+    @property
+    def is_open(self) -> bool:
+        return not self._file.closed
+
     def close(self) -> None:
         """Close the file. Raises `ResultsError` if it is no longer at its path."""
-        if self._file.closed:  # it has been said
+        if not self.is_open:  # it has been said
             return
         with self._file:
             self._expect_in_place()
+
+
+_OPEN = weakref.WeakSet[RecordFile]()
+"""Files of this process, which its own locks would keep from being opened once more."""
+
+
+@contextlib.contextmanager
+def shared_file(folder: Path) -> Iterator[RecordFile]:
+    """Provide a folder's file of records for one line: the one that this process has open, or else a new one.
+
+    Raises `ResultsError` as `RecordFile` does.
+    """
+    path = (folder / "records.jsonl").resolve()
+    for file in tuple(_OPEN):
+        if file.is_open and file.path.resolve() == path:
+            yield file
+            return
+    with contextlib.closing(RecordFile(folder, patience=_PATIENCE_SECONDS)) as file:
+        yield file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -553,7 +598,7 @@ def read_records(folder: Path, *, latest: bool = False) -> Reading:
                 try:
                     parsed = _parse(line, (path, offset), shared) if line.strip() else None
                 except Exception as error:  # whatever a line holds, the others are kept
-                    complaints.append(f"{path.name} line {number}: {_reason(error)}")
+                    complaints.append(complaint(path, number, error))
                     parsed = None
                 if isinstance(parsed, Record):
                     records[_pass_of(parsed) if latest else number] = parsed
@@ -614,18 +659,24 @@ def _pass_of(record: Record) -> tuple[object, ...]:
     return id(record.case), id(about.base), about.scenario, record.task, record.environment.device
 
 
-def _reason(error: Exception) -> str:
+def complaint(path: Path, number: int, error: Exception) -> str:
+    """Return a complaint about a line of a file that could not be read because of `error`."""
     sentence = isinstance(error, ValueError | TypeError)
-    return clip(str(error) if sentence else describe_error(error), _COMPLAINT_CHARACTERS)
+    reason = clip(str(error) if sentence else describe_error(error), _COMPLAINT_CHARACTERS)
+    return f"{path.name} line {number}: {reason}"
+
+
+def json_of(line: bytes) -> Any:  # noqa: ANN401
+    """Return the value of a line. Raises `ValueError` if it is torn."""
+    try:
+        return json.loads(line.decode(errors="replace"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not whole JSON ({error.msg} at character {error.pos}); {CUT_OFF}") from error
 
 
 def _parse(line: bytes, place: tuple[Path, int] | None = None, shared: _Shared | None = None) -> Record | Session:
     """Parse a line. With its `place` (file and offset of the line), bulky parts are loaded on use."""
-    try:
-        value = json.loads(line.decode(errors="replace"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not whole JSON ({error.msg} at character {error.pos}); {CUT_OFF}") from error
-    value = migrate(value)
+    value = migrate(json_of(line))
     if "session" in value:
         session: Session = decode(Session, value)
         return session

@@ -8,14 +8,20 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from meshmark.errors import InputError, ResultsError, refuse_links, refuse_records
-from meshmark.records.judged_case import OTHER_RECORD, num_judged
-from meshmark.records.record_file import Reading, latest_attempts, read_records
+from meshmark.records.judged_case import num_judged
+from meshmark.records.record_file import OTHER_RECORD, Reading, latest_attempts, read_records
+from meshmark.report.guard import rendered, write_page
 from meshmark.report.render import write_report
 from meshmark.report.table import one_line
 from meshmark.text import pluralize
+
+if TYPE_CHECKING:
+    from meshmark.inference.run import InferenceRecord
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
@@ -88,12 +94,13 @@ def _report(parsed: argparse.Namespace) -> None:
     except ResultsError:
         if judged is None:
             raise
-        _write_judged(judged, output, parsed.results)
+        if not _write_judged(judged, output, parsed.results):
+            raise
         return
     if judged is not None:
-        _write_judged(judged, output.with_name(f"{output.stem}-inference.md"), parsed.results)
         others = [each for each in reading.complaints if OTHER_RECORD not in each]
         reading = dataclasses.replace(reading, complaints=others)
+        _write_judged(judged, output.with_name(f"{output.stem}-inference.md"), parsed.results, others)
     _complain(reading.complaints)
     command = ["meshmark", "report", str(parsed.results)]
     for option, value in (("-o", parsed.output), ("--baseline", parsed.baseline)):
@@ -129,19 +136,39 @@ def _judged(results: Path) -> Path | None:
     return path if num_judged(path, "engine") else None
 
 
-def _write_judged(path: Path, output: Path, results: Path) -> None:
+def _write_judged(path: Path, output: Path, results: Path, said: Sequence[str] = ()) -> bool:
+    """Write the page of engines that generate text, and return whether the file has a record of one.
+
+    `said` are complaints about lines of the file that the page of training tells.
+    """
     from meshmark.inference.run import read_inference  # torch, which other reports do not need
-    from meshmark.report.inference import inference_page
+    from meshmark.report.inference import inference_page, unread
 
     if output.suffix.lower() in (".html", ".htm"):
         raise InputError(f"-o {str(output)!r}: the page of engines that generate text is Markdown; name a .md file")
-    records = read_inference(path)
-    text = inference_page(records, f"Made by `meshmark report {shlex.quote(str(results))}`.")
+    complaints = list[str]()
+    records = read_inference(path, complaints)
+    told = {each.partition(": ")[0] for each in said}  # the file and the line
+    complaints = [each for each in complaints if each.partition(": ")[0] not in told]
+    _complain(complaints)
+    if not records:
+        return False
+
+    def page(some: Sequence[InferenceRecord], lacking: Sequence[str]) -> list[str]:
+        links = f"Made by `meshmark report {shlex.quote(str(results))}`."
+        return [inference_page(some, links), *unread([*complaints, *lacking])]
+
+    parts, lacking = rendered(page, records, lambda record: " ".join(record.case.values()))
     try:
-        output.write_text(text, encoding="utf-8")
+        write_page(output, [part.rstrip("\n") for part in parts])
     except OSError as error:
         raise ResultsError(f"{str(output)!r} cannot be written: {error.strerror}") from error
-    print(f"{output}: {pluralize(len(records), 'record')} of engines that generate text")
+    _complain(lacking)
+    print(f"{output}: {pluralize(len(records) - len(lacking), 'record')} of engines that generate text")
+    if complaints:
+        lines = pluralize(len(complaints), "line")
+        print(f"meshmark: {lines} could not be read and stand in no table; {output} lists them", file=sys.stderr)
+    return True
 
 
 def _complain(complaints: list[str]) -> None:

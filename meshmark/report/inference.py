@@ -33,6 +33,8 @@ def inference_page(records: Sequence[InferenceRecord], links: str, left_out: str
     cases = f"{pluralize(len(records), 'case')} {'is' if right == len(records) == 1 else 'are'}"
     gaps = sum(record.passed and not all(verdict.passed for verdict in record.verdicts) for record in records)
     but_for = f", {gaps} of them apart from known gaps of their engines" if gaps else ""
+    unfinished = sum(bool(record.unfinished) for record in records)
+    but_for += f", {unfinished} unfinished by no fault of an engine" if unfinished else ""
     return f"""# Engines that generate text
 
 **{right} of {cases} right**{but_for} ({holding} of {len(judged)} verdicts hold), at
@@ -59,7 +61,13 @@ fails is a known gap of its engine.
 {markdown(_clauses(records))}
 
 {_failures(records)}
-{_gaps(records)}"""
+{_unfinished(records)}{_gaps(records)}"""
+
+
+def unread(complaints: Sequence[str]) -> list[str]:
+    """Return the part of the page about what could not be read, if anything."""
+    lines = "\n".join(f"- {inline(complaint)}" for complaint in complaints)
+    return [f"## What could not be read\n\n{lines}"] if complaints else []
 
 
 def case_columns(record: InferenceRecord) -> dict[str, object]:
@@ -71,7 +79,8 @@ def _correct(record: InferenceRecord) -> dict[str, object]:
     found = {verdict.name: verdict for verdict in record.verdicts}
     logprobs, greedy = found.get("log probabilities"), found.get("greedy tokens")
     if logprobs is None or greedy is None or not logprobs.numbers:
-        return {**case_columns(record), "log probabilities": f"**{inline(record.error or 'not judged')}**"}
+        ended = record.error or ("unfinished" if record.unfinished else "not judged")
+        return {**case_columns(record), "log probabilities": f"**{inline(ended)}**"}
     numbers = logprobs.numbers
     off = f"off by {numbers['largest']:.1e}"
     return {
@@ -155,6 +164,16 @@ def _failures(records: Sequence[InferenceRecord]) -> str:
         if record.error
     ]
     return "## What fails\n\n" + "\n".join(lines) + "\n" if lines else "Nothing fails.\n"
+
+
+def _unfinished(records: Sequence[InferenceRecord]) -> str:
+    """Return the cases that something outside their engines kept from their ends, and what it was."""
+    lines = [
+        f"- {' '.join(map(str, case_columns(record).values()))}: {inline(record.unfinished)}"
+        for record in records
+        if record.unfinished
+    ]
+    return "\n## What did not finish\n\n" + "\n".join(lines) + "\n" if lines else ""
 
 
 def _gaps(records: Sequence[InferenceRecord]) -> str:
