@@ -355,6 +355,7 @@ def test_a_refusal_by_an_error_at_the_end_is_one(model: Path) -> None:
     assert "negative token: refused" in found["a token that is unknown"].text
 
 
+@pytest.mark.slow
 def test_an_engine_that_never_evicts_is_right_and_its_eviction_not_judged(model: Path) -> None:
     case = InferenceCase(engine="paged", target=inference_adapters()["paged"], variant="small-cache")
     with LocalEngine(ReservingEngine(model, case.options())) as engine:
