@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from meshmark.cli.commands import main
@@ -70,6 +71,47 @@ def test_who_says_that_a_disk_is_full_must_have_filled_one(tmp_path: Path) -> No
     said = RuntimeError("cannot save: No space left on device")
     assert _kind(said, [tmp_path]) is Status.RAISED
     assert _kind(OSError(28, os.strerror(28)), [tmp_path]) is Status.NO_SPACE
+
+
+def save_too_much(folder: Path) -> BaseException:
+    """Return what `torch.save` raises when it cannot write its file, which then stays in `folder`."""
+    with pytest.raises(RuntimeError) as caught:
+        torch.save({"weight": torch.zeros(2**19)}, folder / "state.pt")
+    return caught.value
+
+
+def test_a_checkpoint_larger_than_files_may_be_is_no_fault_of_the_adapter(tmp_path: Path) -> None:
+    """`torch.save` loses the error's number, and says that it is not where it expected to be."""
+    checkpoint, other = tmp_path / "checkpoint" / "step", tmp_path / "other"
+    checkpoint.mkdir(parents=True)
+    other.mkdir()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
+    try:
+        error = save_too_much(checkpoint)
+        wrapped = ValueError("cannot save")
+        wrapped.__cause__ = error
+        assert "unexpected pos" in str(error)
+        assert _kind(error, [other, checkpoint.parent]) is Status.NO_SPACE
+        assert _kind(wrapped, [checkpoint.parent]) is Status.NO_SPACE
+        assert _kind(error, [other]) is Status.RAISED, "nothing that it wrote is as large as files may be"
+        assert _kind(ValueError("cannot save"), [checkpoint.parent]) is Status.RAISED
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert _kind(error, [checkpoint.parent]) is Status.RAISED, "files may be of any size"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+def test_a_checkpoint_that_a_full_disk_cuts_off_is_no_fault_of_the_adapter(tmp_path: Path) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no mounts here")
+    try:
+        error = save_too_much(tmp_path)
+        assert "No space left" not in f"{error} {error.__cause__} {error.__context__}"
+        assert _kind(error, [tmp_path]) is Status.NO_SPACE
+    finally:
+        subprocess.run(["umount", "-l", tmp_path], check=True)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")

@@ -7,6 +7,8 @@ import contextlib
 import errno
 import functools
 import os
+import re
+import resource
 import secrets
 import shutil
 import stat
@@ -24,6 +26,11 @@ NEEDED_BYTES = 16 * 2**20
 _FULL_BYTES = 2**16
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a full disk, an exhausted quota, and of a file beyond `ulimit -f`."""
+_HINTS = re.compile(
+    "|".join(re.escape(os.strerror(number)) for number in _FULL)
+    + r"|unexpected pos \d+ vs \d+|PytorchStreamWriter failed|iostream error"
+)
+"""Texts of errors that have lost their number. `torch.save` says only how far it came."""
 
 
 def expect_space(folder: Path) -> None:
@@ -42,16 +49,31 @@ def is_full(folder: Path) -> bool:
 
 
 def means_no_space(error: BaseException, folders: Iterable[Path]) -> bool:
-    """Return whether a full disk or an exhausted quota caused `error`.
+    """Return whether a full disk, an exhausted quota or `ulimit -f` caused `error`.
 
     An error that only mentions it in its text, like C++ errors, counts only if one of `folders`, to which it may have
-    written, is almost full. Any code can write such a text.
+    written, is almost full, or holds a file as large as files may be. Any code can write such a text.
     """
     causes = list(_causes(error))
     if any(isinstance(cause, OSError) and cause.errno in _FULL for cause in causes):
         return True
-    said = any(os.strerror(errno.ENOSPC) in text_of(cause) for cause in causes)
-    return said and any(folder.exists() and _free_bytes(folder) < NEEDED_BYTES for folder in folders)
+    if not any(_HINTS.search(text_of(cause)) for cause in causes):
+        return False
+    there = [folder for folder in folders if folder.exists()]
+    return any(_free_bytes(folder) < NEEDED_BYTES for folder in there) or any(map(_has_largest_file, there))
+
+
+def _has_largest_file(folder: Path) -> bool:
+    """Return whether a file below `folder` has exactly the size that `ulimit -f` sets. The kernel cuts it off there."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit == resource.RLIM_INFINITY:
+        return False
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):  # other ranks remove theirs meanwhile
+                if os.lstat(os.path.join(path, name)).st_size == limit:
+                    return True
+    return False
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
