@@ -107,6 +107,16 @@ def test_a_page_of_its_own_has_the_scripts(tmp_path: Path) -> None:
     assert only.source in page
 
 
+def test_the_page_replaces_no_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records, link = tmp_path / "records.jsonl", tmp_path / "gaps.md"
+    records.write_text("{}\n")
+    link.symlink_to(records)
+    for output in (records, link):
+        assert main(["gaps", "--framework", "transformers", "-o", str(output)]) == 2
+        assert "it holds records" in capsys.readouterr().err
+    assert records.read_text() == "{}\n"
+
+
 def trial(framework: str, outcome: Outcome, torch: str = "2.13.0") -> Trial:
     versions = {"deepspeed": framework, "torch": torch}
     return Trial(reproducer=ONE.name, digest=ONE.digest, versions=versions, outcome=outcome, last_line="")

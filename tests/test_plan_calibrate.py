@@ -163,6 +163,21 @@ def test_a_machine_survives_its_file(machine: Gpu, tmp_path: Path) -> None:
         write_calibrated(tmp_path / "in" / "m.json" / "m.json", there)
 
 
+def test_a_machine_replaces_no_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command says so before it measures."""
+    measured = list[object]()
+    monkeypatch.setattr("meshmark.plan.calibrate.calibrate_here", lambda *given: measured.append(given))
+    records = tmp_path / "records.jsonl"
+    records.write_text("{}\n")
+    assert main(["calibrate", "-o", str(records)]) == 2
+    assert "it holds records" in capsys.readouterr().err and not measured
+    with pytest.raises(InputError, match="it holds records"):
+        write_calibrated(records, Calibrated(gpu=some_machine(), rates=Rates(name="some", origin="measured")))
+    assert records.read_text() == "{}\n"
+
+
 def test_plan_and_predict_use_a_machine_with_its_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "m.json"
     write_calibrated(file, machine_from(findings(), some_machine(), world=2))

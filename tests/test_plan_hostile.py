@@ -128,6 +128,16 @@ def test_predict_does_not_replace_its_input(tmp_path: Path, capsys: pytest.Captu
     assert "is the file of layouts itself" in capsys.readouterr().err and rows.read_bytes() == before
 
 
+def test_predict_replaces_no_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, records = tmp_path / "rows.csv", tmp_path / "records.jsonl"
+    rows.write_text(f"{_COLUMNS}\nllama-8b,h100,nemo,8\n")
+    records.write_text("{}\n")
+    (tmp_path / "out.csv").symlink_to(records)
+    for output in (records, tmp_path / "out.csv"):
+        assert main(["predict", str(rows), "-o", str(output)]) == 2
+        assert "it holds records" in capsys.readouterr().err and records.read_text() == "{}\n"
+
+
 def test_a_key_that_no_planned_model_knows_is_warned_of(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(_MIXTRAL | {"num_key_value_head": 4, "router_aux_loss_coef": 0.02}))

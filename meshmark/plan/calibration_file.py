@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshmark.errors import InputError, refuse_device
+from meshmark.errors import InputError, refuse_device, refuse_records
 from meshmark.plan.rates import Rates, rates_from
 from meshmark.serial import decode
 from meshmark.spec.hardware import Gpu
@@ -22,7 +22,11 @@ class Calibrated:
 
 
 def write_calibrated(path: Path, value: Calibrated) -> None:
-    """Write both as JSON, with numbers rounded to six digits. Raises `InputError` when the file cannot be written."""
+    """Write both as JSON, with numbers rounded to six digits.
+
+    Raises `InputError` when the file cannot be written or holds records.
+    """
+    refuse_records(path)
     text = json.dumps(_rounded(dataclasses.asdict(value)), indent=1) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

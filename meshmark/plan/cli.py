@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from meshmark.errors import InputError, UnknownNameError
+from meshmark.errors import InputError, UnknownNameError, refuse_records
 from meshmark.models.model_text import is_description
 from meshmark.models.transformer import Family, ModelSpec
 from meshmark.plan.arguments import (
@@ -341,7 +341,9 @@ def _draw_timeline(found: Search, path: Path) -> None:
 
 
 def run_calibrate(arguments: argparse.Namespace) -> int:
-    """Measure this machine."""
+    """Measure this machine. Raises `InputError` for an output that holds records."""
     from meshmark.plan.calibrate import calibrate_here
 
+    if arguments.output:
+        refuse_records(arguments.output)  # before the measurement, which takes its time
     return calibrate_here(arguments.output, arguments.seconds, arguments.ranks)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meshmark.errors import InputError
+from meshmark.errors import InputError, refuse_records
 from meshmark.models.transformer import Family
 from meshmark.plan.frameworks import Framework, default_framework, narrowed_on
 from meshmark.plan.gpu_file import named_gpu
@@ -131,8 +131,9 @@ def predicted_columns(found: Prediction) -> dict[str, Column]:
 def predict_file(source: Path, target: Path, setting: Setting = _ROWS_SAY) -> int:
     """Read `source` and write it to `target` with the predicted columns appended. Returns the number of rows.
 
-    Raises `InputError` when a file cannot be used or a row is not a valid layout.
+    Raises `InputError` when a file cannot be used, `target` holds records, or a row is not a valid layout.
     """
+    refuse_records(target)
     table = read_rows(source)
     columns = predict_rows(table, setting)
     fields = [f for f in table[0] if f not in columns] + list(columns)

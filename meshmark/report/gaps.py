@@ -19,7 +19,7 @@ from meshmark.conformance.reproducers import (
     version_key,
     versions_that_show,
 )
-from meshmark.errors import ResultsError, UnknownNameError
+from meshmark.errors import ResultsError, UnknownNameError, refuse_records
 from meshmark.text import pluralize
 
 _INTRODUCTION = """Behind each defect stand the versions in which its script was really run; no other has a result here.
@@ -43,6 +43,8 @@ def add_gaps(parser: argparse.ArgumentParser) -> None:
 
 
 def _gaps(parsed: argparse.Namespace) -> None:
+    if parsed.output:
+        refuse_records(parsed.output)
     reproducers, failed = read_reproducers(), failed_clauses()
     trials = read_trials(reproducers)
     if parsed.framework:
