@@ -170,6 +170,8 @@ class ToleranceModels:
 
         They are not tried again, because that takes minutes and fails in the same way.
         """
+        self._told = set[str]()
+        """Why noise floors could not be stored, said once each."""
 
     def forget(self) -> None:
         """Forget all tolerance models, so that all nodes read those on node 0's disk again."""
@@ -217,8 +219,20 @@ class ToleranceModels:
         return runs or self._measure(request, path)
 
     def _measure(self, request: Request, path: Path) -> list[Comparisons]:
+        """Return noise runs measured now. They serve this session even if they cannot be stored for others."""
         runs = launch_noise(self._launcher, request, self._num_gpus)
-        write_noise(path, runs)
+        try:
+            write_noise(path, runs)
+        except FileExistsError:  # a file of the user's is where the folder should be
+            raise
+        except OSError as error:
+            told = (
+                f"noise floors cannot be stored in {str(path.parent)!r}: {error.strerror}; they are measured anew in "
+                "every session"
+            )
+            if told not in self._told:
+                self._told.add(told)
+                self._remarks.append(told)
         return runs
 
 
