@@ -14,6 +14,7 @@ from meshmark.cli.commands import main
 from meshmark.environment import ALLOCATOR_VARIABLES
 from meshmark.errors import InputError, ResultsError
 from meshmark.pytest_plugin.plugin import NoBaselineWarning, UnsureWarning, expect_no_worse
+from meshmark.records.judged_case import JudgedCase
 from meshmark.records.record import SCHEMA, Outcome, Record, Relaunch, Status
 from meshmark.records.record_file import Attempt, Ending, RecordFile, Session, read_records
 from meshmark.regression.baseline import accept, find_baseline
@@ -101,6 +102,47 @@ def test_a_run_that_has_not_ended_is_no_baseline() -> None:
     ended = dataclasses.replace(here, ending=Ending.PASSED)
     write(dataclasses.replace(began, exit_code=0, attempts=[ended]))
     assert accept(Path("results"), "here").is_dir()
+
+
+def test_a_damaged_line_is_told_and_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """It may be the one of a wrong case, which nobody would see again."""
+    wrong = make_good(case=make_case("fsdp2"), verdicts=[make_verdict(passed=False)])
+    path = write(make_good(), wrong) / "records.jsonl"
+    with pytest.raises(InputError, match="--allow wrong"):
+        accept(Path("results"), "here")
+    path.write_bytes(path.read_bytes()[:-6] + b"\n")
+    with pytest.raises(InputError, match=r"records.jsonl line 2: not whole JSON.*delete these lines.*--allow unf"):
+        accept(Path("results"), "here")
+    assert not Path("baselines").exists()
+    assert "meshmark: results: left out records.jsonl line 2: not whole JSON" in capsys.readouterr().err
+    assert accept(Path("results"), "here", allow=["unfinished"]).is_dir()
+    assert "left out records.jsonl line 2" in capsys.readouterr().err
+
+
+def test_records_for_other_readers_are_no_damaged_lines() -> None:
+    write(make_good())
+    JudgedCase(case={"engine": "some"}, verdicts=[]).append_to(Path("results"))
+    assert accept(Path("results"), "here").is_dir()
+
+
+@pytest.mark.parametrize(
+    "test, ending, refused",
+    [
+        ("suites/test_memory.py::test_memory[fsdp2]", Ending.FAILED, True),
+        ("suites/test_memory.py::test_memory[fsdp2]", Ending.SKIPPED, False),
+        ("suites/test_memory.py::test_memory[fsdp2]", Ending.PASSED, False),
+        ("gate[fsdp2]", Ending.FAILED, False),
+    ],
+)
+def test_a_failed_test_without_a_record_is_refused(test: str, ending: Ending, refused: bool) -> None:
+    """Not a skipped one, nor a gate's complaint that a case is gone."""
+    there = Attempt(test=test, case=make_case("fsdp2").id, conforming=False, ending=ending)
+    write(make_good(), Session(schema=SCHEMA, session="one", command="", device="cpu", exit_code=1, attempts=[there]))
+    if refused:
+        with pytest.raises(InputError, match="test_memory failed, and there is no record of it.*--allow unfinished"):
+            accept(Path("results"), "here")
+    else:
+        assert accept(Path("results"), "here").is_dir()
 
 
 def test_a_name_that_is_taken_keeps_what_it_holds() -> None:

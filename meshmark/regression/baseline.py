@@ -14,10 +14,10 @@ from pathlib import Path, PurePath
 
 from meshmark.errors import InputError, ResultsError
 from meshmark.records.record import EquivalenceEvidence, Outcome, Record, Relaunch, Status, TimingEvidence
-from meshmark.records.record_file import Ending, Reading, RecordFile, Session, latest_attempts, read_records
+from meshmark.records.record_file import OTHER_RECORD, Ending, Reading, RecordFile, latest_attempts, read_records
 from meshmark.records.request import Task
 from meshmark.regression.conditions import conditions
-from meshmark.regression.runs import left_out, of_last_code
+from meshmark.regression.runs import complain, left_out, of_last_code
 from meshmark.run.throughput import throughput
 
 FOLDER = "baselines"
@@ -51,8 +51,8 @@ def accept(results: Path, name: str, *, allow: Collection[str] = (), replace: bo
     """Write baselines/NAME from a results folder and return its path.
 
     Records of conformance and of fake worlds are left out, because their tests fail without a baseline. Raises
-    `InputError` for an invalid name or one that is taken, and for wrong cases, imprecise rates or unfinished tests
-    unless `allow` permits them. The folder stays unchanged if anything is refused.
+    `InputError` for an invalid name or one that is taken, and for wrong cases, imprecise rates, unfinished tests or
+    damaged lines unless `allow` permits them. The folder stays unchanged if anything is refused.
     """
     if not _NAME.fullmatch(name):
         raise InputError(f"--name {name!r}: expected letters, digits, '.', '_' or '-', such as a100-8gpu")
@@ -62,6 +62,7 @@ def accept(results: Path, name: str, *, allow: Collection[str] = (), replace: bo
     if folder.exists() and not (replace and (folder / ABOUT).exists()):
         raise InputError(f"{str(folder)!r} is there already: choose another name, or give --replace for a baseline")
     reading = read_records(results)
+    complain(results, reading.complaints)
     last, others = of_last_code(reading.records)
     if others:
         print(f"meshmark: {results}: {left_out(last, others)}", file=sys.stderr)
@@ -71,7 +72,8 @@ def accept(results: Path, name: str, *, allow: Collection[str] = (), replace: bo
         raise ResultsError(f"{str(results)!r} holds no record of a real world; run `pytest suites` first")
     _refuse("wrong", _wrong(records), allow, "mend them, and run into an empty folder")
     _refuse("noisy", _noisy(records), allow, "use a quieter machine or a longer --timing-budget")
-    _refuse("unfinished", _unfinished(reading.sessions), allow, "let the run end, or repeat it with --resume")
+    _refuse("unfinished", _unfinished(reading), allow, "let the run end, or repeat it with --resume")
+    _refuse("unfinished", _damaged(reading), allow, "delete these lines if a later run has repeated their cases")
     _write(folder, records, reading)
     return folder
 
@@ -98,12 +100,23 @@ def _noisy(records: Iterable[Record]) -> list[str]:
     return [f"{case}: ±{relative:.0%}" for case, relative in rates if relative > NOISY]
 
 
-def _unfinished(sessions: Iterable[Session]) -> list[str]:
-    """Return tests that a run has not finished. A gate would not notice that their cases are missing."""
-    left = [
-        attempt for attempt, _ in latest_attempts(sessions, conforming=False) if attempt.ending is Ending.UNFINISHED
-    ]
-    return [f"{attempt.case}: {PurePath(attempt.test.partition('::')[0]).stem} has not ended" for attempt in left]
+def _unfinished(reading: Reading) -> list[str]:
+    """Return tests that a run has not finished, or that failed in cases without a record. A gate would not notice that
+    their cases are missing.
+    """
+    recorded, found = {record.case.id for record in reading.records}, list[str]()
+    for attempt, _ in latest_attempts(reading.sessions, conforming=False):
+        file, of_pytest, _ = attempt.test.partition("::")  # a gate's own attempts are of cases that may be gone
+        if attempt.ending is Ending.UNFINISHED:
+            found.append(f"{attempt.case}: {PurePath(file).stem} has not ended")
+        elif attempt.ending is Ending.FAILED and of_pytest and attempt.case not in recorded:
+            found.append(f"{attempt.case}: {PurePath(file).stem} failed, and there is no record of it")
+    return found
+
+
+def _damaged(reading: Reading) -> list[str]:
+    """Return complaints about lines that cannot be read, any of which may be a wrong case's."""
+    return [complaint for complaint in reading.complaints if f": {OTHER_RECORD}" not in complaint]
 
 
 def _write(folder: Path, records: Sequence[Record], reading: Reading) -> None:

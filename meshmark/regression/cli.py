@@ -19,7 +19,7 @@ from meshmark.regression.change import Change, ChangeOutcome, Kind
 from meshmark.regression.compare import Comparison, compare, unfinished_changes
 from meshmark.regression.gate import DEFAULT_GATE, UNSURE, Gate, parse_gate
 from meshmark.regression.page import lines, page
-from meshmark.regression.runs import left_out, of_last_code, without_shared
+from meshmark.regression.runs import complain, left_out, of_last_code, without_shared
 from meshmark.report.github import report_to_github, warn_github
 from meshmark.report.table import one_line
 from meshmark.text import pluralize
@@ -112,8 +112,7 @@ def compare_folders(before: Path, after: Path, gate: Gate | None, *, across: boo
 def _read_side(path: Path) -> tuple[list[Record], list[Session]]:
     """Read all launches of a folder by the code that ran last, and its sessions. Prints what it leaves out."""
     reading = read_records(path)
-    for complaint in reading.complaints:
-        print(f"meshmark: {path}: left out {one_line(complaint)}", file=sys.stderr)
+    complain(path, reading.complaints)
     records, others = of_last_code(reading.records)
     if others:
         print(f"meshmark: {path}: {left_out(records, others)}", file=sys.stderr)

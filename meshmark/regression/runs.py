@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from meshmark.records.record import Record, Status
 from meshmark.records.request import Task
-from meshmark.report.table import visible
+from meshmark.report.table import one_line, visible
 from meshmark.spec.case import Case
 from meshmark.text import pluralize
 
@@ -81,6 +83,12 @@ def of_last_code(records: Sequence[Record]) -> tuple[list[Record], list[Record]]
 
 def _code(record: Record) -> tuple[str, str]:
     return record.environment.commit, record.environment.project_commit
+
+
+def complain(path: Path, complaints: Iterable[str]) -> None:
+    """Print on stderr what lines of `path` are left out, and why."""
+    for complaint in complaints:
+        print(f"meshmark: {path}: left out {one_line(complaint)}", file=sys.stderr)
 
 
 def left_out(kept: Sequence[Record], others: Sequence[Record]) -> str:
