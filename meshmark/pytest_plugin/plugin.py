@@ -27,6 +27,7 @@ from meshmark.launch.folders import private_caches
 from meshmark.launch.launch import LAUNCHERS
 from meshmark.models.config import Dataset
 from meshmark.pytest_plugin.entry import asks_for_suites
+from meshmark.pytest_plugin.exit_status import keep_exit_status
 from meshmark.pytest_plugin.progress import Progress
 from meshmark.pytest_plugin.selection import (
     OPTIONAL,
@@ -156,7 +157,8 @@ def expect_clause(scenarios: ScenarioRunner, case: Case, clause: Clause) -> None
 
 # --- The pytest plugin: options, and the session's cases and runner.
 
-pytest_plugins = ["meshmark.pytest_plugin.session_log", "meshmark.pytest_plugin.selection"]
+_PARTS = ("session_log", "selection", "exit_status")
+pytest_plugins = [f"meshmark.pytest_plugin.{part}" for part in _PARTS]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -173,12 +175,15 @@ def pytest_collection(session: pytest.Session) -> None:
     Also collects what `--conformance` and `--profile` ask for when single files are named.
     """
     config = session.config
+    has_cases = bool(config.hook.pytest_meshmark_cases.get_hookimpls())
+    if has_cases or asks_for_suites(config.args, config.option.pyargs, config.invocation_params.dir):
+        keep_exit_status(session)
     take_engines(config)
     asked_suites = [suite for suite in OPTIONAL if config.getoption(f"--{suite}")]
     config.args = with_optional_suites(config.args, asked_suites, config.invocation_params.dir)
     # Under --pyargs the suites' conftest, which knows the cases, comes with their collection.
     asked = asks_for_suites(config.args, config.option.pyargs, config.invocation_params.dir)
-    if asked or config.hook.pytest_meshmark_cases.get_hookimpls():
+    if asked or has_cases:
         if config.getoption("numprocesses", None):
             raise pytest.UsageError(
                 "-n of pytest-xdist: the suites start ranks themselves, and cases that share a machine disturb one "
