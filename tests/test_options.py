@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from meshmark.adapter.matrix import matrix
-from meshmark.adapter.registry import core_adapters
+from meshmark.adapter.registry import core_adapters, load_adapter
 from meshmark.conformance.scenario import plain_cells
-from meshmark.pytest_plugin.selection import Selection, selection
+from meshmark.errors import AdapterError
+from meshmark.pytest_plugin.selection import Selection, selection, take_engines
 from meshmark.spec.precision import Precision
 
 pytest_plugins = ["pytester"]
@@ -253,6 +254,39 @@ def test_an_outside_adapter_joins_those_that_are_named(pytester: pytest.Pytester
     (pytester.path / "mine.py").write_text(OUTSIDE)
     found = ids(pytester, "--adapters", "ddp", "--adapter", "mine.py:Mine")
     assert sorted(found) == ["ddp-dp2.mb2-gpt-tiny-fp32", "mine-dp2.mb2-gpt-tiny-fp32"]
+
+
+MOVES = f"import os; os.chdir(os.path.dirname(__file__) + '/elsewhere')\n{OUTSIDE}"
+
+
+def test_adapters_that_change_the_working_directory_move_nothing(pytester: pytest.Pytester) -> None:
+    """Records had come to lie in two folders."""
+    (pytester.path / "elsewhere").mkdir()
+    (pytester.path / "text.txt").write_text("x" * 100)
+    for name in ("first", "second"):
+        (pytester.path / f"{name}.py").write_text(MOVES.replace("class Mine", f"class {name.title()}"))
+    adapters = ("--adapter", "first.py:First", "--adapter", "second.py:Second")
+    chosen = choose(pytester, *adapters, "--corpus", "text.txt", "--results", "found/here")
+    assert list(chosen.adapters) == ["first", "second"]
+    assert chosen.results == pytester.path / "found" / "here"
+    assert [w.corpus for w in chosen.workloads] == ["text.txt"]
+    assert Path.cwd() == pytester.path
+
+
+def test_an_adapter_whose_import_fails_elsewhere_moves_nothing(pytester: pytest.Pytester) -> None:
+    (pytester.path / "elsewhere").mkdir()
+    (pytester.path / "mine.py").write_text(f"{MOVES}\nraise ValueError('no')\n")
+    with pytest.raises(AdapterError, match="ValueError: no"):
+        load_adapter("mine.py:Mine")
+    assert Path.cwd() == pytester.path
+
+
+def test_engines_and_what_is_asked_beside_them_move_nothing(pytester: pytest.Pytester) -> None:
+    (pytester.path / "elsewhere").mkdir()
+    (pytester.path / "mine.py").write_text(MOVES)
+    suite = str(ROOT / "suites" / "test_inference.py")
+    take_engines(pytester.parseconfig(*CORE, "--adapter", "mine.py:Mine", suite, str(ROOT / "suites")))
+    assert Path.cwd() == pytester.path
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import importlib
 import importlib.metadata
 import inspect
-from collections.abc import Collection
+import os
+from collections.abc import Collection, Iterator
 
 from meshmark.adapter.contract import Adapter, Capabilities, Requirement
 from meshmark.errors import AdapterError, InputError, UnknownNameError
@@ -32,8 +34,9 @@ def load_adapter(target: str) -> type[Adapter]:
             f"adapter {target!r}: expected path/to/file.py:Class or package.module:Class (--adapters takes names)"
         )
     try:
-        module = import_module_of(where)
-        found = getattr(module, name, None)
+        with working_directory_kept():
+            module = import_module_of(where)
+            found = getattr(module, name, None)
     except (Exception, SystemExit) as error:
         reason = f"cannot be imported: {type(error).__name__}: {error}"
         raise AdapterError(f"adapter {target!r}{_origin(target)} {reason}") from error
@@ -57,6 +60,20 @@ def load_adapter(target: str) -> type[Adapter]:
         what = f"requires {found.requires!r:.80}; expected meshmark.adapter.contract.Requirement of each package"
         raise AdapterError(f"adapter {target!r}{_origin(target)} {what}")
     return found
+
+
+@contextlib.contextmanager
+def working_directory_kept() -> Iterator[None]:
+    """Return to the working directory at the end, whatever a module does when it is imported.
+
+    Paths that the user gave are relative to it.
+    """
+    here = os.open(".", os.O_PATH)  # unlike a path, it stays valid if the folder is moved or removed
+    try:
+        yield
+    finally:
+        os.fchdir(here)
+        os.close(here)
 
 
 def builtin_adapters() -> dict[str, str]:

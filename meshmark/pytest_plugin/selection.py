@@ -16,7 +16,13 @@ import pytest
 
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.matrix import LayoutChoice
-from meshmark.adapter.registry import ENGINE_PRECISIONS, inference_adapters, load_adapter, outside_name
+from meshmark.adapter.registry import (
+    ENGINE_PRECISIONS,
+    inference_adapters,
+    load_adapter,
+    outside_name,
+    working_directory_kept,
+)
 from meshmark.cli.options import (
     RUN_OPTIONS,
     chosen_adapters,
@@ -63,7 +69,8 @@ def take_engines(config: pytest.Config) -> None:
     known, named, outside = inference_adapters() if asked else {}, config.getoption("--adapters"), list[str]()
     if asked:
         try:
-            outside = [target for target in config.getoption("--adapter") if ":" in target and is_engine(target)]
+            with working_directory_kept():
+                outside = [target for target in config.getoption("--adapter") if ":" in target and is_engine(target)]
         except AdapterError as error:
             raise pytest.UsageError(str(error)) from error
     given = _parts(named) if named else [] if outside else list(known)
@@ -183,6 +190,7 @@ class Selection:
     tunings: list[Tuning]
     options: RunOptions
     results: Path
+    """Absolute path, because code of adapters and tests may change the working directory."""
     cluster: ClusterSpec
     launcher: str
     """A key of LAUNCHERS."""
@@ -240,7 +248,7 @@ def _select(config: pytest.Config) -> Selection:
         precisions=[precision(text) for text in split_values("--precision", option("--precision"))],
         tunings=list(dict.fromkeys(Tuning.parse(text) for text in option("--tuning") or [NONE])),
         options=_run_options(config),
-        results=Path(option("--results")),
+        results=config.invocation_params.dir / option("--results"),
         cluster=cluster_of(os.environ, **given),
         launcher=_launcher(option("--launcher")),
         resume=option("--resume"),

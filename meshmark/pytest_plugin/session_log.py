@@ -15,6 +15,7 @@ import uuid
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -264,9 +265,14 @@ def _add_command(item: pytest.Item, error: BaseException, attempt: Attempt) -> N
     if isinstance(error, pytest.fail.Exception) and not error.pytrace:
         lines = [str(error.msg), row("again", _repeat(item))]
         if not attempt.conforming:  # a clause stands on several records
-            rest = shlex.join(["meshmark", "show", attempt.case, str(selection(item.config).results)])
+            rest = shlex.join(["meshmark", "show", attempt.case, _as_given(item.config)])
             lines.append(row("all of it", rest))
         error.msg = "\n".join(lines)
+
+
+def _as_given(config: pytest.Config) -> str:
+    """Return the results folder as the user named it, for commands that are to be pasted into the same shell."""
+    return str(Path(config.getoption("--results")))
 
 
 def _repeat(item: pytest.Item) -> str:
@@ -365,7 +371,8 @@ def _summarize(terminalreporter: Any, config: pytest.Config) -> None:  # noqa: A
     terminalreporter.section("meshmark")
     for line in lines:
         terminalreporter.write_line(visible(line))
-    command = shlex.join(["meshmark", "report", str(folder), "-o", str(folder / "report.html")])
+    given = _as_given(config)
+    command = shlex.join(["meshmark", "report", given, "-o", str(Path(given) / "report.html")])
     terminalreporter.write_line(f"\nall results as a page: {command}")
 
 
