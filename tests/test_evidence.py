@@ -6,6 +6,7 @@ import dataclasses
 import gzip
 import json
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,50 @@ def test_a_file_that_unpacks_to_more_than_is_read_is_damaged(tmp_path: Path, mon
     monkeypatch.setattr(record_file, "LARGEST", 100)
     with pytest.raises(EvidenceError, match="damaged"):
         len(read_records(tmp_path).records[0].equivalence.deviations)
+
+
+def test_evidence_of_little_but_brackets_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
+    """Packed, it is small, and as Python's objects thirty times as large as its text."""
+    (line,) = write(tmp_path, make_bulky())
+    content = b'{"loss": [' + b"{}," * 3_000_000 + b"{}]}"
+    name = record_file.EvidenceFolder(tmp_path)._put(content)
+    (tmp_path / "records.jsonl").write_text(
+        json.dumps(line | {"equivalence": line["equivalence"] | {"noise": name}}) + "\n"
+    )
+    (record,) = read_records(tmp_path).records
+    tracemalloc.start()
+    with pytest.raises(EvidenceError, match="little but brackets"):
+        len(record.equivalence.noise)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < record_file.LARGEST + 4 * len(content)
+
+
+def test_evidence_of_a_large_model_over_many_steps_is_read() -> None:
+    """By the sizes of its quantities: gradients, parameters and both distances from the twin, of 3,000 tensors."""
+    each = Deviation(distance=1.2345678901234567e-07, scale=13.519434039097748, factor=1.0000000000000013)
+    few = {QuantityKind.GRADIENTS.of(f"blocks.{i}.attention.query.weight"): [each] * 50 for i in range(30)}
+    text = json.dumps(encode(few))
+    assert len(text) / 30 * 3000 * 4 < record_file.LARGEST
+    assert record_file._loads(text)
+
+
+def test_large_evidence_does_not_stay_but_for_the_fields_of_one_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, *(make_bulky(distance=(i + 1) * 1e-7) for i in range(6)))
+    records = read_records(tmp_path).records
+    monkeypatch.setattr(record_file, "_kept", kept := record_file._Kept())
+    for small, left in ((True, 6 + 1), (False, 3)):
+        monkeypatch.setattr(record_file._Kept, "_MOST_BYTES", 2**24 if small else 10)
+        for record in records:
+            assert record.equivalence.deviations and record.equivalence.noise
+        assert len(kept._found) == left
+    read = list[object]()
+    monkeypatch.setattr(record_file, "_decoded", lambda *about: read.append(about) or {})
+    for _ in range(3):
+        assert records[-1].equivalence.deviations and records[-1].equivalence.noise
+    assert not read
 
 
 def test_where_no_evidence_can_be_written_it_stays_in_the_line(tmp_path: Path) -> None:

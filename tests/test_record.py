@@ -5,18 +5,30 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
+import gzip
 import json
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from meshmark.errors import InputError, ResultsError
+from meshmark.records import record_file
+from meshmark.records.judged_case import JudgedCase, read_newest
 from meshmark.records.record import SCHEMA, TrainingCurves
-from meshmark.records.record_file import RecordFile, read_records
+from meshmark.records.record_file import RecordFile, line_of, read_records
 from meshmark.regression.run_file import read_run
 from meshmark.serial import encode
-from tests.factories import make_memory_evidence, make_record, make_timed, make_timing, make_traffic_evidence
+from tests.factories import (
+    make_equivalence,
+    make_good,
+    make_memory_evidence,
+    make_record,
+    make_timed,
+    make_timing,
+    make_traffic_evidence,
+)
 
 
 def write(folder: Path, *records: object) -> Path:
@@ -186,6 +198,71 @@ def test_a_records_file_that_is_a_pipe_is_refused_rather_than_waited_for(tmp_pat
     for read in (RecordFile, read_records, read_run):
         with pytest.raises(InputError, match="is a pipe or a socket; remove it"):
             read(tmp_path)
+
+
+def test_a_line_that_is_too_long_is_told_and_not_held(tmp_path: Path) -> None:
+    """A packed file of a megabyte may hold a line of a gigabyte of blanks."""
+    good = [json.dumps(encode(record)).encode() + b"\n" for record in (make_record(), make_timed())]
+    blanks = gzip.compress(b" " * 2**25) * 5
+    path = tmp_path / "records.jsonl.gz"
+    path.write_bytes(gzip.compress(good[0]) + blanks + gzip.compress(b"\n" + good[1]))
+    tracemalloc.start()
+    reading = read_records(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert reading.records == [make_record(), make_timed()]
+    assert reading.complaints == ["records.jsonl.gz line 2: the line has more than 32 MiB, as no record has"]
+    assert peak < 3 * record_file.LONGEST_LINE
+
+
+def test_what_lies_behind_a_long_line_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_file, "LONGEST_LINE", 20_000)
+    monkeypatch.setattr(record_file, "_PIECE", 1000)
+    factors = {f"gradients/blocks.{i}.weight": 3.0 + i for i in range(20)}
+    told = make_good(equivalence=dataclasses.replace(make_equivalence(), factors=factors))
+    for size in (19_998, 20_000, 20_001, 54_321):
+        path = tmp_path / str(size) / "records.jsonl"
+        path.parent.mkdir()
+        path.write_text(f"{' ' * size}\n{json.dumps(encode(told))}\n")
+        reading = read_records(path)
+        assert reading.records == [told]
+        assert len(reading.complaints) == (size >= 20_000)
+        complaints = list[str]()
+        read_newest(path, JudgedCase, complaints)
+        assert complaints == reading.complaints
+
+
+@pytest.mark.parametrize("line", [b" " * 1000 + b"\n", b" " * 1000, b"x\n"])
+def test_a_packed_file_is_read_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes) -> None:
+    """Of bytes, also within a long line, or of lines of which each would make a complaint."""
+    monkeypatch.setattr(record_file, "MOST_UNPACKED", 2**20)
+    monkeypatch.setattr(record_file, "LONGEST_LINE", 50_000)
+    path = tmp_path / "records.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps(encode(make_record())).encode() + b"\n" + line * 3000))
+    with pytest.raises(ResultsError, match="unpacks to more than 1 MiB.*unpack it by gunzip"):
+        read_records(path)
+    path.with_suffix("").write_bytes(gzip.decompress(path.read_bytes()))
+    assert read_records(path.with_suffix("")).records == [make_record()]
+
+
+def test_complaints_beyond_a_number_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_file, "_MOST_COMPLAINTS", 2)
+    with write(tmp_path, make_record()).open("a") as file:
+        file.write("x\n" * 1002)
+    first, second, more = read_records(tmp_path).complaints
+    assert "line 2: not whole JSON" in first and "line 3" in second
+    assert more == "records.jsonl: 1,000 more lines cannot be read"
+
+
+def test_a_line_or_evidence_that_no_reader_takes_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = make_timed(timing=make_timing(rank_step_seconds=[[0.123456789] * 3000]))
+    assert len(line_of(record)) > 20_000
+    monkeypatch.setattr(record_file, "LONGEST_LINE", 20_000)
+    for evidence in (None, record_file.EvidenceFolder(tmp_path)):
+        with pytest.raises(ValueError, match="a line of .* bytes, expected at most 20,000"):
+            line_of(record, evidence)
 
 
 def test_a_second_writer_is_refused_until_the_first_is_done(tmp_path: Path) -> None:

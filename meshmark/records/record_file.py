@@ -241,8 +241,22 @@ SMALL = 4096
 """Size in characters up to which a field stays in the record's line."""
 _FEW = 8
 """Number of quantities up to which a field inside a line is read together with it."""
-LARGEST = 2**28
-"""Largest size in bytes of evidence that is read. A compressed file from elsewhere may expand to any size."""
+LARGEST = 2**26
+"""Largest size in bytes of evidence that is read. A compressed file from elsewhere may expand to any size.
+
+All quantities of 3,000 tensors over 50 steps fit.
+"""
+LONGEST_LINE = 2**25
+"""Largest size in bytes of a line that is read. Lines have some ten thousand, as evidence is beside them."""
+MOST_UNPACKED = 2**29
+"""Number of bytes of a packed file of records that are read."""
+_LEAST_COUNTED = 512
+"""Number of bytes that a shorter line counts as, because a complaint about it takes as much memory."""
+_FEW_PARTS, _BYTES_A_PART = 2**18, 24
+"""Number of lists and objects that any JSON text may have, and the bytes that each further one must be worth.
+
+An empty object of two bytes takes a hundred in memory. A number of full precision alone has twenty.
+"""
 _NAME = re.compile(r"evidence/(?P<digest>[0-9a-f]{64})\.json\.gz")
 
 K = TypeVar("K")
@@ -315,9 +329,62 @@ def records_path(given: Path) -> Path:
     return path
 
 
-def open_lines(path: Path) -> IO[bytes] | gzip.GzipFile:
+class LongLine(bytes):
+    """Stands for a line of more than `LONGEST_LINE` bytes, which is not held in memory. `json_of` refuses it."""
+
+
+class Lines:
+    """The lines of a file of records, packed by gzip or not. What a file from elsewhere holds fills no memory.
+
+    Raises `ResultsError` beyond `MOST_UNPACKED` bytes of a packed file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._packed = path.suffix == ".gz"
+        self._file: IO[bytes] | gzip.GzipFile = gzip.open(path) if self._packed else path.open("rb")
+        self.offset = 0
+        """Offset of the line that was read last."""
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def __iter__(self) -> Iterator[bytes]:
+        end = counted = 0
+        while line := self._file.readline(LONGEST_LINE + 1):
+            self.offset, end = end, end + len(line)
+            counted += max(len(line), _LEAST_COUNTED)
+            self._expect_few(counted)
+            if len(line) > LONGEST_LINE:
+                is_whole = line.endswith(b"\n")
+                line = LongLine(b"too long")
+                while not is_whole and (rest := self._file.readline(_PIECE)):
+                    is_whole, end, counted = rest.endswith(b"\n"), end + len(rest), counted + len(rest)
+                    self._expect_few(counted)
+            yield line
+
+    def _expect_few(self, counted: int) -> None:
+        if self._packed and counted > MOST_UNPACKED:
+            raise ResultsError(
+                f"{str(self._path)!r} unpacks to more than {MOST_UNPACKED >> 20} MiB, or to as many short lines; if it "
+                "is yours, unpack it by gunzip, and name the unpacked file"
+            )
+
+    def at(self, offset: int) -> bytes:
+        """Return the line at `offset`."""
+        self._file.seek(offset)
+        return self._file.readline(LONGEST_LINE)
+
+
+_PIECE = 2**20
+
+
+def open_lines(path: Path) -> Lines:
     """Open a file of records for reading, packed by gzip or not."""
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+    return Lines(path)
 
 
 def _write(path: Path, packed: bytes) -> None:
@@ -360,24 +427,65 @@ def leave_behind(record: dict[str, Any], path: Path, offset: int) -> None:
             evidence[name] = Stored(functools.partial(_of_line, path, offset, name))
 
 
-@functools.lru_cache(maxsize=16)
+class _Kept:
+    """Cache of evidence that was used last, bounded by the size of its JSON text."""
+
+    _MOST = 16
+    _MOST_BYTES = 2**24
+    _LEAST = len(FIELDS)
+    """Number kept whatever their size, because the fields of one record are used in turn."""
+
+    def __init__(self) -> None:
+        self._found: dict[object, tuple[Mapping[Any, Any], int]] = {}
+        """Evidence and its size, the last used at the end."""
+
+    def __call__(self, key: object, load: Callable[[], tuple[Mapping[Any, Any], int]]) -> Mapping[Any, Any]:
+        """Return the evidence of `key`, which `load` returns with its size."""
+        held = self._found.pop(key, None) or load()
+        self._found[key] = held
+        while len(self._found) > self._LEAST and (len(self._found) > self._MOST or self._num_bytes > self._MOST_BYTES):
+            del self._found[next(iter(self._found))]
+        return held[0]
+
+    @property
+    def _num_bytes(self) -> int:
+        return sum(size for _, size in self._found.values())
+
+
+_kept = _Kept()
+
+
 def _of_file(path: Path, field: str) -> Mapping[Any, Any]:
-    try:
-        value = json.loads(_content(path))
-    except (ValueError, RecursionError) as error:
-        raise EvidenceError(f"{path.name}: {describe_error(error)}") from error
-    return _decoded(field, value, path)
+    def load() -> tuple[Mapping[Any, Any], int]:
+        content = _content(path)
+        try:
+            value = _loads(content)
+        except (ValueError, RecursionError) as error:
+            raise EvidenceError(f"{path.name}: {describe_error(error)}") from error
+        return _decoded(field, value, path), len(content)
+
+    return _kept((path, field), load)
 
 
-@functools.lru_cache(maxsize=16)
 def _of_line(path: Path, offset: int, field: str) -> Mapping[Any, Any]:
-    try:
-        with open_lines(path) as file:
-            file.seek(offset)
-            value = migrate(json.loads(file.readline()))["equivalence"][field]
-    except Exception as error:
-        raise EvidenceError(f"{path.name} at byte {offset}: {describe_error(error)}") from error
-    return _decoded(field, value, path)
+    def load() -> tuple[Mapping[Any, Any], int]:
+        try:
+            with open_lines(path) as file:
+                line = file.at(offset)
+            value = migrate(_loads(line))["equivalence"][field]
+        except Exception as error:
+            raise EvidenceError(f"{path.name} at byte {offset}: {describe_error(error)}") from error
+        return _decoded(field, value, path), len(line)
+
+    return _kept((path, offset, field), load)
+
+
+def _loads(text: bytes | str) -> Any:  # noqa: ANN401
+    """Return the value of JSON text. Raises `ValueError` if it has more lists and objects than honest text could."""
+    marks: tuple[Any, Any] = ("[", "{") if isinstance(text, str) else (b"[", b"{")
+    if sum(map(text.count, marks)) > _FEW_PARTS + len(text) // _BYTES_A_PART:
+        raise ValueError(f"{len(text):,} characters of little but brackets; no Meshmark wrote that")
+    return json.loads(text)
 
 
 def _content(path: Path) -> bytes:
@@ -407,6 +515,8 @@ def _decoded(field: str, value: object, path: Path) -> Mapping[Any, Any]:
 CUT_OFF = "a run was cut off there"
 """Text of a complaint about a torn line."""
 _COMPLAINT_CHARACTERS = 500
+_MOST_COMPLAINTS = 100_000
+"""Number of complaints that are kept. A small packed file may hold millions of bad lines."""
 _PATIENCE_SECONDS = 10.0
 """How long one line waits for another run that appends one. A run that has the folder for itself keeps it longer."""
 _SHARED: dict[str, type] = {
@@ -425,13 +535,35 @@ def line_of(record: Record | Session, evidence: EvidenceFolder | None = None) ->
     """Return the record's line of the file. Bulky parts are moved to `evidence`, if given.
 
     The line is parsed once as a check. Raises `ValueError`, `KeyError` or `TypeError` if no reader could parse it, for
-    example because an adapter reported an invalid value.
+    example because an adapter reported an invalid value or the line is too long.
     """
     value = encode(record)
-    _parse(json.dumps(value).encode())
-    if evidence:
-        evidence.put_aside(value)
-    return json.dumps(value).encode() + b"\n"
+    text = json.dumps(value)
+    _parse(text.encode())
+    _expect_short(value, len(text))
+    if not evidence:
+        return text.encode() + b"\n"
+    evidence.put_aside(value)
+    line = json.dumps(value).encode() + b"\n"
+    _expect_at_most(LONGEST_LINE, len(line), "a line")
+    return line
+
+
+def _expect_short(value: Mapping[str, Any], size: int) -> None:
+    """Raise `ValueError` if the line of an encoded record of `size` characters, or evidence of it, is longer than what
+    is read. This is the same on every node, of which one writes.
+    """
+    if size < LONGEST_LINE:
+        return
+    sizes = {name: len(json.dumps(value.get("equivalence", {}).get(name, {}))) for name in FIELDS}
+    for name, its in sizes.items():
+        _expect_at_most(LARGEST, its, name)
+    _expect_at_most(LONGEST_LINE, size - sum(sizes.values()) + 1, "a line")
+
+
+def _expect_at_most(most: int, size: int, what: str) -> None:
+    if size > most:
+        raise ValueError(f"{what} of {size:,} bytes, expected at most {most:,}")
 
 
 class RecordFile:
@@ -591,23 +723,26 @@ def read_records(folder: Path, *, latest: bool = False) -> Reading:
     """
     path = records_path(folder)
     records, sessions, complaints = dict[object, Record](), dict[object, Session](), list[str]()
-    shared, offset = _Shared(), 0
+    shared, num_unread = _Shared(), 0
     try:
         with open_lines(path) as file, _without_collections():
             for number, line in enumerate(file, start=1):
                 try:
-                    parsed = _parse(line, (path, offset), shared) if line.strip() else None
+                    parsed = _parse(line, (path, file.offset), shared) if line.strip() else None
                 except Exception as error:  # whatever a line holds, the others are kept
-                    complaints.append(complaint(path, number, error))
+                    num_unread += 1
+                    if num_unread <= _MOST_COMPLAINTS:
+                        complaints.append(complaint(path, number, error))
                     parsed = None
                 if isinstance(parsed, Record):
                     records[_pass_of(parsed) if latest else number] = parsed
                 elif parsed:
                     sessions[parsed.session if latest else number] = parsed
-                offset += len(line)
     except (OSError, EOFError, zlib.error) as error:
         why = getattr(error, "strerror", None) or describe_error(error)
         raise ResultsError(f"no records at {str(path)!r}: {why}; run `pytest suites --results DIR` first") from error
+    if num_unread > _MOST_COMPLAINTS:
+        complaints.append(f"{path.name}: {num_unread - _MOST_COMPLAINTS:,} more lines cannot be read")
     if not records and not sessions:
         raise ResultsError(
             f"{str(path)!r} holds no record that can be read: {'; '.join(complaints[:3]) or 'it is empty'}"
@@ -667,9 +802,11 @@ def complaint(path: Path, number: int, error: Exception) -> str:
 
 
 def json_of(line: bytes) -> Any:  # noqa: ANN401
-    """Return the value of a line. Raises `ValueError` if it is torn."""
+    """Return the value of a line. Raises `ValueError` if it is torn or too long."""
+    if isinstance(line, LongLine):
+        raise ValueError(f"the line has more than {LONGEST_LINE >> 20} MiB, as no record has")
     try:
-        return json.loads(line.decode(errors="replace"))
+        return _loads(line.decode(errors="replace"))
     except json.JSONDecodeError as error:
         raise ValueError(f"not whole JSON ({error.msg} at character {error.pos}); {CUT_OFF}") from error
 
