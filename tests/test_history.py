@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from meshmark.cli.commands import main
-from meshmark.records.record import Relaunch
-from meshmark.records.record_file import RecordFile
+from meshmark.records.judged_case import JudgedCase
+from meshmark.records.record import SCHEMA, Relaunch
+from meshmark.records.record_file import RecordFile, Session
 from meshmark.regression.history import Series, change_points, series_of
 from meshmark.regression.run_file import TIMES, Run, read_run
 from tests.factories import (
@@ -22,6 +23,7 @@ from tests.factories import (
     make_good,
     make_memory,
     make_memory_evidence,
+    make_record,
     make_timed,
     make_timing,
     make_verdict,
@@ -151,6 +153,27 @@ def test_a_case_of_any_name_is_plotted_and_a_damaged_line_passed_over(
     capsys.readouterr()
     assert main(["history", *folders, "-o", str(tmp_path / "0" / "records.jsonl")]) == 2
     assert "-o takes a folder" in capsys.readouterr().err
+
+
+def test_damaged_lines_are_told_once_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [write(tmp_path / str(i), i, 0.1) for i in (1, 2, 3)]
+    with (tmp_path / "1" / "records.jsonl").open("a") as file:
+        file.write('{"schema": 4, "ca\n[]\n\n{"schema": 99}\n')
+    good = (tmp_path / "2" / "records.jsonl").read_text()
+    (tmp_path / "2" / "records.jsonl").write_text(good[:-6])
+    assert main(["history", *folders]) == 0
+    first, second = capsys.readouterr().err.splitlines()
+    assert f"meshmark: {folders[0]}: left out 3 lines that cannot be read, first records.jsonl line 3: not wh" in first
+    assert f"meshmark: {folders[1]}: left out 1 line that cannot be read, first records.jsonl line 2: not wh" in second
+
+
+def test_lines_that_no_history_is_of_are_no_complaint(tmp_path: Path) -> None:
+    folder = Path(write(tmp_path / "one", 1, 0.1))
+    JudgedCase(case={"engine": "some"}, verdicts=[]).append_to(folder)
+    with contextlib.closing(RecordFile(folder)) as file:
+        file.append(Session(schema=SCHEMA, session="one", command="pytest suites", device="cpu"))
+        file.append(make_record())
+    assert read_run(folder).left_out == "" and len(read_run(folder).values) == 1
 
 
 def test_one_run_is_no_history(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

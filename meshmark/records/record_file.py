@@ -176,13 +176,18 @@ OTHER_RECORD = "a record of an engine that generates, or of a model made smaller
 """Message of readers of other records about such a line; see `judged_case`."""
 
 
+def is_other_record(value: object) -> bool:
+    """Return whether a line's JSON value is for readers of other records."""
+    return isinstance(value, dict) and value.get("schema") is None and "verdicts" in value
+
+
 def migrate(value: object) -> dict[str, Any]:
     """Return a line's JSON value, of this or an older schema, in the form of `SCHEMA`.
 
     Raises `ValueError` for an unknown schema.
     """
     schema = value.get("schema") if isinstance(value, dict) else None
-    if isinstance(value, dict) and schema is None and "verdicts" in value:
+    if is_other_record(value):
         raise ValueError(f"{OTHER_RECORD}; `meshmark report DIR` reads it")
     if not isinstance(value, dict) or schema not in range(1, SCHEMA + 1):
         newer = "; a newer one wrote it: upgrade" if isinstance(schema, int) and schema > SCHEMA else ""

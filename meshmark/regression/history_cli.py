@@ -62,6 +62,9 @@ def _read(folders: Sequence[Path]) -> list[Run]:
             runs.append(read_run(folder))
         except MeshmarkError as error:
             print(f"meshmark: left out {one_line(str(error))}", file=sys.stderr)
+            continue
+        if runs[-1].left_out:
+            print(f"meshmark: {folder}: left out {one_line(runs[-1].left_out)}", file=sys.stderr)
     if len(runs) < 2:
         raise ResultsError(
             f"{len(runs)} of {pluralize(len(folders), 'folder')} can be read: a history takes at least 2"

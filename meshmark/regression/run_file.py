@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from meshmark.errors import ResultsError
-from meshmark.records.record_file import migrate, records_path
+from meshmark.records.record_file import complaint, is_other_record, json_of, migrate, open_lines, records_path
 from meshmark.records.request import Task
 from meshmark.regression.conditions import READERS
 from meshmark.serial import decode
 from meshmark.spec.case import Case
+from meshmark.text import describe_error, pluralize
 
 TIMES = ("seconds a step", "launch seconds", "build seconds")
 PEAK, SENT, CORRECT = "peak bytes", "bytes sent", "correct"
@@ -35,6 +37,8 @@ class Run:
     """Values by case and metric. The last of several records of one pass counts."""
     commit_date: str = ""
     """Date of the commit of the user's repository. Empty if unknown."""
+    left_out: str = ""
+    """What the folder holds that cannot be read, in words. Empty if there is nothing."""
 
     @property
     def when(self) -> tuple[str, str]:
@@ -47,24 +51,33 @@ def read_run(path: Path) -> Run:
     file = records_path(path)
     values: dict[str, dict[str, float]] = {}
     about: dict[str, Any] = {}
+    num_unread, first = 0, ""
     try:
-        lines = file.read_text(errors="replace").splitlines()
-    except OSError as error:
-        raise ResultsError(f"no records at {str(file)!r}: {error.strerror}; expected a results folder") from error
-    for line in lines:
-        try:
-            record = migrate(json.loads(line))
-            if "session" in record or record["conformance"].get("scenario"):
-                continue
-            found = {metric: value for metric, value in _values(record).items() if _drawable(metric, value)}
-            case, told = _case_id(record["case"]), _about(record["environment"])
-            values.setdefault(case, {}).update(found)
-            about = told
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
-            continue
+        with open_lines(file) as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    if record := _record_of(line):
+                        found = {metric: value for metric, value in _values(record).items() if _drawable(metric, value)}
+                        case, told = _case_id(record["case"]), _about(record["environment"])
+                        values.setdefault(case, {}).update(found)
+                        about = told
+                except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+                    num_unread, first = num_unread + 1, first or complaint(file, number, error)
+    except (OSError, EOFError, zlib.error) as error:
+        why = getattr(error, "strerror", None) or describe_error(error)
+        raise ResultsError(f"no records at {str(file)!r}: {why}; expected a results folder") from error
     if not about:
         raise ResultsError(f"{str(file)!r} holds no record of a case that this Meshmark can read")
-    return Run(name=str(path), values=values, **about)
+    left_out = f"{pluralize(num_unread, 'line')} that cannot be read, first {first}" if num_unread else ""
+    return Run(name=str(path), values=values, left_out=left_out, **about)
+
+
+def _record_of(line: bytes) -> dict[str, Any] | None:
+    """Return the record in a line, or None for a line that no history is of, such as a record of an engine."""
+    if not line.strip() or is_other_record(value := json_of(line)):
+        return None
+    record = migrate(value)
+    return None if "session" in record or record["conformance"].get("scenario") else record
 
 
 def _about(environment: Mapping[str, Any]) -> dict[str, Any]:
