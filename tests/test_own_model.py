@@ -243,6 +243,15 @@ def test_a_batch_is_cut_as_rows_whatever_its_tree_holds() -> None:
     assert all(part.total_weight == whole.total_weight for part in parts)
 
 
+def test_an_engine_that_changes_its_batch_does_not_change_the_workloads_data(tmp_path: Path) -> None:
+    """A workload may return views of its data, and the truth was computed on what the engine had left of it."""
+    own = describe(
+        written(tmp_path, batch="self.data = getattr(self, 'data', torch.ones(64, 4)); return self.data[:8]")
+    )
+    make_batch(own, 0).inputs.zero_()
+    assert make_batch(own, 0).inputs.sum() == 8 * 4
+
+
 def test_what_casts_to_float32_inside_is_exact_in_float64(tmp_path: Path) -> None:
     """Most of Transformers' norms and rotary positions do: a naive `.double()` is off by 1e-8 and more."""
     own = describe(written(tmp_path, forward=".float() * torch.ones(4, dtype=torch.float32)"))

@@ -17,6 +17,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import RankContext
 from meshmark.algorithms.contract import Tensors
 from meshmark.judge.deviation import global_norm
+from meshmark.judge.pristine import pristine
 from meshmark.judge.tolerance_model import ZERO
 from meshmark.judge.trace import Trace, gather_trace, host_copies, host_gradients, host_parameters
 from meshmark.judge.truth import assess, exact_gradients, initial_values
@@ -65,8 +66,9 @@ def repeat_with_dropout(request: Request, adapter: Adapter, context: RankContext
     union, drifts, num_replicated = gather_trace(trace)
     samples = {"losses": losses}
     if union:
-        exact = exact_gradients(case.workload, initial_values(case.workload), batch, case.layout)
-        reference, gradients = _references(case.workload, batch.shard(0, case.layout.dp), case.layout.dp)
+        with pristine():
+            exact = exact_gradients(case.workload, initial_values(case.workload), batch, case.layout)
+            reference, gradients = _references(case.workload, batch.shard(0, case.layout.dp), case.layout.dp)
         samples |= {"reference": reference, "evaluation": [float(evaluation)], "exact": [exact.loss]}
         samples |= _summaries("", union.gradients, exact.gradients)
         samples |= _summaries("reference_", gradients, exact.gradients)
@@ -232,7 +234,8 @@ def overflow(request: Request, adapter: Adapter, context: RankContext, started: 
         observer.train(step)
     engine.close()
     trace, drifts, num_replicated = gather_trace(observer.trace)
-    deviations = assess(trace, request.case.workload, layout=request.case.layout) if trace else {}
+    with pristine():
+        deviations = assess(trace, request.case.workload, layout=request.case.layout) if trace else {}
     return RankReport(
         rank=context.rank,
         build_seconds=built - started,

@@ -35,6 +35,7 @@ from meshmark.judge.beginning import Beginning, Recorder, first_deviation
 from meshmark.judge.deviation import Deviations, replica_of, replicas_of_ranks
 from meshmark.judge.diagnosis import diagnose_sample
 from meshmark.judge.layered import all_cores, assess_pieces
+from meshmark.judge.pristine import pristine
 from meshmark.judge.replica_diagnosis import diagnose_replicas
 from meshmark.judge.trace import (
     DiskNotebook,
@@ -103,7 +104,8 @@ def begins(engine: Engine, request: Request, rank: int) -> Beginning | None:
             raise AdapterError(
                 f"{case.adapter}: the model was not called as a whole, so its modules cannot be compared"
             )
-        found = first_deviation(recorder.calls, before, case, rank, step)
+        with pristine():
+            found = first_deviation(recorder.calls, before, case, rank, step)
         engine.update()
         rank_progress.advance()
         if any(all_gather_json(found is not None)) if dist.is_initialized() else found:
@@ -423,15 +425,16 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
     traces, drifts, num_replicated = (
         notebook.gather(seen.trace) if notebook else gather_replicas(seen.trace, replicas, together)
     )
-    twin = None if request.sample else twin_of(request.case, adapter.arithmetic, context.device)
-    deviations = _assess(request, traces, context, twin) if traces and request.assess else {}
-    rounded = rounded_gradients(traces[0], twin) if deviations and twin and len(traces) == 1 else []
-    diagnosis, explained = None, time.monotonic()
-    if deviations and request.sample and request.tolerance_model:
-        diagnosis = diagnose_sample(deviations, drifts, request.tolerance_model)
-    elif deviations and request.tolerance_model:
-        diagnosis = diagnose_replicas(request.case, traces, deviations, drifts, request.tolerance_model, twin)
-    explained = time.monotonic() - explained
+    with pristine() as replaced:
+        twin = None if request.sample else twin_of(request.case, adapter.arithmetic, context.device)
+        deviations = _assess(request, traces, context, twin) if traces and request.assess else {}
+        rounded = rounded_gradients(traces[0], twin) if deviations and twin and len(traces) == 1 else []
+        diagnosis, explained = None, time.monotonic()
+        if deviations and request.sample and request.tolerance_model:
+            diagnosis = diagnose_sample(deviations, drifts, request.tolerance_model)
+        elif deviations and request.tolerance_model:
+            diagnosis = diagnose_replicas(request.case, traces, deviations, drifts, request.tolerance_model, twin)
+        explained = time.monotonic() - explained
     return RankReport(
         rank=context.rank,
         build_seconds=seen.built - started,
@@ -440,6 +443,7 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
         norms=seen.trace.norms,
         deviations=deviations,
         rounded=rounded,
+        replaced=replaced if deviations else [],
         drifts=drifts,
         diagnosis=diagnosis,
         memory=seen.memory,

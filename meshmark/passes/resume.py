@@ -15,6 +15,7 @@ from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.judge.deviation import replicas_of_ranks
+from meshmark.judge.pristine import pristine
 from meshmark.judge.replica_diagnosis import diagnose_replicas
 from meshmark.judge.trace import Trace, gather_replicas
 from meshmark.judge.truth import assess_replicas
@@ -98,12 +99,13 @@ def resume(request: Request, adapter: Adapter, context: RankContext, started: fl
         return report
     first: list[Trace] = pickle.loads((folder / TRACE).read_bytes())
     whole = [_join(*halves) for halves in zip(first, second, strict=True)]
-    deviations = assess_replicas(whole, request.case.workload, layout=request.case.layout)
-    diagnosis = (
-        diagnose_replicas(request.case, whole, deviations, report.drifts, request.tolerance_model)
-        if request.tolerance_model
-        else None
-    )
+    with pristine():
+        deviations = assess_replicas(whole, request.case.workload, layout=request.case.layout)
+        diagnosis = (
+            diagnose_replicas(request.case, whole, deviations, report.drifts, request.tolerance_model)
+            if request.tolerance_model
+            else None
+        )
     return dataclasses.replace(report, deviations=deviations, diagnosis=diagnosis, digests=digests(second))
 
 

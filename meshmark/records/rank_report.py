@@ -35,6 +35,8 @@ class RankReport:
     """Steps that dynamic loss scaling skipped. They appear in no other list."""
     deviations: Deviations = field(default_factory=dict)
     """Deviations from the truth, by quantity, then step. On rank 0, for all ranks."""
+    replaced: list[str] = field(default_factory=list)
+    """On rank 0: functions, methods and hooks of PyTorch that were replaced in the process."""
     rounded: list[str] = field(default_factory=list)
     """On rank 0: gradients that hold values of the narrow dtype alone, where the twin's need more bits."""
     drifts: list[Drift] = field(default_factory=list)

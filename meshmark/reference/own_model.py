@@ -437,7 +437,8 @@ def make_batch(workload: Workload, step: int) -> Batch:
     """Return global batch `step`: the tree of tensors that the workload makes, with the weight of its loss."""
     assert isinstance(workload.model, OwnModelConfig)
     own = load_workload(workload.model.target)
-    tree = own.batch(step)
+    # A copy, because an engine may change its batch in place, and a workload may return views of its data.
+    tree = pytree.tree_map_only(torch.Tensor, torch.clone, own.batch(step))
     rows = _num_rows(tree)
     return Batch(
         inputs=tree,

@@ -325,7 +325,12 @@ def assemble(
         fake_ranks=request.fake_ranks,
         unmeasured=unmeasured,
         kernels=reports[0].kernels if reports else {},
-        remarks=[*remarks, *_left_out(training.left_out, request.observed), *_disagreeing(reports)],
+        remarks=[
+            *remarks,
+            *_left_out(training.left_out, request.observed),
+            *_disagreeing(reports),
+            *_replaced(reports),
+        ],
     )
     verdicts = [judge_equivalence(draft)] if whole and request.assess and request.task in JUDGED else []
     planned = (judge_memory(draft), judge_communication(draft)) if observed else ()
@@ -354,6 +359,13 @@ def _left_out(count: int, path: ObservedPath | None) -> list[str]:
     timed = "steps, warm-up included, overflowed and were left out, as loss scaling does: they moved nothing"
     found = [f"{count} {told}"] if count else []
     return found + ([f"{path.left_out} of the first {path.num_judged} {timed}"] if path and path.left_out else [])
+
+
+def _replaced(reports: list[RankReport]) -> list[str]:
+    """Return a remark on what of PyTorch was replaced in the ranks' processes, and not in the truth."""
+    names = reports[0].replaced if reports else []
+    some = f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+    return [f"the ranks' processes had replaced {some}; the truth was computed by PyTorch's own"] if names else []
 
 
 def _disagreeing(reports: list[RankReport]) -> list[str]:

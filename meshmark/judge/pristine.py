@@ -1,0 +1,139 @@
+"""PyTorch as it was before a framework was imported.
+
+Frameworks replace functions and methods of PyTorch in the whole process: fused kernels stand in for
+`torch.nn.functional.layer_norm`, `LayerNorm.forward` or an optimizer's `step`. The truth is computed in the same
+process. It would compute the same wrong function as the run, and a run that is wrong everywhere would be right.
+
+This module remembers PyTorch's functions, classes and hooks when it is imported, which is before any adapter is.
+`pristine` puts them back while the truth is computed. Replacements inside compiled libraries, such as
+`torch.library.impl` of an existing operator, are not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshmark.models.module import Model
+from meshmark.reference import objective
+
+_PREFIXES = ("torch.nn.", "torch.optim.", "torch.linalg", "torch.autograd", "torch.func")
+_OWN = (objective, sys.modules[Model.__module__])
+_HOOKS = [
+    hooks
+    for module in map(importlib.import_module, ("torch.nn.modules.module", "torch.optim.optimizer"))
+    for name, hooks in vars(module).items()
+    if name.startswith("_global_") and isinstance(hooks, dict)
+]
+"""Hooks of all modules and of all optimizers, in dictionaries that are changed in place."""
+_TORCH = str(Path(torch.__file__).parent)
+_COMPILER = f"{_TORCH}/_dynamo/"
+_MISSING = object()
+
+
+def _classes(base: type) -> Iterator[type]:
+    yield base
+    subclasses: list[type] = type.__subclasses__(base)
+    for subclass in subclasses:
+        yield from _classes(subclass)
+
+
+def _owners() -> list[ModuleType | type]:
+    modules = [module for name, module in sys.modules.items() if name.startswith(_PREFIXES)]
+    bases: tuple[type, ...] = (nn.Module, torch.optim.Optimizer, torch.autograd.Function)
+    classes = {each for base in bases for each in _classes(base)}
+    return [torch, torch.nn, torch.optim, *modules, *_OWN, torch.Tensor, *classes]
+
+
+def _callables(owner: ModuleType | type) -> dict[str, Any]:
+    return {name: value for name, value in vars(owner).items() if _computes(value)}
+
+
+def _computes(value: object) -> bool:
+    return callable(value) or isinstance(value, classmethod | staticmethod | property)
+
+
+_REMEMBERED: list[tuple[ModuleType | type, dict[str, Any]]] = [(owner, _callables(owner)) for owner in _owners()]
+
+
+@contextlib.contextmanager
+def pristine() -> Iterator[list[str]]:
+    """Put PyTorch's own functions, methods and hooks back, and afterwards what was in their place.
+
+    Yields the names of what had been replaced, such as `torch.nn.functional.gelu`.
+    """
+    undo, names = list[Callable[[], None]](), list[str]()
+    for owner, remembered in _REMEMBERED:
+        for name, now, before in _replaced(owner, remembered):
+            undo.append(_put(owner, name, now))
+            _put(owner, name, before)()
+            names.append(f"{_name(owner)}.{name}")
+    hooks, default = [dict(each) for each in _HOOKS], torch.get_default_dtype()
+    if any(hooks):
+        names.append("hooks of all modules or optimizers")
+    if default is not torch.float32:
+        names.append(f"the default dtype, by {str(default).removeprefix('torch.')}")
+    for held in _HOOKS:
+        held.clear()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield sorted(set(names))
+    finally:
+        torch.set_default_dtype(default)
+        for held, before in zip(_HOOKS, hooks, strict=True):
+            held.update(before)
+        for restore in reversed(undo):
+            restore()
+
+
+def _replaced(owner: ModuleType | type, remembered: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return names in `owner` with the value of now, and with the remembered one, where the two differ."""
+    there = vars(owner)
+    found = [
+        (name, now, before)
+        for name, before in remembered.items()
+        if (now := there.get(name, _MISSING)) is not before and not _is_same(now, before)
+    ]
+    if isinstance(owner, type):  # what it inherited then, and defines now
+        added = [(name, value) for name, value in there.items() if name not in remembered and _computes(value)]
+        for name, value in added:
+            inherited = [vars(base)[name] for base in owner.__mro__[1:] if name in vars(base)]
+            if inherited and not name.startswith("__abstract") and not _is_same(value, inherited[0]):
+                found.append((name, value, _MISSING))
+    return found
+
+
+def _is_same(now: object, before: object) -> bool:
+    """Return whether a value is the remembered one, or what PyTorch itself has put in its place."""
+    core = _core(now)
+    code = getattr(core, "__code__", None)
+    return core is _core(before) or (code is not None and code.co_filename.startswith(_COMPILER))
+
+
+def _core(value: object) -> object:
+    """Return what PyTorch itself has wrapped in `value`, or else `value`.
+
+    PyTorch wraps an optimizer's `step` at its first use, and some functions when it imports its compiler.
+    """
+    while True:
+        code = getattr(value, "__code__", None)
+        inner = getattr(value, "_torchdynamo_orig_callable", None) or getattr(value, "__wrapped__", None)
+        if code is None or inner is None or not code.co_filename.startswith(_TORCH):
+            return value
+        value = inner
+
+
+def _put(owner: ModuleType | type, name: str, value: object) -> Callable[[], None]:
+    return lambda: delattr(owner, name) if value is _MISSING else setattr(owner, name, value)
+
+
+def _name(owner: ModuleType | type) -> str:
+    return owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}.{owner.__qualname__}"

@@ -1,0 +1,139 @@
+"""The truth is computed by PyTorch's own functions, whatever a framework has put in their place."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshmark.judge.pristine import pristine
+from meshmark.judge.truth import exact_gradients, initial_values
+from meshmark.records.record_file import read_records
+from meshmark.reference.data import make_batch
+from tests.factories import make_workload
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_replaced() -> Iterator[None]:
+    yield
+    with pristine() as names:
+        assert names == []
+
+
+def other_norm(self: nn.LayerNorm, inputs: Tensor) -> Tensor:
+    return nn.functional.layer_norm(inputs, self.normalized_shape, self.weight, self.bias, 1e-2)
+
+
+def replace_gelu(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(F, "gelu", lambda inputs, **_: F.relu(inputs))
+
+
+def replace_norm(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(nn.LayerNorm, "forward", other_norm)
+
+
+def replace_call(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(nn.LayerNorm, "__call__", other_norm, raising=False)
+
+
+def unmask_attention(patch: pytest.MonkeyPatch) -> None:
+    real = F.scaled_dot_product_attention
+    patch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **_: real(q, k, v))
+
+
+def replace_product(patch: pytest.MonkeyPatch) -> None:
+    real = F.linear
+    patch.setattr(F, "linear", lambda x, w, b=None: real(x, w, b) * 1.01)
+
+
+def add_hook(patch: pytest.MonkeyPatch) -> None:
+    hooks = torch.nn.modules.module._global_forward_hooks
+    patch.setitem(hooks, -1, lambda module, _, found: found / 2 if isinstance(module, nn.LayerNorm) else None)
+
+
+PATCHES: dict[Callable[[pytest.MonkeyPatch], None], str] = {
+    replace_gelu: "torch.nn.functional.gelu",
+    replace_norm: "torch.nn.modules.normalization.LayerNorm.forward",
+    replace_call: "torch.nn.modules.normalization.LayerNorm.__call__",
+    unmask_attention: "torch.nn.functional.scaled_dot_product_attention",
+    replace_product: "torch.nn.functional.linear",
+    add_hook: "hooks of all modules or optimizers",
+}
+
+
+@pytest.mark.parametrize("replace", PATCHES, ids=lambda each: each.__name__)
+def test_the_truth_is_pytorchs_own_whatever_was_replaced(
+    replace: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload = make_workload()
+    values, batch = initial_values(workload), make_batch(workload, 0)
+    right = exact_gradients(workload, values, batch)
+    with monkeypatch.context() as patch:
+        replace(patch)
+        replaced = exact_gradients(workload, values, batch)
+        with pristine() as names:
+            own = exact_gradients(workload, values, batch)
+        again = exact_gradients(workload, values, batch)
+    assert PATCHES[replace] in names
+    assert replaced.loss == again.loss != right.loss == own.loss, "and what was replaced is put back"
+    assert all(np.array_equal(own.gradients[name], x) for name, x in right.gradients.items())
+
+
+def test_an_optimizer_that_was_replaced_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.optim.AdamW.__init__
+    weights = [nn.Parameter(torch.ones(2))]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "__init__", lambda self, params, **_: real(self, params, weight_decay=0.0))
+        with pristine() as names:
+            assert torch.optim.AdamW(weights, weight_decay=0.5).defaults["weight_decay"] == 0.5
+        assert names == ["torch.optim.adamw.AdamW.__init__"]
+        assert torch.optim.AdamW(weights, weight_decay=0.5).defaults["weight_decay"] == 0.0
+
+
+def test_what_pytorch_wraps_itself_is_not_replaced() -> None:
+    """An optimizer's first use, and the import of the compiler, change classes of PyTorch."""
+    code = (
+        "from meshmark.judge.pristine import pristine\nimport torch, torch._dynamo, torch._inductor\n"
+        "model = torch.nn.Linear(2, 2)\noptimizer = torch.optim.AdamW(model.parameters())\n"
+        "torch.compile(model, backend='eager')(torch.ones(2)).sum().backward()\noptimizer.step()\n"
+        "with pristine() as names: print(names)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+LIBRARY = """
+import torch.nn.functional as F
+from meshmark.adapters.ddp import DDP
+
+
+class WithLibrary(DDP):
+    def build(self, case, context):
+        F.gelu = lambda inputs, **_: F.relu(inputs)  # as importing a library of kernels does
+        return super().build(case, context)
+"""
+
+
+def test_an_adapter_that_trains_another_function_by_a_patch_is_wrong(tmp_path: Path) -> None:
+    """The truth was computed by the same patch, so that the run was correct."""
+    (tmp_path / "library.py").write_text(LIBRARY)
+    command = [sys.executable, "-m", "pytest", "--pyargs", "meshmark.suites.test_equivalence", "-q"]
+    chosen = ["--adapter", "library.py:WithLibrary", "--layouts", "dp2", "--workload", "gpt-mini", "--results", "found"]
+    around = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *chosen], cwd=tmp_path, env=around, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout
+    observed = [record for record in read_records(tmp_path / "found").records if record.verdicts]
+    verdict = observed[0].verdict("equivalence")
+    assert verdict is not None and not verdict.passed and not verdict.undecided
+    remark = "the ranks' processes had replaced torch.nn.functional.gelu; the truth was computed by PyTorch's own"
+    assert remark in observed[0].remarks
