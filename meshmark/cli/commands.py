@@ -78,15 +78,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("meshmark: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except OSError as error:
-        if error.errno in _OF_A_PATH and (error.filename is not None or error.errno not in _UNWRITABLE):
+    except OSError as error:  # Python's own code, 1, would say that a gate failed, or that a script trains wrong
+        if error.filename is None and error.errno in _UNWRITABLE:
+            _silence_stdout()
+            print(f"meshmark: what it found cannot be written: {error.strerror}", file=sys.stderr)
+        elif error.errno in _OF_A_PATH:
             print(f"meshmark: {_about_path(error)}", file=sys.stderr)
-            return 2
-        if error.filename is not None or error.errno not in _UNWRITABLE:
+        else:
             traceback.print_exc()
-            return 2  # Python's own code, 1, would say that a gate failed, or that a script trains wrong
-        _silence_stdout()
-        print(f"meshmark: what it found cannot be written: {error.strerror}", file=sys.stderr)
         return 2
     except Exception:
         traceback.print_exc()  # a defect of Meshmark's own

@@ -13,7 +13,7 @@ from meshmark.measure.laps import Interval, mean_interval
 from meshmark.passes.clauses import MESSAGE
 from meshmark.records.record import MemoryEvidence, PeerEnd, Record, Status
 from meshmark.reference.data import make_batch
-from meshmark.spec.precision import Dtype
+from meshmark.spec.precision import NARROW
 from meshmark.text import pluralize
 from meshmark.theory.traffic import METERED_STEP
 
@@ -36,9 +36,6 @@ LEAST_SAVED = 0.5
 
 Even where kernels save other activations than planned (a GPU's attention), most of them are the same.
 """
-
-_SHORT = {Dtype.BF16: "bf16", Dtype.FP16: "fp16"}
-"""Dtypes that gradients are rounded to, as in `state_dtypes`."""
 
 Judge = Callable[..., Finding]
 
@@ -193,9 +190,9 @@ def declared_precision(record: Record) -> Finding:
     gradient_ratios = [ratio for ratio, quantity, _ in ratios if quantity.kind is QuantityKind.GRADIENTS]
     rough = max(gradient_ratios, default=0.0)
     really = decide(rough > WIDER, f"gradients at most {rough:.1e} x the noise of {precision}")
-    asked = {_SHORT[precision.reduction]} if _rounds(record) else {"", "float32"}
+    asked = {NARROW[precision.reduction]} if _rounds(record) else {"", "float32"}
     if not _sums(record):  # where weights are cast, products leave values of the low format, and so they stay
-        asked.add(_SHORT.get(precision.compute, ""))
+        asked.add(NARROW.get(precision.compute, ""))
     reduced = decide(reported in asked, f"every value of every gradient is a {reported} number")
     rounded = f"{len(found.rounded)}, as {found.rounded[0]}" if found.rounded else "none"
     alone = decide(not found.rounded, f"gradients of narrow numbers where the twin's are not: {rounded}")

@@ -31,6 +31,7 @@ from meshmark.errors import AdapterError, MeshmarkError
 from meshmark.import_target import class_at
 from meshmark.inference.contract import EngineOptions, Failed, InferenceAdapter, Request, Served
 from meshmark.launch.folders import is_full, means_no_space
+from meshmark.launch.fork_server import is_installed
 from meshmark.launch.processes import process_state
 from meshmark.text import describe_error
 
@@ -83,11 +84,6 @@ def _class_at(target: str) -> Any:  # noqa: ANN401
         raise AdapterError(f"adapter {target!r} cannot be imported: {describe_error(error)}") from error
 
 
-def _is_installed(place: str) -> bool:
-    """Return whether a folder belongs to this interpreter rather than to a project."""
-    return place.startswith((sys.prefix, sys.base_prefix))
-
-
 def _places(target: str, python: str) -> tuple[list[str], list[str]]:
     """Return the folders that an engine's process imports from, before its own and after them.
 
@@ -96,7 +92,7 @@ def _places(target: str, python: str) -> tuple[list[str], list[str]]:
     come last, so that none takes the place of a module of Python.
     """
     is_own = python == sys.executable
-    project = [place for place in sys.path if is_own or not _is_installed(place)]
+    project = [place for place in sys.path if is_own or not is_installed(place)]
     where = target.rpartition(":")[0]
     is_neighbour = where.endswith(".py") and Path(where).resolve().is_relative_to(Path.cwd())
     last = [os.getcwd()] if is_neighbour else []

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -70,12 +70,10 @@ def pristine() -> Iterator[list[str]]:
 
     Yields the names of what had been replaced, such as `torch.nn.functional.gelu`.
     """
-    undo, names = list[Callable[[], None]](), list[str]()
-    for owner, remembered in _REMEMBERED:
-        for name, now, before in _replaced(owner, remembered):
-            undo.append(_put(owner, name, now))
-            _put(owner, name, before)()
-            names.append(f"{_name(owner)}.{name}")
+    changed = [(owner, *each) for owner, remembered in _REMEMBERED for each in _replaced(owner, remembered)]
+    names = [f"{_name(owner)}.{name}" for owner, name, _, _ in changed]
+    for owner, name, _, before in changed:
+        _put(owner, name, before)
     hooks, default = [dict(each) for each in _HOOKS], torch.get_default_dtype()
     if any(hooks):
         names.append("hooks of all modules or optimizers")
@@ -88,10 +86,10 @@ def pristine() -> Iterator[list[str]]:
         yield sorted(set(names))
     finally:
         torch.set_default_dtype(default)
-        for held, before in zip(_HOOKS, hooks, strict=True):
-            held.update(before)
-        for restore in reversed(undo):
-            restore()
+        for held, own in zip(_HOOKS, hooks, strict=True):
+            held.update(own)
+        for owner, name, now, _ in changed:
+            _put(owner, name, now)
 
 
 def _replaced(owner: ModuleType | type, remembered: dict[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -131,8 +129,11 @@ def _core(value: object) -> object:
         value = inner
 
 
-def _put(owner: ModuleType | type, name: str, value: object) -> Callable[[], None]:
-    return lambda: delattr(owner, name) if value is _MISSING else setattr(owner, name, value)
+def _put(owner: ModuleType | type, name: str, value: object) -> None:
+    if value is _MISSING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
 
 
 def _name(owner: ModuleType | type) -> str:

@@ -48,7 +48,7 @@ from meshmark.reference.data import Batch, make_batch
 from meshmark.reference.objective import loss_share
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
-from meshmark.spec.precision import Dtype
+from meshmark.spec.precision import NARROW
 from meshmark.spec.workload import Workload
 
 # --- Workloads whose rows affect each other's gradients within a micro-batch: batch norms and their statistics.
@@ -398,15 +398,12 @@ def rounded_gradients(trace: Trace, twin: Twin) -> list[str]:
     Every element of such a gradient is a number of the narrow format, although the twin's elements need more bits. The
     distance from the twin does not show this if equivalent arithmetic may be as far away as a rounding.
     """
-    narrow, workload = _NARROW[twin.case.precision.compute], twin.case.workload
+    narrow, workload = NARROW[twin.case.precision.compute], twin.case.workload
     found = [name for name, x in trace.gradients[0].items() if x.any() and num_wider(x, narrow) == 0]
     if not found:
         return []
     own = twin.step_of(trace, known_parameters(trace, workload, 0), make_batch(workload, 0), 0).gradients
     return [name for name in found if name in own and num_wider(own[name], narrow) >= _FEWEST_WIDER]
-
-
-_NARROW = {Dtype.BF16: "bf16", Dtype.FP16: "fp16"}
 
 
 @dataclass(frozen=True, kw_only=True)

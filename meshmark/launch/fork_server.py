@@ -280,7 +280,7 @@ def _gone() -> str:
     return _GONE + (NO_PROCESS_ADVICE if is_process_limit_reached() else ": killed, for want of memory?")
 
 
-def _is_installed(place: str) -> bool:
+def is_installed(place: str) -> bool:
     """Return whether an entry of `sys.path` belongs to this interpreter rather than to a project."""
     return place.startswith((sys.prefix, sys.base_prefix))
 
@@ -348,7 +348,7 @@ class ForkServer:
         Raises `MeshmarkError` if the server is gone or does not reply. A server that does not reply is ended.
         """
         keeps = self._python != sys.executable
-        path = [place for place in sys.path if not (keeps and _is_installed(place))]
+        path = [place for place in sys.path if not (keeps and is_installed(place))]
         self._send(Call(pickled=pickle.dumps((function, arguments)), path=path, keeps=keeps, folder=os.getcwd()))
         pid = self._answer_pid()
         # The kernel reuses process ids, so a known exit code belongs to an earlier process. The server reports the end

@@ -33,6 +33,10 @@ class Dtype(StrEnum):
         return {"float64": 52, "float32": 23, "bfloat16": 7, "float16": 10}[self]
 
 
+NARROW = {Dtype.BF16: "bf16", Dtype.FP16: "fp16"}
+"""Short names of the formats narrower than float32, as in `MemoryEvidence.state_dtypes`."""
+
+
 class LossScaling(StrEnum):
     """Whether the loss is scaled before the backward pass, so that small gradients do not underflow."""
 
