@@ -95,7 +95,7 @@ class Slow(DDP):
         whole = engine.backward
 
         def backward(batch: Batch) -> Tensor:
-            time.sleep(1.5 * context.rank)
+            time.sleep(3.0 * context.rank)
             return whole(batch)
 
         engine.backward = backward  # type: ignore[method-assign]
