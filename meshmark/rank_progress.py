@@ -8,6 +8,7 @@ can read even when the rank no longer responds.
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 import time
 from dataclasses import dataclass
@@ -88,13 +89,15 @@ class _Marker:
     """Writes this process's mark."""
 
     def __init__(self) -> None:
+        self.path: Path | None = None
         self.memory: mmap.mmap | None = None
         self.begin(Phase.JOIN)
 
     def open(self, path: Path) -> None:
-        with open(path, "wb+") as file:
-            file.truncate(_LAYOUT.size)
-            self.memory = mmap.mmap(file.fileno(), _LAYOUT.size)
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        os.ftruncate(file, _LAYOUT.size)
+        self.path, self.memory = path, mmap.mmap(file, _LAYOUT.size)
+        os.close(file)
 
     def begin(self, phase: Phase, total: int = 0) -> None:
         self.phase, self.total, self.done, self.longest, self.time = phase, total, 0, 0.0, time.monotonic()
@@ -121,6 +124,11 @@ def watch(path: Path) -> None:
     """Start to write this process's mark to `path`."""
     _marker.open(path)
     begin(Phase.JOIN)
+
+
+def path() -> Path | None:
+    """Return where this process writes its mark. A process that works for it can write there too."""
+    return _marker.path
 
 
 def begin(phase: Phase, total: int = 0) -> None:

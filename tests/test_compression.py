@@ -161,6 +161,16 @@ def test_what_is_broken_is_seen(name: str, broken: Broken, seen: str, original: 
         assert seen in failed(original, compressed, adapter, batch)
 
 
+def test_a_function_that_a_package_replaces_is_not_that_of_the_truth(
+    original: nn.Module, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Truth and compressed model called the same wrong function, and agreed."""
+    adapter = adapter_of("torchao-int8")
+    compressed = compress(adapter, original, batch.tokens[:1])
+    monkeypatch.setattr(torch.nn.functional, "gelu", lambda inputs, **_: torch.relu(inputs))
+    assert failed(original, compressed, adapter, batch) == {"logits", "loss"}
+
+
 def test_inputs_that_are_not_rounded_are_seen(original: nn.Module, batch: Batch) -> None:
     weight_only, dynamic = adapter_of("torchao-int8"), adapter_of("torchao-int8-dynamic")
     compressed = compress(weight_only, original, batch.tokens[:1])

@@ -12,7 +12,7 @@ from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.environment import ALLOCATOR_VARIABLES, allocator_settings
 from meshmark.measure.allocations import cublas_workspace_bytes, timeline
 from meshmark.measure.meters import Named, Watch, Window, read_memory
-from meshmark.passes import noise
+from meshmark.passes import kernels
 from meshmark.plan import microbenchmarks
 from meshmark.plan.microbenchmarks import Bench
 from meshmark.run.assemble import declare
@@ -212,4 +212,4 @@ def test_how_memory_is_handed_out_is_recorded(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     assert allocator_settings() == "PYTORCH_ALLOC_CONF=expandable_segments:True"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert noise.effective_settings()["allocator"].endswith("expandable_segments:True")
+    assert kernels.effective_settings()["allocator"].endswith("expandable_segments:True")

@@ -27,8 +27,8 @@ from meshmark.launch.fork_server import ForkServer
 from meshmark.launch.launch import process_environment
 from meshmark.launch.rank import _kind
 from meshmark.measure.readings import Bytes, DeviceMemory, MemoryReading, device_memory, read_device_memory
-from meshmark.passes import noise
-from meshmark.passes.noise import pinned
+from meshmark.passes import kernels
+from meshmark.passes.kernels import pinned
 from meshmark.records.rank_report import RankReport
 from meshmark.records.record import Status
 from meshmark.records.request import Task
@@ -156,7 +156,7 @@ def test_arithmetic_is_pinned_whatever_an_import_has_set() -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.enable_flash_sdp(False)
     with pinned(Tuning()):
-        told = noise.effective_settings()
+        told = kernels.effective_settings()
     assert (
         told.items()
         >= {
@@ -172,7 +172,7 @@ def test_arithmetic_is_pinned_whatever_an_import_has_set() -> None:
 
 def test_what_nccl_was_told_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_ALGO", "Ring")
-    assert noise.effective_settings()["NCCL_ALGO"] == "Ring"
+    assert kernels.effective_settings()["NCCL_ALGO"] == "Ring"
 
 
 def test_the_allocator_s_statistics_become_bytes_that_are_of_no_use_and_bytes_outside() -> None:

@@ -13,7 +13,8 @@ from benchmarks.false_alarms import Line, count_alarms, read
 from benchmarks.honest import PROBABILITIES, Group, Honest, Tail
 from benchmarks.power_page import Power
 from meshmark.judge.tolerance_model import FALSE_ALARMS, AlarmCounts, FalseAlarms, design_effect, shown, upper_limit
-from meshmark.passes.noise import ATTENTION, FORMAT, noise_key
+from meshmark.passes.kernels import ATTENTION
+from meshmark.passes.noise import FORMAT, noise_key
 from tests.factories import make_case, make_environment
 
 

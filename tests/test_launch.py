@@ -163,7 +163,9 @@ def test_whose_code_a_rank_stands_in_is_told_by_its_stack(frames: list[Path | st
 def test_what_comes_on_until_the_limit_is_slow_and_not_hung(runner: Runner) -> None:
     outcome = run(runner, "slow").outcome
     assert outcome.status is Status.SLOW, outcome.message
-    assert re.search(rf"no end within {LIMIT} s, but still coming on: [0-9] of [34] steps, .*--time-limit", outcome.message)
+    assert re.search(
+        rf"no end within {LIMIT} s, but still coming on: [0-9] of [34] steps, .*--time-limit", outcome.message
+    )
     assert "sleep" in outcome.stacks[1] or "backward" in outcome.stacks[1], "where its time goes"
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshmark.passes.noise import drivers_cuda
+from meshmark.passes.kernels import drivers_cuda
 from meshmark.records.record_file import RecordFile
 from tests.factories import make_good, make_timed
 

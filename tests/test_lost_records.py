@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshmark.errors import ResultsError
+from meshmark.judge.tolerance_model import NoiseFloor
 from meshmark.launch.cluster import Cluster, ClusterSpec
 from meshmark.launch.launch import ForkserverLauncher
 from meshmark.passes.noise import write_noise
@@ -121,9 +122,9 @@ def test_a_disk_that_fills_up_amid_a_line_leaves_none_of_it(tmp_path: Path) -> N
 
 def test_half_a_noise_floor_is_removed_at_once_and_by_the_next_run(tmp_path: Path) -> None:
     with disk_with(10), pytest.raises(OSError):
-        write_noise(tmp_path / "noise" / "key.json", [])
+        write_noise(tmp_path / "noise" / "key.json", NoiseFloor(runs=[]))
     assert not list((tmp_path / "noise").iterdir())
-    write_noise(tmp_path / "noise" / "key.json", [])
+    write_noise(tmp_path / "noise" / "key.json", NoiseFloor(runs=[]))
     (tmp_path / "noise" / "key.1.2.partial").write_text("of a run that was killed")
     with Cluster(ClusterSpec()) as cluster:
         Runner(ForkserverLauncher(cluster), {}, RunOptions(), tmp_path).close()

@@ -14,7 +14,8 @@ import torch
 
 from meshmark.adapter.engine import Engine
 from meshmark.adapters import ADAPTERS
-from meshmark.judge.deviation import Quantity
+from meshmark.judge.deviation import FirstStep, Quantity
+from meshmark.judge.tolerance_model import NoiseFloor
 from meshmark.judge.trace import digest
 from meshmark.launch.cluster import Cluster, ClusterSpec
 from meshmark.launch.launch import ForkserverLauncher, LaunchResult
@@ -28,15 +29,18 @@ from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
 from tests.factories import make_case
 
-RUNS = [
-    {Quantity.parse("loss"): [1e-7, 2e-7], Quantity.parse("gradients/a"): [0.5, 0.25]},
-    {Quantity.parse("loss"): [3e-7, 1e-9], Quantity.parse("gradients/a"): [0.125, 1.0]},
-]
+FLOOR = NoiseFloor(
+    runs=[
+        {Quantity.parse("loss"): [1e-7, 2e-7], Quantity.parse("gradients/a"): [0.5, 0.25]},
+        {Quantity.parse("loss"): [3e-7, 1e-9], Quantity.parse("gradients/a"): [0.125, 1.0]},
+    ],
+    first_step=FirstStep(loss=4.25, gradient_norm=0.5, update_norm=0.125),
+)
 
 
 def test_noise_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    write_noise(tmp_path / "noise" / "key.json", RUNS)
-    assert read_noise(tmp_path / "noise" / "key.json") == RUNS
+    write_noise(tmp_path / "noise" / "key.json", FLOOR)
+    assert read_noise(tmp_path / "noise" / "key.json") == FLOOR
     assert [file.name for file in (tmp_path / "noise").iterdir()] == ["key.json"]
     with pytest.raises(FileNotFoundError):
         read_noise(tmp_path / "other.json")
@@ -57,7 +61,7 @@ def test_noise_comes_back_as_it_was_written(tmp_path: Path) -> None:
 def test_damaged_noise_is_not_used(tmp_path: Path, damage: Callable[[str], str]) -> None:
     """Each of these but one would be read without an error, and most would pass for noise."""
     path = tmp_path / "key.json"
-    write_noise(path, RUNS)
+    write_noise(path, FLOOR)
     path.write_text(damage(path.read_text()))
     assert read_noise(path) is None
 
@@ -77,8 +81,8 @@ def test_a_pipe_in_the_place_of_noise_is_not_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "key.json"
     os.mkfifo(path)
     assert read_noise(path) is None
-    write_noise(path, RUNS)
-    assert read_noise(path) == RUNS
+    write_noise(path, FLOOR)
+    assert read_noise(path) == FLOOR
 
 
 @pytest.mark.slow
@@ -97,7 +101,8 @@ def test_a_damaged_file_is_measured_anew_and_the_record_says_so(launcher: Forkse
     assert first.remarks == second.remarks == []
     assert third.remarks == [f"the noise floor {file} was damaged, and has been measured anew"]
     assert first.equivalence.noise == second.equivalence.noise == third.equivalence.noise
-    assert len(read_noise(file) or []) == NUM_RUNS
+    floor = read_noise(file)
+    assert floor and len(floor.runs) == NUM_RUNS and floor.first_step
     assert all(record.verdict("equivalence").passed for record in runs)  # type: ignore[union-attr]
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from meshmark.judge.pristine import pristine
 from meshmark.judge.truth import exact_gradients, initial_values
+from meshmark.records.record import Record
 from meshmark.records.record_file import read_records
 from meshmark.reference.data import make_batch
 from tests.factories import make_workload
@@ -124,16 +125,75 @@ class WithLibrary(DDP):
 """
 
 
+def observed(folder: Path, library: str, workload: str, status: int) -> Record:
+    """Return the record of an adapter in a file, from the suites that judge equivalence."""
+    (folder / "library.py").write_text(library)
+    command = [sys.executable, "-m", "pytest", "--pyargs", "meshmark.suites.test_equivalence", "-q"]
+    chosen = ["--adapter", "library.py:WithLibrary", "--layouts", "dp2", "--workload", workload, "--results", "found"]
+    around = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *chosen], cwd=folder, env=around, capture_output=True, text=True)
+    assert done.returncode == status, done.stdout
+    (record,) = [record for record in read_records(folder / "found").records if record.verdicts]
+    return record
+
+
 def test_an_adapter_that_trains_another_function_by_a_patch_is_wrong(tmp_path: Path) -> None:
     """The truth was computed by the same patch, so that the run was correct."""
-    (tmp_path / "library.py").write_text(LIBRARY)
-    command = [sys.executable, "-m", "pytest", "--pyargs", "meshmark.suites.test_equivalence", "-q"]
-    chosen = ["--adapter", "library.py:WithLibrary", "--layouts", "dp2", "--workload", "gpt-mini", "--results", "found"]
-    around = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, *chosen], cwd=tmp_path, env=around, capture_output=True, text=True)
-    assert done.returncode == 1, done.stdout
-    observed = [record for record in read_records(tmp_path / "found").records if record.verdicts]
-    verdict = observed[0].verdict("equivalence")
+    record = observed(tmp_path, LIBRARY, "gpt-mini", status=1)
+    verdict = record.verdict("equivalence")
     assert verdict is not None and not verdict.passed and not verdict.undecided
     remark = "the ranks' processes had replaced torch.nn.functional.gelu; the truth was computed by PyTorch's own"
-    assert remark in observed[0].remarks
+    assert record.remarks == [remark]
+
+
+OPERATOR = """
+import torch
+from meshmark.adapters.ddp import DDP
+
+REPLACED = torch.library.Library("aten", "IMPL")
+
+
+class WithLibrary(DDP):
+    def build(self, case, context):
+        REPLACED.impl("gelu", lambda inputs, *, approximate="none": torch.relu(inputs), "CPU", allow_override=True)
+        return super().build(case, context)
+"""
+MODEL_LIBRARY = """
+from meshmark.adapters.ddp import DDP
+
+
+class WithLibrary(DDP):
+    def build(self, case, context):
+        from transformers.models.llama.modeling_llama import LlamaMLP
+
+        def forward(self, x):
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) FACTOR
+
+        LlamaMLP.forward = forward
+        return super().build(case, context)
+"""
+WRONG = {
+    "operator": (OPERATOR, "gpt-mini"),
+    "model": (MODEL_LIBRARY.replace("FACTOR", "* 1.5"), f"hf:{ROOT}/examples/transformers/llama.json"),
+}
+
+
+@pytest.mark.parametrize("which", WRONG)
+def test_what_cannot_be_put_back_is_judged_in_a_process_without_the_framework(which: str, tmp_path: Path) -> None:
+    """The truth was computed by the same operator, or the same method of the model's library."""
+    library, workload = WRONG[which]
+    if which == "model":
+        pytest.importorskip("transformers")
+    record = observed(tmp_path, library, workload, status=1)
+    verdict = record.verdict("equivalence")
+    assert verdict is not None and not verdict.passed and not verdict.undecided
+    (remark,) = record.remarks
+    assert "the truth was computed in a process without the framework" in remark
+    assert "the loss of its first step is" in remark
+
+
+def test_what_is_replaced_by_the_same_function_is_right_and_needs_no_other_process(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    same = MODEL_LIBRARY.replace("FACTOR", "")
+    record = observed(tmp_path, same, f"hf:{ROOT}/examples/transformers/llama.json", status=0)
+    assert record.remarks == []

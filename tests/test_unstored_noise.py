@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from meshmark.adapters import ADAPTERS
 from meshmark.judge.deviation import Quantity
-from meshmark.judge.tolerance_model import Comparisons
+from meshmark.judge.tolerance_model import NoiseFloor
 from meshmark.launch.cluster import Cluster, ClusterSpec
 from meshmark.launch.launch import ForkserverLauncher
 from meshmark.records.request import Request, Task
@@ -21,7 +20,7 @@ from meshmark.run.runner import Runner, RunOptions, ToleranceModels
 from meshmark.spec.workload import workload
 from tests.factories import make_case
 
-RUNS = [{Quantity.parse("loss"): [1e-7 * run, 2e-7]} for run in range(1, 4)]
+FLOOR = NoiseFloor(runs=[{Quantity.parse("loss"): [1e-7 * run, 2e-7]} for run in range(1, 4)])
 
 
 def test_noise_on_a_read_only_file_system_is_measured_once_a_session(
@@ -30,11 +29,11 @@ def test_noise_on_a_read_only_file_system_is_measured_once_a_session(
     """Every case had ended *unfinished* after minutes, and the next one had measured the same."""
     measured = list[str]()
 
-    def measure(launcher: object, request: Request, num_gpus: int) -> list[Comparisons]:
+    def measure(launcher: object, request: Request, num_gpus: int) -> NoiseFloor:
         measured.append(request.case.workload.name)
-        return RUNS
+        return FLOOR
 
-    def refuse(path: Path, runs: Sequence[Comparisons]) -> None:
+    def refuse(path: Path, floor: NoiseFloor) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
     monkeypatch.setenv("MESHMARK_NOISE", str(tmp_path / "shared"))

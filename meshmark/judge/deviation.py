@@ -7,6 +7,7 @@ pass computed, and that its untouched pass must also compute.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -317,3 +318,28 @@ class ObservedPath:
             for done, own in digests.items()
             if self.digest(done) not in (None, own)
         ]
+
+
+# --- The first step of the truth, by which processes are compared.
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstStep:
+    """Results of the truth's first step, which every process computes alike, up to the rounding of float64."""
+
+    loss: float
+    gradient_norm: float
+    update_norm: float
+    """Norm of the change of all parameters."""
+
+    def difference(self, clean: FirstStep) -> str:
+        """Return how this step differs from that of a `clean` process, in words; empty if it does not."""
+        for name in ("loss", "gradient_norm", "update_norm"):
+            here, there = getattr(self, name), getattr(clean, name)
+            if not (math.isclose(here, there, rel_tol=_SAME_STEP) or here == there or here != here and there != there):
+                return f"the {name.replace('_', ' ')} of its first step is {here:.12g} there and {there:.12g} elsewhere"
+        return ""
+
+
+_SAME_STEP = 1e-9
+"""Relative tolerance of `FirstStep`. Threads and kernels change the order of float64 sums: some 1e-14."""

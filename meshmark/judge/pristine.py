@@ -5,8 +5,8 @@ Frameworks replace functions and methods of PyTorch in the whole process: fused 
 process. It would compute the same wrong function as the run, and a run that is wrong everywhere would be right.
 
 This module remembers PyTorch's functions, classes and hooks when it is imported, which is before any adapter is.
-`pristine` puts them back while the truth is computed. Replacements inside compiled libraries, such as
-`torch.library.impl` of an existing operator, are not seen.
+`pristine` puts them back while the truth is computed. It does not see other kernels for PyTorch's operators
+(`torch.library.Library.impl`), nor replacements in the library that a model comes from: `passes.judging` does.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from meshmark import rank_progress
 from meshmark.algorithms.contract import GradientRule, Tensors
 from meshmark.errors import AdapterError
-from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind, deviation, global_norm
+from meshmark.judge.deviation import Deviation, Deviations, FirstStep, Quantity, QuantityKind, deviation, global_norm
 from meshmark.judge.trace import Trace, observed_run
 from meshmark.judge.twin import (
     UNCHANGED,
@@ -268,6 +268,19 @@ class Exact:
     @property
     def used(self) -> list[str]:
         return [name for name in self.gradients if name not in self.unused]
+
+
+def first_step(workload: Workload) -> FirstStep:
+    """Return the truth's first step, from the prescribed initial values."""
+    start = initial_values(workload)
+    exact = exact_gradients(workload, start, make_batch(workload, 0))
+    used = {name: exact.gradients[name] for name in exact.used}
+    after = local_rules(workload, 1)[0].step(start, used)
+    return FirstStep(
+        loss=exact.loss,
+        gradient_norm=global_norm(used),
+        update_norm=global_norm({name: after[name] - x for name, x in start.items()}),
+    )
 
 
 def local_rules(workload: Workload, count: int) -> list[ExactOptimizer]:

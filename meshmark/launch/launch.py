@@ -35,7 +35,7 @@ from meshmark.launch.fork_server import LAUNCHER, ForkServer, execute
 from meshmark.launch.processes import end_children, end_started_with, process_state, unseen_exit_code
 from meshmark.launch.rank import RankInfo, run_forked_rank
 from meshmark.launch.watchdog import RankProcesses, Watchdog
-from meshmark.passes.noise import VARIABLES
+from meshmark.passes.kernels import VARIABLES
 from meshmark.rank_progress import EXPLAIN_SECONDS, Pace
 from meshmark.records.rank_report import RankFailure, RankReport, StackState
 from meshmark.records.record import Place, Status

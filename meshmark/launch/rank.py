@@ -38,10 +38,10 @@ from meshmark.launch.processes import NO_PROCESS, NO_PROCESS_ADVICE, die_with_pa
 from meshmark.launch.store import RunStore, run_secret
 from meshmark.measure.fake_world import Copies, fake_world
 from meshmark.measure.flight_recorder import dump, under_way
-from meshmark.passes import noise
 from meshmark.passes.clauses import endure, fail, overflow, repeat_with_dropout
+from meshmark.passes.kernels import effective_settings, pinned
 from meshmark.passes.links import measure_links
-from meshmark.passes.noise import measure_noise, pinned
+from meshmark.passes.noise import measure_noise
 from meshmark.passes.observe import localise, observe, observe_alone, retrace
 from meshmark.passes.resume import lose_a_rank, resume, save_halfway
 from meshmark.passes.timing import measure_peak, profile, time_steps
@@ -143,7 +143,7 @@ def perform(request: Request, info: RankInfo) -> RankReport | RankFailure:
         rank_progress.begin(rank_progress.Phase.BUILD)
         with pinned(request.case.tuning):
             report = _TASKS[request.task](request, load_adapter(request.adapter)(), context, started)
-            report = dataclasses.replace(report, kernels=noise.effective_settings() | report.kernels)
+            report = dataclasses.replace(report, kernels=effective_settings() | report.kernels)
             if name := load_adapter(request.adapter).virtual_environment:
                 report = dataclasses.replace(report, versions={"virtual environment": name, **versions()})
         torch.distributed.destroy_process_group()
@@ -172,7 +172,7 @@ def _perform_alone(request: Request, info: RankInfo, started: float) -> RankRepo
         )
         rank_progress.begin(rank_progress.Phase.BUILD)
         report = observe_alone(request, load_adapter(request.adapter)(), context, started)
-        return dataclasses.replace(report, kernels=noise.effective_settings() | report.kernels)
+        return dataclasses.replace(report, kernels=effective_settings() | report.kernels)
 
 
 def _store(info: RankInfo, timeout: datetime.timedelta) -> Store:

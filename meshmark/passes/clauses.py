@@ -16,12 +16,12 @@ from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import RankContext
 from meshmark.algorithms.contract import Tensors
-from meshmark.judge.deviation import global_norm
-from meshmark.judge.pristine import pristine
+from meshmark.judge.deviation import Deviations, global_norm
 from meshmark.judge.tolerance_model import ZERO
 from meshmark.judge.trace import Trace, gather_trace, host_copies, host_gradients, host_parameters
 from meshmark.judge.truth import assess, exact_gradients, initial_values
 from meshmark.models.module import build_model
+from meshmark.passes.judging import judge
 from meshmark.passes.observe import Observer, digests
 from meshmark.records.rank_report import RankReport
 from meshmark.records.request import Request
@@ -66,12 +66,8 @@ def repeat_with_dropout(request: Request, adapter: Adapter, context: RankContext
     union, drifts, num_replicated = gather_trace(trace)
     samples = {"losses": losses}
     if union:
-        with pristine():
-            exact = exact_gradients(case.workload, initial_values(case.workload), batch, case.layout)
-            reference, gradients = _references(case.workload, batch.shard(0, case.layout.dp), case.layout.dp)
-        samples |= {"reference": reference, "evaluation": [float(evaluation)], "exact": [exact.loss]}
-        samples |= _summaries("", union.gradients, exact.gradients)
-        samples |= _summaries("reference_", gradients, exact.gradients)
+        samples |= {"evaluation": [float(evaluation)]}
+        samples |= judge(request, _compare_with_dropout, context.scratch, union.gradients, batch).found
     return RankReport(
         rank=context.rank,
         build_seconds=built - started,
@@ -81,6 +77,19 @@ def repeat_with_dropout(request: Request, adapter: Adapter, context: RankContext
         drifts=drifts,
         num_replicated=num_replicated,
     )
+
+
+def _compare_with_dropout(request: Request, own: list[Tensors], batch: Batch) -> dict[str, list[float]]:
+    """Return the samples of `repeat_with_dropout` that need the truth. `own` is the gradients of each step."""
+    case = request.case
+    exact = exact_gradients(case.workload, initial_values(case.workload), batch, case.layout)
+    reference, gradients = _references(case.workload, batch.shard(0, case.layout.dp), case.layout.dp)
+    return {
+        "reference": reference,
+        "exact": [exact.loss],
+        **_summaries("", own, exact.gradients),
+        **_summaries("reference_", gradients, exact.gradients),
+    }
 
 
 def _same_rows(workload: Workload, dp: int) -> Batch:
@@ -234,8 +243,7 @@ def overflow(request: Request, adapter: Adapter, context: RankContext, started: 
         observer.train(step)
     engine.close()
     trace, drifts, num_replicated = gather_trace(observer.trace)
-    with pristine():
-        deviations = assess(trace, request.case.workload, layout=request.case.layout) if trace else {}
+    deviations = judge(request, _assess_overflow, context.scratch, trace).found if trace else {}
     return RankReport(
         rank=context.rank,
         build_seconds=built - started,
@@ -249,3 +257,7 @@ def overflow(request: Request, adapter: Adapter, context: RankContext, started: 
         samples={"moved": [float(moved)]},
         digests=digests([trace]) if trace else [],
     )
+
+
+def _assess_overflow(request: Request, trace: Trace) -> Deviations:
+    return assess(trace, request.case.workload, layout=request.case.layout)

@@ -11,15 +11,10 @@ ranks. In that case `single` rounds them as that many ranks would.
 Sums over more rows at once round differently: the noise of a gradient in one micro-batch may be 1.6 times that in
 eight. Runs with several numbers of micro-batches would give a mixture, and all runs of the noisiest number would lie
 in its tail.
-
-PyTorch leaves some formats and kernels to the machine's environment. They are pinned before anything is built, the same
-for every framework, and recorded.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import dataclasses
 import gc
 import hashlib
@@ -27,7 +22,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -35,135 +30,31 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter, Arithmetic, Casting
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.single import SingleEngine, reduced_backward
 from meshmark.algorithms.contract import GradientRule, Tensors
-from meshmark.environment import ALLOCATOR, allocator_settings, machine
+from meshmark.environment import machine
 from meshmark.judge.deviation import Sample, num_replicas
 from meshmark.judge.equivalents import with_equivalents
 from meshmark.judge.layered import all_cores, assess_pieces
-from meshmark.judge.tolerance_model import Comparisons, noise_run
+from meshmark.judge.tolerance_model import Comparisons, NoiseFloor, noise_run
 from meshmark.judge.trace import Trace, host_copies, stored_copies
-from meshmark.judge.truth import assess_replicas
+from meshmark.judge.truth import assess_replicas, first_step
 from meshmark.judge.twin import Twin
 from meshmark.models.module import Block, random_bits, row_blocks
+from meshmark.passes.kernels import ATTENTION, VARIABLES
 from meshmark.passes.observe import MOST_LEFT_OUT
 from meshmark.records.rank_report import RankReport
 from meshmark.records.request import Request
 from meshmark.reference.data import Batch, data_digest, make_batch
 from meshmark.serial import decode, encode
 from meshmark.spec.algorithm import SYNCHRONOUS
-from meshmark.spec.case import Attention, Case, Matmul, Tuning
+from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Dtype
-
-# --- Formats and kernels that PyTorch leaves to the machine's environment.
-
-VARIABLES = {
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0",  # some container images export 1, which makes "fp32" TF32
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # one that cuBLAS is deterministic with; read when CUDA starts
-    # On Hopper, PyTorch otherwise puts cuDNN first at the first attention, whatever order was set before.
-    "TORCH_CUDNN_SDPA_PREFERRED": "0",
-}
-"""Variables of every rank's process.
-
-Deterministic algorithms are not requested, because attention uses other kernels then. A timed pass must compute bit
-for bit what was judged.
-"""
-
-_NCCL = ("NCCL_", "TORCH_NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS")
-"""Starts of the names of variables that choose how GPUs communicate."""
-
-ATTENTION = (
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-    SDPBackend.CUDNN_ATTENTION,
-)
-"""The first that can serves: PyTorch's own order, which an import may change."""
-
-
-KERNELS = {
-    Attention.FLASH: SDPBackend.FLASH_ATTENTION,
-    Attention.EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
-    Attention.MATH: SDPBackend.MATH,
-    Attention.CUDNN: SDPBackend.CUDNN_ATTENTION,
-}
-
-
-@contextlib.contextmanager
-def pinned(tuning: Tuning) -> Iterator[None]:
-    """Set PyTorch's documented defaults, whatever set them before, except what a case tunes.
-
-    A kernel that is asked for comes first, and others stay allowed: the float64 truth needs another.
-    """
-    torch.set_float32_matmul_precision("high" if tuning.matmul is Matmul.TF32 else "highest")
-    torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = tuning.matmul is not Matmul.WIDE_SUMS
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = tuning.matmul is not Matmul.WIDE_SUMS
-    order = [KERNELS[tuning.attention]] if tuning.attention else []
-    if tuning.attention is not Attention.MATH:  # which serves all
-        order += [kernel for kernel in ATTENTION if kernel not in order]
-    with sdpa_kernel(order, set_priority=True):
-        yield
-
-
-def effective_settings() -> dict[str, str]:
-    """Return the settings in effect, read back because an adapter's imports come after `pinned`."""
-    order = torch._C._get_sdp_priority_order()
-    enabled = {
-        SDPBackend.FLASH_ATTENTION: torch._C._get_flash_sdp_enabled(),
-        SDPBackend.EFFICIENT_ATTENTION: torch._C._get_mem_efficient_sdp_enabled(),
-        SDPBackend.MATH: torch._C._get_math_sdp_enabled(),
-        SDPBackend.CUDNN_ATTENTION: torch._C._get_cudnn_sdp_enabled(),
-    }
-    names = [backend.name.lower() for n in order if enabled.get(backend := SDPBackend(n))]
-    reduced = (
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
-        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
-    )
-    return _libraries() | {
-        "float32 products": torch.get_float32_matmul_precision(),
-        "tf32": f"products {torch.backends.cuda.matmul.allow_tf32}, convolutions {torch.backends.cudnn.allow_tf32}",
-        "16-bit sums of split products": f"bf16 {reduced[0]}, fp16 {reduced[1]}",
-        "attention": ", ".join(names),
-        "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
-    }
-
-
-def drivers_cuda(library: str = "libcuda.so.1") -> str:
-    """The newest CUDA that the driver runs, asked of itself: PyTorch 2.11 has no binding for it any more."""
-    version = ctypes.c_int()
-    if status := ctypes.CDLL(library).cuDriverGetVersion(ctypes.byref(version)):
-        raise OSError(f"cuDriverGetVersion answers {status}")
-    return f"{version.value // 1000}.{version.value % 1000 // 10}"
-
-
-def _libraries() -> dict[str, str]:
-    """Return NCCL's environment variables and, on a GPU, the versions of its libraries and the GPU's id.
-
-    Versions that this build cannot report are left out, so that no pass fails because of them.
-    """
-    found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_NCCL)}
-    found |= {ALLOCATOR: allocator_settings()} if torch.cuda.is_available() else {}
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return found
-    asked: dict[str, Callable[[], object]] = {
-        "CUDA": lambda: torch.version.cuda,
-        "driver's CUDA": drivers_cuda,
-        "cuDNN": lambda: torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
-        "NCCL": lambda: torch.cuda.nccl.version(),  # type: ignore[no-untyped-call]
-        "GPU": lambda: torch.cuda.get_device_properties(torch.cuda.current_device()).uuid,
-    }
-    for name, ask in asked.items():
-        with contextlib.suppress(Exception):
-            found[name] = str(ask())
-    return found
-
 
 # --- The optimizer of one replica, in the precision of its engine, for algorithms that ask for it.
 
@@ -251,6 +142,8 @@ FORMAT = 14
 
 Raise it when anything that affects the noise changes: model, data, objective, truth, this file.
 """
+_FILE_FORMAT = 2
+"""Part of every key. Raise it when a file holds other fields."""
 
 
 ARITHMETIC = (
@@ -272,6 +165,7 @@ def noise_key(case: Case, steps: int, device: str = "cpu", sample: Sample | None
     """Return a content hash of everything that the noise of `case` depends on: the problem, and what computes it."""
     content = [
         FORMAT,
+        _FILE_FORMAT,
         *_arithmetic(device),
         sample.steps if sample else steps,
         sample.noise_runs if sample else NUM_RUNS,
@@ -318,8 +212,8 @@ def noise_folder(results: Path) -> Path:
     return Path(shared) if shared else results / "noise"
 
 
-def read_noise(path: Path) -> list[Comparisons] | None:
-    """Return the noise runs that `write_noise` wrote, or None if the file is damaged, or is a pipe.
+def read_noise(path: Path) -> NoiseFloor | None:
+    """Return the noise floor that `write_noise` wrote, or None if the file is damaged, or is a pipe.
 
     Raises `FileNotFoundError` if there is no file.
     """
@@ -328,18 +222,18 @@ def read_noise(path: Path) -> list[Comparisons] | None:
     try:
         digest, _, text = path.read_text().partition("\n")
         whole = hashlib.sha256(text.encode()).hexdigest() == digest
-        runs: list[Comparisons] = decode(list[Comparisons], json.loads(text)) if whole else []
+        floor: NoiseFloor | None = decode(NoiseFloor, json.loads(text)) if whole else None
     except FileNotFoundError:
         raise
     except (OSError, ValueError):
         return None
-    return runs or None
+    return floor if floor and floor.runs else None
 
 
-def write_noise(path: Path, runs: Sequence[Comparisons]) -> None:
-    """Write noise runs atomically, so that another process reads a whole file or none."""
+def write_noise(path: Path, floor: NoiseFloor) -> None:
+    """Write a noise floor atomically, so that another process reads a whole file or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(encode(runs))
+    text = json.dumps(encode(floor))
     partial = path.with_suffix(f".{os.getpid()}.{time.time_ns()}{_PARTIAL}")
     try:
         partial.write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
@@ -519,7 +413,13 @@ def measure_noise(request: Request, adapter: Adapter, context: RankContext, star
         noise_runs = [_train_sampled(request, adapter, alone, run, context.world_size) for run in runs]
     else:
         noise_runs = [train_alone(request, adapter, alone, run) for run in runs]
-    return RankReport(rank=context.rank, build_seconds=0.0, run_seconds=time.time() - started, noise_runs=noise_runs)
+    return RankReport(
+        rank=context.rank,
+        build_seconds=0.0,
+        run_seconds=time.time() - started,
+        noise_runs=noise_runs,
+        first_step=None if sample or context.rank else first_step(request.case.workload),
+    )
 
 
 def _train_sampled(

@@ -16,7 +16,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,13 +27,14 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile
 
 from meshmark import rank_progress
-from meshmark.adapter.contract import Adapter
+from meshmark.adapter.contract import Adapter, Arithmetic
 from meshmark.adapter.engine import DataParallelEngine, Engine, Holdings, RankContext, TrafficSource
 from meshmark.algorithms.contract import Tensors
 from meshmark.errors import AdapterError, TrafficError
 from meshmark.judge.beginning import Beginning, Recorder, first_deviation
-from meshmark.judge.deviation import Deviations, replica_of, replicas_of_ranks
+from meshmark.judge.deviation import Deviations, Drift, replica_of, replicas_of_ranks
 from meshmark.judge.diagnosis import diagnose_sample
+from meshmark.judge.faults import Diagnosis
 from meshmark.judge.layered import all_cores, assess_pieces
 from meshmark.judge.pristine import pristine
 from meshmark.judge.replica_diagnosis import diagnose_replicas
@@ -50,10 +51,11 @@ from meshmark.judge.trace import (
     tensor_digests,
 )
 from meshmark.judge.truth import assess_replicas
-from meshmark.judge.twin import Twin, rounded_gradients, twin_of
+from meshmark.judge.twin import rounded_gradients, twin_of
 from meshmark.measure.allocations import ExtraPeak
 from meshmark.measure.meters import Named, TorchTraffic, Watch, alike_steps, read_memory, read_traffic
 from meshmark.measure.readings import MemoryReading, StepReadings, TrafficReading
+from meshmark.passes.judging import Judged, judge
 from meshmark.records.rank_report import RankReport
 from meshmark.records.request import Request, Task
 from meshmark.reference.data import Batch, make_batch
@@ -425,27 +427,22 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
     traces, drifts, num_replicated = (
         notebook.gather(seen.trace) if notebook else gather_replicas(seen.trace, replicas, together)
     )
-    with pristine() as replaced:
-        twin = None if request.sample else twin_of(request.case, adapter.arithmetic, context.device)
-        deviations = _assess(request, traces, context, twin) if traces and request.assess else {}
-        rounded = rounded_gradients(traces[0], twin) if deviations and twin and len(traces) == 1 else []
-        diagnosis, explained = None, time.monotonic()
-        if deviations and request.sample and request.tolerance_model:
-            diagnosis = diagnose_sample(deviations, drifts, request.tolerance_model)
-        elif deviations and request.tolerance_model:
-            diagnosis = diagnose_replicas(request.case, traces, deviations, drifts, request.tolerance_model, twin)
-        explained = time.monotonic() - explained
+    judged = Judged(found=Assessment(), replaced=[])
+    if traces and request.assess:
+        judged = judge(request, _assess, context.scratch, traces, drifts, adapter.arithmetic, context.device)
+    assessment = judged.found
     return RankReport(
         rank=context.rank,
         build_seconds=seen.built - started,
         run_seconds=time.time() - seen.built,
         losses=seen.trace.losses,
         norms=seen.trace.norms,
-        deviations=deviations,
-        rounded=rounded,
-        replaced=replaced if deviations else [],
+        deviations=assessment.deviations,
+        rounded=assessment.rounded,
+        replaced=judged.replaced,
+        misled=judged.misled,
         drifts=drifts,
-        diagnosis=diagnosis,
+        diagnosis=assessment.diagnosis,
         memory=seen.memory,
         traffic=seen.traffic,
         steps=seen.steps,
@@ -456,7 +453,7 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
         left_out=seen.left_out,
         kernels=seen.tuned,
         compile_seconds=compile_seconds(request.case),
-        explain_seconds=explained,
+        explain_seconds=assessment.explain_seconds,
         unmeasured=seen.unmeasured,
     )
 
@@ -540,16 +537,46 @@ def _train(request: Request, adapter: Adapter, context: RankContext, notebook: N
     )
 
 
-def _assess(request: Request, traces: Sequence[Trace], context: RankContext, twin: Twin | None) -> Deviations:
-    """Return the deviations from the truth.
+@dataclass(frozen=True, kw_only=True)
+class Assessment:
+    """What rank 0 finds of the steps of all ranks."""
 
-    Those of a sample are computed on the run's device and on all cores, which the other ranks no longer need.
+    deviations: Deviations = field(default_factory=dict)
+    rounded: list[str] = field(default_factory=list)
+    """See `RankReport.rounded`."""
+    diagnosis: Diagnosis | None = None
+    explain_seconds: float = 0.0
+    """Seconds of the search for the cause of a wrong run."""
+
+
+def _assess(
+    request: Request,
+    traces: Sequence[Trace],
+    drifts: Sequence[Drift],
+    arithmetic: Arithmetic | None,
+    device: torch.device,
+) -> Assessment:
+    """Compare a run with the truth, and diagnose it if it is wrong.
+
+    A sample is compared on the run's device and on all cores, which the other ranks no longer need.
     """
-    workload = request.case.workload
-    if request.sample is None:
-        return assess_replicas(traces, workload, layout=request.case.layout, twin=twin)
-    with all_cores():
-        return assess_pieces(traces[0], workload, device=context.device)
+    case, tolerance_model = request.case, request.tolerance_model
+    if request.sample:
+        with all_cores():
+            deviations = assess_pieces(traces[0], case.workload, device=device)
+        diagnosis = diagnose_sample(deviations, drifts, tolerance_model) if tolerance_model else None
+        return Assessment(deviations=deviations, diagnosis=diagnosis)
+    twin = twin_of(case, arithmetic, device)
+    compared = assess_replicas(traces, case.workload, layout=case.layout, twin=twin)
+    assessed = time.monotonic()
+    return Assessment(
+        deviations=compared,
+        rounded=rounded_gradients(traces[0], twin) if twin and len(traces) == 1 else [],
+        diagnosis=(
+            diagnose_replicas(case, traces, compared, drifts, tolerance_model, twin) if tolerance_model else None
+        ),
+        explain_seconds=time.monotonic() - assessed,
+    )
 
 
 def _sources(watch: Watch, engine: Engine) -> list[TrafficSource]:

@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -14,11 +15,12 @@ import torch.distributed as dist
 from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
-from meshmark.judge.deviation import replicas_of_ranks
-from meshmark.judge.pristine import pristine
+from meshmark.judge.deviation import Deviations, Drift, replicas_of_ranks
+from meshmark.judge.faults import Diagnosis
 from meshmark.judge.replica_diagnosis import diagnose_replicas
 from meshmark.judge.trace import Trace, gather_replicas
 from meshmark.judge.truth import assess_replicas
+from meshmark.passes.judging import judge
 from meshmark.passes.observe import Observer, digests
 from meshmark.records.rank_report import RankReport
 from meshmark.records.request import Request
@@ -99,14 +101,24 @@ def resume(request: Request, adapter: Adapter, context: RankContext, started: fl
         return report
     first: list[Trace] = pickle.loads((folder / TRACE).read_bytes())
     whole = [_join(*halves) for halves in zip(first, second, strict=True)]
-    with pristine():
-        deviations = assess_replicas(whole, request.case.workload, layout=request.case.layout)
-        diagnosis = (
-            diagnose_replicas(request.case, whole, deviations, report.drifts, request.tolerance_model)
-            if request.tolerance_model
-            else None
-        )
-    return dataclasses.replace(report, deviations=deviations, diagnosis=diagnosis, digests=digests(second))
+    judged = judge(request, _assess, context.scratch, whole, report.drifts)
+    deviations, diagnosis = judged.found
+    return dataclasses.replace(
+        report,
+        deviations=deviations,
+        diagnosis=diagnosis,
+        digests=digests(second),
+        replaced=judged.replaced,
+        misled=judged.misled,
+    )
+
+
+def _assess(request: Request, whole: Sequence[Trace], drifts: Sequence[Drift]) -> tuple[Deviations, Diagnosis | None]:
+    """Compare both halves with the truth as one run, and diagnose it if it is wrong."""
+    case, tolerance_model = request.case, request.tolerance_model
+    deviations = assess_replicas(whole, case.workload, layout=case.layout)
+    diagnosis = diagnose_replicas(case, whole, deviations, drifts, tolerance_model) if tolerance_model else None
+    return deviations, diagnosis
 
 
 def halfway(request: Request) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from meshmark.judge.beginning import Beginning
-from meshmark.judge.deviation import Deviations, Drift
+from meshmark.judge.deviation import Deviations, Drift, FirstStep
 from meshmark.judge.faults import Diagnosis
 from meshmark.judge.tolerance_model import Comparisons
 from meshmark.measure.links import Link
@@ -37,6 +37,8 @@ class RankReport:
     """Deviations from the truth, by quantity, then step. On rank 0, for all ranks."""
     replaced: list[str] = field(default_factory=list)
     """On rank 0: functions, methods and hooks of PyTorch that were replaced in the process."""
+    misled: str = ""
+    """On rank 0: how the truth of this process differs from that of a clean one, which judged in its place."""
     rounded: list[str] = field(default_factory=list)
     """On rank 0: gradients that hold values of the narrow dtype alone, where the twin's need more bits."""
     drifts: list[Drift] = field(default_factory=list)
@@ -68,6 +70,8 @@ class RankReport:
     """
     noise_runs: list[Comparisons] = field(default_factory=list)
     """NOISE: this rank's share of the runs."""
+    first_step: FirstStep | None = None
+    """NOISE: the truth's first step, in a process that imported no framework."""
     kernels: dict[str, str] = field(default_factory=dict)
     """Dtype settings and kernels that PyTorch was set to use, read back at the end."""
     timed_span: tuple[float, float] | None = None

@@ -365,7 +365,13 @@ def _replaced(reports: list[RankReport]) -> list[str]:
     """Return a remark on what of PyTorch was replaced in the ranks' processes, and not in the truth."""
     names = reports[0].replaced if reports else []
     some = f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
-    return [f"the ranks' processes had replaced {some}; the truth was computed by PyTorch's own"] if names else []
+    told = [f"the ranks' processes had replaced {some}; the truth was computed by PyTorch's own"] if names else []
+    if reports and reports[0].misled:
+        told.append(
+            "the truth was computed in a process without the framework, because something is replaced in the ranks' "
+            f"processes: {reports[0].misled}"
+        )
+    return told
 
 
 def _disagreeing(reports: list[RankReport]) -> list[str]:

@@ -32,7 +32,7 @@ from meshmark.judge.deviation import (
     sample_of,
 )
 from meshmark.judge.faults import Fault
-from meshmark.judge.tolerance_model import Comparisons, ToleranceModel, fit
+from meshmark.judge.tolerance_model import NoiseFloor, ToleranceModel, fit
 from meshmark.launch.cluster import READY_SECONDS, NodeLoss, Scratch, from_node_0, meet, rank_room
 from meshmark.launch.launch import Launcher, LaunchResult
 from meshmark.measure.laps import LEAST_LAUNCHES
@@ -121,8 +121,8 @@ def num_cores(local_ranks: int) -> int:
 # --- The launch that measures a noise floor.
 
 
-def launch_noise(launcher: Launcher, request: Request, num_gpus: int) -> list[Comparisons]:
-    """Launch the noise runs that `request` is judged by, and return them.
+def launch_noise(launcher: Launcher, request: Request, num_gpus: int) -> NoiseFloor:
+    """Launch the noise runs that `request` is judged by, and return the noise floor.
 
     They use PyTorch's eager kernels whatever the case's tuning. Otherwise the errors of a wrong kernel would count as
     noise. `num_gpus` counts this node's GPUs. Raises `MeshmarkError` if a process fails.
@@ -140,7 +140,8 @@ def launch_noise(launcher: Launcher, request: Request, num_gpus: int) -> list[Co
         failure = launched.failures[0]
         kind = NoSpaceError if failure.kind == Status.NO_SPACE else MeshmarkError
         raise kind(f"noise of {request.case.id} could not be measured: {failure.message}\n{failure.log_tail}")
-    return [run for report in launched.reports for run in report.noise_runs]
+    runs = [run for report in launched.reports for run in report.noise_runs]
+    return NoiseFloor(runs=runs, first_step=launched.reports[0].first_step)
 
 
 def num_processes(request: Request, num_gpus: int) -> int:
@@ -190,7 +191,9 @@ class ToleranceModels:
             raise type(self._failed[key])(str(self._failed[key]))
         if key not in self._known:
             try:
-                self._known[key] = fit(self._shared_runs(request, path), variance_ratio(request.case))
+                floor = self._shared_floor(request, path)
+                model = fit(floor.runs, variance_ratio(request.case))
+                self._known[key] = replace(model, first_step=floor.first_step)
             except ClusterError:
                 raise
             except MeshmarkError as error:
@@ -198,31 +201,31 @@ class ToleranceModels:
                 raise
         return self._known[key]
 
-    def _shared_runs(self, request: Request, path: Path) -> list[Comparisons]:
-        """Return node 0's noise runs, so that all nodes judge by the same. All nodes must call this."""
+    def _shared_floor(self, request: Request, path: Path) -> NoiseFloor:
+        """Return node 0's noise floor, so that all nodes judge by the same. All nodes must call this."""
         cluster = self._launcher.cluster
         if cluster.spec.nnodes == 1:
-            return self._runs(request, path)
+            return self._floor(request, path)
         meet(cluster, request)
         limit = max(TIME_LIMIT_SECONDS, request.time_limit_seconds)
-        made = from_node_0(cluster, "noise", lambda: json.dumps(encode(self._runs(request, path))), seconds=limit)
-        runs: list[Comparisons] = decode(list[Comparisons], json.loads(made))
-        return runs
+        made = from_node_0(cluster, "noise", lambda: json.dumps(encode(self._floor(request, path))), seconds=limit)
+        floor: NoiseFloor = decode(NoiseFloor, json.loads(made))
+        return floor
 
-    def _runs(self, request: Request, path: Path) -> list[Comparisons]:
+    def _floor(self, request: Request, path: Path) -> NoiseFloor:
         try:
-            runs = read_noise(path)
+            floor = read_noise(path)
         except FileNotFoundError:
             return self._measure(request, path)
-        if runs is None:
+        if floor is None:
             self._remarks.append(f"the noise floor {path} was damaged, and has been measured anew")
-        return runs or self._measure(request, path)
+        return floor or self._measure(request, path)
 
-    def _measure(self, request: Request, path: Path) -> list[Comparisons]:
-        """Return noise runs measured now. They serve this session even if they cannot be stored for others."""
-        runs = launch_noise(self._launcher, request, self._num_gpus)
+    def _measure(self, request: Request, path: Path) -> NoiseFloor:
+        """Return a noise floor measured now. It serves this session even if it cannot be stored for others."""
+        floor = launch_noise(self._launcher, request, self._num_gpus)
         try:
-            write_noise(path, runs)
+            write_noise(path, floor)
         except FileExistsError:  # a file of the user's is where the folder should be
             raise
         except OSError as error:
@@ -233,7 +236,7 @@ class ToleranceModels:
             if told not in self._told:
                 self._told.add(told)
                 self._remarks.append(told)
-        return runs
+        return floor
 
 
 # --- The verified path of a case, which the untouched pass is held against.
