@@ -14,7 +14,7 @@ import torch
 
 from meshmark.adapter.engine import Engine
 from meshmark.adapters import ADAPTERS
-from meshmark.judge.deviation import FirstStep, Quantity
+from meshmark.judge.deviation import Quantity, TensorPrint, TruthPrint
 from meshmark.judge.tolerance_model import NoiseFloor
 from meshmark.judge.trace import digest
 from meshmark.launch.cluster import Cluster, ClusterSpec
@@ -34,7 +34,11 @@ FLOOR = NoiseFloor(
         {Quantity.parse("loss"): [1e-7, 2e-7], Quantity.parse("gradients/a"): [0.5, 0.25]},
         {Quantity.parse("loss"): [3e-7, 1e-9], Quantity.parse("gradients/a"): [0.125, 1.0]},
     ],
-    first_step=FirstStep(loss=4.25, gradient_norm=0.5, update_norm=0.125),
+    truth_print=TruthPrint(
+        loss=4.25,
+        gradients={"a": TensorPrint(norm=0.5, projection=0.25)},
+        updates={"a": TensorPrint(norm=0.125, projection=-0.5)},
+    ),
 )
 
 
@@ -102,7 +106,7 @@ def test_a_damaged_file_is_measured_anew_and_the_record_says_so(launcher: Forkse
     assert third.remarks == [f"the noise floor {file} was damaged, and has been measured anew"]
     assert first.equivalence.noise == second.equivalence.noise == third.equivalence.noise
     floor = read_noise(file)
-    assert floor and len(floor.runs) == NUM_RUNS and floor.first_step
+    assert floor and len(floor.runs) == NUM_RUNS and floor.truth_print
     assert all(record.verdict("equivalence").passed for record in runs)  # type: ignore[union-attr]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from meshmark.judge.pristine import pristine
 from meshmark.judge.truth import exact_gradients, initial_values
-from meshmark.records.record import Record
+from meshmark.records.record import Record, Status
 from meshmark.records.record_file import read_records
 from meshmark.reference.data import make_batch
 from tests.factories import make_workload
@@ -173,7 +173,12 @@ class WithLibrary(DDP):
         return super().build(case, context)
 """
 WRONG = {
-    "operator": (OPERATOR, "gpt-mini"),
+    "operator": (
+        OPERATOR.replace("        return", '        os.chdir("/")\n        return').replace(
+            "import torch", "import os\nimport torch"
+        ),
+        "gpt-mini",
+    ),
     "model": (MODEL_LIBRARY.replace("FACTOR", "* 1.5"), f"hf:{ROOT}/examples/transformers/llama.json"),
 }
 
@@ -189,7 +194,7 @@ def test_what_cannot_be_put_back_is_judged_in_a_process_without_the_framework(wh
     assert verdict is not None and not verdict.passed and not verdict.undecided
     (remark,) = record.remarks
     assert "the truth was computed in a process without the framework" in remark
-    assert "the loss of its first step is" in remark
+    assert ("the loss of its first step is" if which == "model" else "other kernels there, such as gelu/CPU") in remark
 
 
 def test_what_is_replaced_by_the_same_function_is_right_and_needs_no_other_process(tmp_path: Path) -> None:
@@ -197,3 +202,68 @@ def test_what_is_replaced_by_the_same_function_is_right_and_needs_no_other_proce
     same = MODEL_LIBRARY.replace("FACTOR", "")
     record = observed(tmp_path, same, f"hf:{ROOT}/examples/transformers/llama.json", status=0)
     assert record.remarks == []
+
+
+KERNELS = """
+import torch
+from meshmark.judge.pristine import other_kernels
+from meshmark.judge.truth import truth_print
+from tests.factories import make_workload
+
+
+def backward(grad, x, shape, mean, rstd, weight, bias, mask):
+    shown = (x - mean) * rstd
+    to_shown = grad * weight
+    means = to_shown.mean(-1, keepdim=True) + shown * (to_shown * shown).mean(-1, keepdim=True)
+    rows = tuple(range(x.dim() - 1))
+    return rstd * (to_shown - means), (grad * shown).sum(rows), grad.sum(rows).flip(0)
+
+
+def lerp(self, end, weight):
+    return self.copy_(end * weight)
+
+
+clean = truth_print(make_workload())
+assert truth_print(make_workload()).difference(clean) == other_kernels() == ""
+for operator, kernel in (("native_layer_norm_backward", backward), ("lerp_.Scalar", lerp)):
+    library = torch.library.Library("aten", "IMPL")
+    library.impl(operator, kernel, "CPU", allow_override=True)
+    print(truth_print(make_workload()).difference(clean), "|", other_kernels())
+    library._destroy()
+"""
+
+
+def test_a_kernel_that_keeps_all_norms_or_is_right_at_first_is_seen() -> None:
+    """One reversed the gradient of a bias, which starts at zero; the other forgot the moments of earlier steps."""
+    around = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", KERNELS]
+    done = subprocess.run(command, cwd=ROOT, env=around, capture_output=True, text=True, check=True)
+    layer_norm, moments = done.stdout.splitlines()
+    assert layer_norm == (
+        "the gradient of blocks.0.attention_norm.bias in its first step is another there than elsewhere | "
+        "PyTorch's operators have other kernels there, such as native_layer_norm_backward/CPU"
+    )
+    assert moments.startswith("its optimizer moves ") and moments.endswith("such as lerp_.Scalar/CPU")
+
+
+GRADIENTS_OFF = """
+import os
+import torch
+from meshmark.adapters.ddp import DDP
+
+
+class WithLibrary(DDP):
+    def build(self, case, context):
+        engine = super().build(case, context)
+        backward = engine.backward
+        engine.backward = lambda batch: torch.enable_grad()(backward)(batch)
+        torch.set_grad_enabled(False)
+        os.chdir("/")  # as Hydra does
+        return engine
+"""
+
+
+def test_an_engine_may_turn_gradients_off_and_change_the_working_directory(tmp_path: Path) -> None:
+    """The truth had no gradients, and the adapter was not found again."""
+    record = observed(tmp_path, GRADIENTS_OFF, "gpt-mini", status=0)
+    assert record.outcome.status is Status.OK and record.remarks == []

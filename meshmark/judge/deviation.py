@@ -320,26 +320,50 @@ class ObservedPath:
         ]
 
 
-# --- The first step of the truth, by which processes are compared.
+# --- A fingerprint of the truth, by which processes are compared.
 
 
 @dataclass(frozen=True, kw_only=True)
-class FirstStep:
-    """Results of the truth's first step, which every process computes alike, up to the rounding of float64."""
+class TensorPrint:
+    """A tensor in two numbers. Two tensors with different elements have different ones, almost surely."""
+
+    norm: float
+    projection: float
+    """Inner product with a tensor of random numbers in [-1, 1]."""
+
+    def differs(self, other: TensorPrint, room: float) -> bool:
+        """Return whether it differs from `other` by more than rounding and `room`."""
+        allowed = _SAME_TENSOR * max(self.norm, other.norm) + room
+        off = max(abs(self.norm - other.norm), abs(self.projection - other.projection))
+        return not (off <= allowed or repr(self) == repr(other))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TruthPrint:
+    """What the truth of one workload computes. Every process computes the same, up to the rounding of float64."""
 
     loss: float
-    gradient_norm: float
-    update_norm: float
-    """Norm of the change of all parameters."""
+    """Of the first step, at the prescribed initial values."""
+    gradients: dict[str, TensorPrint]
+    """Of the same step."""
+    updates: dict[str, TensorPrint]
+    """How a few steps of the optimizer move each parameter, with random gradients that every process draws alike."""
 
-    def difference(self, clean: FirstStep) -> str:
-        """Return how this step differs from that of a `clean` process, in words; empty if it does not."""
-        for name in ("loss", "gradient_norm", "update_norm"):
-            here, there = getattr(self, name), getattr(clean, name)
-            if not (math.isclose(here, there, rel_tol=_SAME_STEP) or here == there or here != here and there != there):
-                return f"the {name.replace('_', ' ')} of its first step is {here:.12g} there and {there:.12g} elsewhere"
+    def difference(self, clean: TruthPrint) -> str:
+        """Return how this truth differs from that of a `clean` process, in words; empty if it does not."""
+        if not (math.isclose(self.loss, clean.loss, rel_tol=_SAME_TENSOR) or repr(self.loss) == repr(clean.loss)):
+            return f"the loss of its first step is {self.loss:.12g} there and {clean.loss:.12g} elsewhere"
+        # A gradient that is zero but for rounding is as large as the rounding of the others.
+        room = _ROUNDED_ZERO * math.sqrt(sum(each.norm**2 for each in clean.gradients.values()))
+        for name, there in clean.gradients.items():
+            if name not in self.gradients or self.gradients[name].differs(there, room):
+                return f"the gradient of {name} in its first step is another there than elsewhere"
+        for name, there in clean.updates.items():
+            if name not in self.updates or self.updates[name].differs(there, 0.0):
+                return f"its optimizer moves {name} otherwise there than elsewhere"
         return ""
 
 
-_SAME_STEP = 1e-9
-"""Relative tolerance of `FirstStep`. Threads and kernels change the order of float64 sums: some 1e-14."""
+_SAME_TENSOR = 1e-9
+"""Relative tolerance. Threads and kernels change the order of float64 sums: some 1e-14."""
+_ROUNDED_ZERO = 1e-14

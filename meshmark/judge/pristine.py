@@ -37,6 +37,8 @@ _HOOKS = [
 _TORCH = str(Path(torch.__file__).parent)
 _COMPILER = f"{_TORCH}/_dynamo/"
 _MISSING = object()
+_KERNELS = set(torch.library._impls)
+"""Kernels that Python had registered for operators, such as `aten/gelu/CPU`."""
 
 
 def _classes(base: type) -> Iterator[type]:
@@ -64,6 +66,16 @@ def _computes(value: object) -> bool:
 _REMEMBERED: list[tuple[ModuleType | type, dict[str, Any]]] = [(owner, _callables(owner)) for owner in _owners()]
 
 
+def other_kernels() -> str:
+    """Return which kernels or modes a framework has put before PyTorch's operators, in words; empty if none."""
+    new = sorted(torch.library._impls - _KERNELS)
+    if names := [name for name in new if name.startswith("aten/") and not name.endswith("/Meta")]:
+        return f"PyTorch's operators have other kernels there, such as {names[0].removeprefix('aten/')}"
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+        return "a mode intercepts PyTorch's functions there"
+    return ""
+
+
 @contextlib.contextmanager
 def pristine() -> Iterator[list[str]]:
     """Put PyTorch's own functions, methods and hooks back, and afterwards what was in their place.
@@ -83,7 +95,8 @@ def pristine() -> Iterator[list[str]]:
         held.clear()
     torch.set_default_dtype(torch.float32)
     try:
-        yield sorted(set(names))
+        with torch.inference_mode(False), torch.enable_grad():
+            yield sorted(set(names))
     finally:
         torch.set_default_dtype(default)
         for held, own in zip(_HOOKS, hooks, strict=True):

@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmark.adapter.contract import Casting
-from meshmark.judge.deviation import Deviation, Deviations, FirstStep, Quantity, QuantityKind, by_replica
+from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind, TruthPrint, by_replica
 from meshmark.serial import decode
 from meshmark.spec.precision import Precision
 
@@ -463,8 +463,8 @@ class ToleranceModel:
     """Ways in which a correct run may differ from the twin, the smallest difference first."""
     way: str = ""
     """The way that this tolerance model was fitted to."""
-    first_step: FirstStep | None = None
-    """The truth's first step in a process that imported no framework. None for models that are judged by a sample."""
+    truth_print: TruthPrint | None = None
+    """Fingerprint of the truth in a process that imported no framework. None for models that are judged by a sample."""
 
     def noise_of(self, quantity: Quantity, step: int) -> float:
         """Return the noise at a step, or infinity unless it is finite at all steps."""
@@ -657,8 +657,8 @@ class NoiseFloor:
     """Measurements of a workload and precision without any framework."""
 
     runs: list[Comparisons]
-    first_step: FirstStep | None = None
-    """The truth's first step. None for models that are judged by a sample."""
+    truth_print: TruthPrint | None = None
+    """The fingerprint of the truth. None for models that are judged by a sample."""
 
 
 def fit(runs: Sequence[Comparisons], variance_ratio: float = 1.0) -> ToleranceModel:

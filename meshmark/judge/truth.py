@@ -25,12 +25,22 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from meshmark import rank_progress
 from meshmark.algorithms.contract import GradientRule, Tensors
 from meshmark.errors import AdapterError
-from meshmark.judge.deviation import Deviation, Deviations, FirstStep, Quantity, QuantityKind, deviation, global_norm
+from meshmark.judge.deviation import (
+    Deviation,
+    Deviations,
+    Quantity,
+    QuantityKind,
+    TensorPrint,
+    TruthPrint,
+    deviation,
+    global_norm,
+)
 from meshmark.judge.trace import Trace, observed_run
 from meshmark.judge.twin import (
     UNCHANGED,
@@ -44,7 +54,7 @@ from meshmark.judge.twin import (
     together,
 )
 from meshmark.models.mixture.module import Mixture
-from meshmark.models.module import Model, initial_value, parameter_shapes, skeleton
+from meshmark.models.module import Model, initial_value, parameter_shapes, random_bits, skeleton
 from meshmark.reference.data import Batch, make_batch
 from meshmark.reference.objective import loss_share, reference_optimizer
 from meshmark.spec.layout import Layout
@@ -270,17 +280,32 @@ class Exact:
         return [name for name in self.gradients if name not in self.unused]
 
 
-def first_step(workload: Workload) -> FirstStep:
-    """Return the truth's first step, from the prescribed initial values."""
+_PRINTED_UPDATES = 4
+
+
+def truth_print(workload: Workload) -> TruthPrint:
+    """Return a fingerprint of the truth in this process: one step of the model and some of the optimizer."""
     start = initial_values(workload)
     exact = exact_gradients(workload, start, make_batch(workload, 0))
-    used = {name: exact.gradients[name] for name in exact.used}
-    after = local_rules(workload, 1)[0].step(start, used)
-    return FirstStep(
+    rule, values = local_rules(workload, 1)[0], start
+    for step in range(_PRINTED_UPDATES):
+        values = rule.step(values, {name: _drawn(f"{step}/{name}", start[name].shape) for name in exact.used})
+    return TruthPrint(
         loss=exact.loss,
-        gradient_norm=global_norm(used),
-        update_norm=global_norm({name: after[name] - x for name, x in start.items()}),
+        gradients={name: tensor_print(name, exact.gradients[name]) for name in exact.used},
+        updates={name: tensor_print(name, values[name] - x) for name, x in start.items()},
     )
+
+
+def tensor_print(name: str, tensor: NDArray[np.floating]) -> TensorPrint:
+    drawn = _drawn(name, tensor.shape)
+    return TensorPrint(norm=float(np.linalg.norm(tensor)), projection=float(np.vdot(tensor, drawn)))
+
+
+def _drawn(name: str, shape: tuple[int, ...]) -> NDArray[np.float64]:
+    """Return random numbers in [-1, 1], the same in every process."""
+    bits = random_bits(f"print/{name}", shape, seed=0).numpy()
+    return np.asarray(bits / 2.0**63, dtype=np.float64)
 
 
 def local_rules(workload: Workload, count: int) -> list[ExactOptimizer]:

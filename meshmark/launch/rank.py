@@ -142,9 +142,10 @@ def perform(request: Request, info: RankInfo) -> RankReport | RankFailure:
             answer_about_collectives(info)
         rank_progress.begin(rank_progress.Phase.BUILD)
         with pinned(request.case.tuning):
-            report = _TASKS[request.task](request, load_adapter(request.adapter)(), context, started)
+            adapter = load_adapter(request.adapter)()  # once: it may leave the folder that its file is named from
+            report = _TASKS[request.task](request, adapter, context, started)
             report = dataclasses.replace(report, kernels=effective_settings() | report.kernels)
-            if name := load_adapter(request.adapter).virtual_environment:
+            if name := adapter.virtual_environment:
                 report = dataclasses.replace(report, versions={"virtual environment": name, **versions()})
         torch.distributed.destroy_process_group()
     except BaseException as error:  # whatever it was, it is this rank's outcome

@@ -2,12 +2,14 @@
 
 Rank 0 judges in its own process, with PyTorch's functions put back (`judge.pristine`). Not all can be put back: a
 framework may register other kernels for PyTorch's operators, or replace methods of the library that the model comes
-from. The truth's first step is therefore compared with that of the noise runs, whose processes imported no framework.
-If they differ, a fresh Python process judges instead. It takes seconds to start, so it is not used otherwise.
+from. A fingerprint of the truth is therefore compared with that of the noise runs, whose processes imported no
+framework. If they differ, or if kernels were registered, a fresh Python process judges instead. It takes seconds to
+start, so it is not used otherwise.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -22,12 +24,18 @@ import torch
 
 from meshmark import rank_progress
 from meshmark.errors import MeshmarkError
-from meshmark.judge.pristine import pristine
-from meshmark.judge.truth import first_step
+from meshmark.judge.pristine import other_kernels, pristine
+from meshmark.judge.truth import truth_print
 from meshmark.passes.kernels import pinned
 from meshmark.records.request import Request
 from meshmark.serial import decode, encode
 
+_PLACES = list(sys.path)
+"""Folders to import from, before an adapter could change them."""
+_FOLDER: str | None = None
+"""The working directory, before an adapter could change it. None if it was removed."""
+with contextlib.suppress(FileNotFoundError):
+    _FOLDER = os.getcwd()
 Parameters = ParamSpec("Parameters")
 Found = TypeVar("Found")
 
@@ -56,11 +64,16 @@ def judge(
     file in `scratch`. Raises `MeshmarkError` if that process fails.
     """
     with pristine() as replaced:
-        clean = request.tolerance_model.first_step if request.tolerance_model else None
-        misled = first_step(request.case.workload).difference(clean) if clean else ""
+        misled = other_kernels() or _difference(request)
         if not misled:
             return Judged(found=judging(request, *args, **kwargs), replaced=replaced)
     return Judged(found=_judge_elsewhere(request, judging, scratch, args, kwargs), replaced=replaced, misled=misled)
+
+
+def _difference(request: Request) -> str:
+    """Return how the truth of this process differs from that of the noise runs, in words."""
+    clean = request.tolerance_model.truth_print if request.tolerance_model else None
+    return truth_print(request.case.workload).difference(clean) if clean else ""
 
 
 def _judge_elsewhere(
@@ -72,9 +85,10 @@ def _judge_elsewhere(
     (scratch / "judge-request").write_text(json.dumps(encode(request)))
     progress = rank_progress.path()
     command = [sys.executable, "-P", "-m", __name__, str(scratch), *([str(progress)] if progress else [])]
-    places = os.pathsep.join(filter(None, sys.path))
+    places = os.pathsep.join(dict.fromkeys(filter(None, [*sys.path, *_PLACES])))
     done = subprocess.run(
         command,
+        cwd=_FOLDER,
         env={**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": str(torch.get_num_threads())},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

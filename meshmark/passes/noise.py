@@ -42,7 +42,7 @@ from meshmark.judge.equivalents import with_equivalents
 from meshmark.judge.layered import all_cores, assess_pieces
 from meshmark.judge.tolerance_model import Comparisons, NoiseFloor, noise_run
 from meshmark.judge.trace import Trace, host_copies, stored_copies
-from meshmark.judge.truth import assess_replicas, first_step
+from meshmark.judge.truth import assess_replicas, truth_print
 from meshmark.judge.twin import Twin
 from meshmark.models.module import Block, random_bits, row_blocks
 from meshmark.passes.kernels import ATTENTION, VARIABLES
@@ -418,7 +418,7 @@ def measure_noise(request: Request, adapter: Adapter, context: RankContext, star
         build_seconds=0.0,
         run_seconds=time.time() - started,
         noise_runs=noise_runs,
-        first_step=None if sample or context.rank else first_step(request.case.workload),
+        truth_print=None if sample or context.rank else truth_print(request.case.workload),
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from meshmark.judge.beginning import Beginning
-from meshmark.judge.deviation import Deviations, Drift, FirstStep
+from meshmark.judge.deviation import Deviations, Drift, TruthPrint
 from meshmark.judge.faults import Diagnosis
 from meshmark.judge.tolerance_model import Comparisons
 from meshmark.measure.links import Link
@@ -70,8 +70,8 @@ class RankReport:
     """
     noise_runs: list[Comparisons] = field(default_factory=list)
     """NOISE: this rank's share of the runs."""
-    first_step: FirstStep | None = None
-    """NOISE: the truth's first step, in a process that imported no framework."""
+    truth_print: TruthPrint | None = None
+    """NOISE: the fingerprint of the truth, in a process that imported no framework."""
     kernels: dict[str, str] = field(default_factory=dict)
     """Dtype settings and kernels that PyTorch was set to use, read back at the end."""
     timed_span: tuple[float, float] | None = None

@@ -141,7 +141,7 @@ def launch_noise(launcher: Launcher, request: Request, num_gpus: int) -> NoiseFl
         kind = NoSpaceError if failure.kind == Status.NO_SPACE else MeshmarkError
         raise kind(f"noise of {request.case.id} could not be measured: {failure.message}\n{failure.log_tail}")
     runs = [run for report in launched.reports for run in report.noise_runs]
-    return NoiseFloor(runs=runs, first_step=launched.reports[0].first_step)
+    return NoiseFloor(runs=runs, truth_print=launched.reports[0].truth_print)
 
 
 def num_processes(request: Request, num_gpus: int) -> int:
@@ -193,7 +193,7 @@ class ToleranceModels:
             try:
                 floor = self._shared_floor(request, path)
                 model = fit(floor.runs, variance_ratio(request.case))
-                self._known[key] = replace(model, first_step=floor.first_step)
+                self._known[key] = replace(model, truth_print=floor.truth_print)
             except ClusterError:
                 raise
             except MeshmarkError as error:
