@@ -101,7 +101,7 @@ def describe(device: str, backend: str, nnodes: int, command: Iterable[str] | No
         machine=machine(device),
         system=f"{platform.system()} {platform.release()}",
         num_cpus=len(os.sched_getaffinity(0)),
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        memory_bytes=memory_bytes(),
         device=device,
         backend=backend,
         nnodes=nnodes,
@@ -110,6 +110,11 @@ def describe(device: str, backend: str, nnodes: int, command: Iterable[str] | No
         project_commit=project.commit,
         project_date=project.date,
     )
+
+
+def memory_bytes() -> int:
+    """Return the memory of this machine in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def allocator_settings() -> str:

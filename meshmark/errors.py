@@ -105,6 +105,10 @@ def refuse_links(output: str | Path) -> None:
             )
 
 
+class JudgingError(MeshmarkError):
+    """The process that judges a run ended before it had judged. That says nothing about the run."""
+
+
 class LayoutError(InputError):
     """A layout that does not fit this model, batch or world size."""
 

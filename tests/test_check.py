@@ -476,7 +476,14 @@ def test_ranks_meet_though_somebody_has_taken_the_folder_s_name(
     assert place.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("arguments, words", [(("nothing.py",), "nothing.py"), (("--nproc", "0", "a.py"), "--nproc")])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("nothing.py",), "nothing.py"),
+        (("--nproc", "0", "a.py"), "--nproc"),
+        (("--nproc", "100000", "a.py"), "that many ranks need 9766 GiB before they import a model"),
+    ],
+)
 def test_a_mistake_in_the_command_is_an_error(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
     code, printed = check(*arguments, folder=tmp_path)
     assert code == 2 and words in printed, printed
@@ -732,3 +739,67 @@ def test_a_size_of_recordings_that_cannot_be_is_refused(size: str, tmp_path: Pat
     (tmp_path / "script.py").touch()
     code, printed = check(f"--max-disk={size}", tmp_path / "script.py")
     assert code == 2 and "--max-disk must be a number of GB above 0" in printed, printed
+
+
+REPLACED = """
+import sys
+import torch
+import torch.nn.functional as F
+
+if sys.argv[1] == "optimizer":  # as a library of fused optimizers does, wrongly
+    own = torch.optim.AdamW.step
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["betas"] = (0.5, 0.5)
+        done = own(self, closure)
+        for group in self.param_groups:
+            group["betas"] = (0.9, 0.999)
+        return done
+
+    torch.optim.AdamW.step = step
+if sys.argv[1] == "function":
+    F.gelu = lambda inputs, approximate="none": F.silu(inputs)
+if sys.argv[1] == "kernel":
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("gelu", lambda inputs, *, approximate="none": torch.relu(inputs), "CPU", allow_override=True)
+
+
+class Network(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
+
+    def forward(self, inputs):
+        return self.second(F.gelu(self.first(inputs)))
+
+
+torch.manual_seed(0)
+model = Network()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for _ in range(5):
+    loss = F.cross_entropy(model(torch.randn(16, 8)), torch.randint(4, (16,)))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    "which, expected, words",
+    [
+        ("optimizer", 1, "replaced torch.optim.adamw.AdamW.step"),
+        ("function", 0, "replaced torch.nn.functional.gelu; losses and gradients are judged by what is there now"),
+        ("kernel", 3, "PyTorch's operators have other kernels, such as gelu/CPU; float64 would use them too"),
+        ("nothing", 0, "RIGHT: replaced.py"),
+    ],
+)
+def test_what_of_pytorch_a_script_replaces_is_told_and_no_update_is_judged_by_it(
+    which: str, expected: int, words: str, tmp_path: Path
+) -> None:
+    """An update by a patched AdamW was compared with the patched AdamW."""
+    (tmp_path / "replaced.py").write_text(REPLACED)
+    code, printed = check(tmp_path / "replaced.py", which)
+    assert code == expected, printed
+    assert words in " ".join(printed.split()), printed
+    assert ("replaced torch" in printed or "computes otherwise" in printed) == (which != "nothing"), printed

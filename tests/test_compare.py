@@ -507,6 +507,25 @@ def test_a_test_that_b_did_not_end_is_missing(tmp_path: Path, capsys: pytest.Cap
     assert main([*compared, "wrong,missing"]) == 0
 
 
+def test_a_gate_does_not_pass_an_older_record_for_a_failed_test_whose_own_is_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """B had a right run, then a wrong one whose line was cut off."""
+    failed = Attempt(
+        test="suites/test_memory.py::test_memory[ddp]", case=make_good().case.id, conforming=False, ending=Ending.FAILED
+    )
+    ended = Session(schema=SCHEMA, session="two", command="pytest suites", device="cpu", attempts=[failed], exit_code=1)
+    before, after = leave(tmp_path / "a", make_good()), leave(tmp_path / "b", make_good(), ended)
+    compared = ["compare", str(before), str(after)]
+    assert main([*compared, "--fail-on", "wrong"]) == 0
+    whole = (after / "records.jsonl").read_text()
+    (after / "records.jsonl").write_text(whole.splitlines()[0][:200] + "\n" + whole)
+    assert main([*compared, "--fail-on", "wrong"]) == 2
+    said = capsys.readouterr().err
+    assert f"1 test failed, such as {failed.case}, and 1 line cannot be read, any of which may be its record" in said
+    assert main(compared) == 0, "without a gate, damaged lines are told"
+
+
 def test_a_case_that_was_not_timed_is_missing_where_times_count() -> None:
     """A gate of `slower,missing,unsure` passed it without a word, as long as another case was timed."""
     found = compare([make_good(), timed(0.1)], [make_good()])

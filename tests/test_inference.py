@@ -30,6 +30,7 @@ from meshmark.inference.process import EngineError, EngineProcess, load_engine
 from meshmark.inference.run import InferenceCase, read_inference, run_case, with_gap
 from meshmark.inference.serving import serve
 from meshmark.inference.waste import load, measure_sharing, measure_waste, waste_options
+from meshmark.launch.processes import process_state
 from meshmark.records.judged_case import CaseVerdict
 from tests.broken.paged import BY_NAME
 from tests.correct.paged import EndsRefusedEngine, ReservingEngine
@@ -532,14 +533,15 @@ def test_what_the_suite_cannot_heed_is_refused(options: list[str], complaint: st
 
 
 def test_an_engine_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
-    """Also while it hangs in a step, where it reads nothing."""
+    """Also while it hangs in a step, where it reads nothing, and with what it has put into a session of its own."""
     (tmp_path / "hangs.py").write_text(
-        "import os, time\n"
+        "import os, subprocess, time\n"
         "from meshmark.inference.contract import InferenceAdapter\n"
         "class Hangs(InferenceAdapter):\n"
         "    precisions = ('fp32',)\n"
         "    def build(self, model, options):\n"
-        "        (model / 'engine.part').write_text(str(os.getpid()))\n"
+        "        server = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        "        (model / 'engine.part').write_text(f'{os.getpid()} {server.pid}')\n"
         "        (model / 'engine.part').rename(model / 'engine')\n"
         "        time.sleep(600)\n"
     )
@@ -551,11 +553,27 @@ def test_an_engine_ends_with_the_process_that_started_it(tmp_path: Path) -> None
     )
     parent = subprocess.Popen([sys.executable, "parent.py"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
     _until((tmp_path / "engine").exists)
-    engine = Path("/proc") / (tmp_path / "engine").read_text()
-    assert engine.exists()
+    started = [Path("/proc") / pid for pid in (tmp_path / "engine").read_text().split()]
+    assert all(process.exists() for process in started)
     parent.kill()
     parent.wait()
-    _until(lambda: not engine.exists())
+    _until(lambda: not any(process.exists() for process in started))
+
+
+def test_what_an_engine_left_ends_with_it(tmp_path: Path) -> None:
+    (tmp_path / "leaves.py").write_text(
+        "import subprocess\n"
+        "from meshmark.inference.contract import InferenceAdapter\n"
+        "class Leaves(InferenceAdapter):\n"
+        "    precisions = ('fp32',)\n"
+        "    def build(self, model, options):\n"
+        "        server = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        "        (model / 'server').write_text(str(server.pid))\n"
+        "        raise RuntimeError('planted')\n"
+    )
+    with pytest.raises(EngineError, match="planted"):
+        EngineProcess(f"{tmp_path}/leaves.py:Leaves", tmp_path, EngineOptions(), tmp_path / "log")
+    assert process_state(int((tmp_path / "server").read_text())) in ("", "Z")
 
 
 def _until(holds: Callable[[], bool]) -> None:

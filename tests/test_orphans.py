@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from meshmark.launch import processes
 from meshmark.records.record_file import read_records
 
 ROOT = Path(__file__).parent.parent
@@ -184,3 +185,16 @@ def test_children_of_a_process_whose_main_thread_ended_first_are_adopted_and_end
     """Such a process looks like a zombie while it still has children, which nobody has adopted yet."""
     done = subprocess.run([sys.executable, "-c", ADOPTS], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_children_are_killed_however_long_a_look_at_all_processes_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With thousands of processes a look takes longer than the time that all looks may take."""
+    child = subprocess.Popen(["sleep", "600"])
+    monkeypatch.setattr(processes, "_END_SECONDS", 0.1)
+
+    def look() -> list[int]:
+        time.sleep(0.2)
+        return [child.pid] if child.poll() is None else []
+
+    assert processes._end_all(look) == 1
+    assert child.wait(10) == -signal.SIGKILL

@@ -14,12 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshmark.errors import JudgingError
 from meshmark.judge.pristine import pristine
 from meshmark.judge.truth import exact_gradients, initial_values
+from meshmark.launch import rank
+from meshmark.passes import judging, observe
 from meshmark.records.record import Record, Status
 from meshmark.records.record_file import read_records
+from meshmark.records.request import Request, Task
 from meshmark.reference.data import make_batch
-from tests.factories import make_workload
+from tests.factories import make_case, make_workload
 
 ROOT = Path(__file__).parent.parent
 
@@ -194,7 +198,7 @@ def test_what_cannot_be_put_back_is_judged_in_a_process_without_the_framework(wh
     assert verdict is not None and not verdict.passed and not verdict.undecided
     (remark,) = record.remarks
     assert "the truth was computed in a process without the framework" in remark
-    assert ("the loss of its first step is" if which == "model" else "other kernels there, such as gelu/CPU") in remark
+    assert ("its loss is" if which == "model" else "other kernels there, such as gelu/CPU") in remark
 
 
 def test_what_is_replaced_by_the_same_function_is_right_and_needs_no_other_process(tmp_path: Path) -> None:
@@ -211,7 +215,12 @@ from meshmark.judge.truth import truth_print
 from tests.factories import make_workload
 
 
-def backward(grad, x, shape, mean, rstd, weight, bias, mask):
+def without_weight(grad, x, shape, mean, rstd, weight, bias, mask):
+    dx, dweight, dbias = reversed_bias(grad, x, shape, mean, rstd, torch.ones_like(weight), bias, mask)
+    return dx, dweight, dbias.flip(0)
+
+
+def reversed_bias(grad, x, shape, mean, rstd, weight, bias, mask):
     shown = (x - mean) * rstd
     to_shown = grad * weight
     means = to_shown.mean(-1, keepdim=True) + shown * (to_shown * shown).mean(-1, keepdim=True)
@@ -225,7 +234,11 @@ def lerp(self, end, weight):
 
 clean = truth_print(make_workload())
 assert truth_print(make_workload()).difference(clean) == other_kernels() == ""
-for operator, kernel in (("native_layer_norm_backward", backward), ("lerp_.Scalar", lerp)):
+for operator, kernel in (
+    ("native_layer_norm_backward", reversed_bias),
+    ("native_layer_norm_backward", without_weight),
+    ("lerp_.Scalar", lerp),
+):
     library = torch.library.Library("aten", "IMPL")
     library.impl(operator, kernel, "CPU", allow_override=True)
     print(truth_print(make_workload()).difference(clean), "|", other_kernels())
@@ -234,15 +247,17 @@ for operator, kernel in (("native_layer_norm_backward", backward), ("lerp_.Scala
 
 
 def test_a_kernel_that_keeps_all_norms_or_is_right_at_first_is_seen() -> None:
-    """One reversed the gradient of a bias, which starts at zero; the other forgot the moments of earlier steps."""
+    """One reversed the gradient of a bias, which starts at zero; one left out the weight of a norm, which starts at
+    one; and one forgot the moments of earlier steps."""
     around = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-c", KERNELS]
     done = subprocess.run(command, cwd=ROOT, env=around, capture_output=True, text=True, check=True)
-    layer_norm, moments = done.stdout.splitlines()
+    layer_norm, without_weight, moments = done.stdout.splitlines()
     assert layer_norm == (
-        "the gradient of blocks.0.attention_norm.bias in its first step is another there than elsewhere | "
+        "its gradient of blocks.0.attention_norm.bias is another there than elsewhere | "
         "PyTorch's operators have other kernels there, such as native_layer_norm_backward/CPU"
     )
+    assert without_weight.startswith("its gradient of embedding.tokens.weight is another")
     assert moments.startswith("its optimizer moves ") and moments.endswith("such as lerp_.Scalar/CPU")
 
 
@@ -267,3 +282,23 @@ def test_an_engine_may_turn_gradients_off_and_change_the_working_directory(tmp_p
     """The truth had no gradients, and the adapter was not found again."""
     record = observed(tmp_path, GRADIENTS_OFF, "gpt-mini", status=0)
     assert record.outcome.status is Status.OK and record.remarks == []
+
+
+def test_a_process_that_judges_and_is_killed_is_no_fault_of_the_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the kernel does where memory runs out."""
+    monkeypatch.setattr(judging, "other_kernels", lambda: "planted")
+    monkeypatch.setattr(judging.sys, "executable", "/bin/false")
+    request = Request(
+        case=make_case(),
+        adapter="meshmark.adapters.ddp:DDP",
+        task=Task.OBSERVE,
+        device="cpu",
+        backend="gloo",
+        steps=3,
+        time_limit_seconds=60,
+    )
+    with pytest.raises(JudgingError, match="the process that judges ended with 1") as raised:
+        judging.judge(request, observe.begins, tmp_path, 0)
+    assert rank._kind(raised.value, [tmp_path]) is Status.UNFINISHED

@@ -297,6 +297,23 @@ def test_a_dry_run_prints_what_would_be_submitted(tmp_path: Path, capsys: pytest
     assert "--results is what `meshmark submit` itself gives" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "option, value, said",
+    [
+        ("--sbatch", "'", "cannot be split into options: No closing quotation"),
+        ("--tasks", "100000000", "expected at most 100000"),
+        ("--retries", "-1", "expected at least 0"),
+    ],
+)
+def test_options_that_cannot_be_submitted_are_refused(
+    option: str, value: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    assert main(["submit", "--dry-run", "--results", str(folder), f"{option}={value}", "--", "-q"]) == 2
+    assert f"{option} {value!r}" in (told := capsys.readouterr().err) or f"{option} {value}" in told
+    assert said in told and not folder.exists()
+
+
 def test_trials_of_clusters_are_kept_in_pieces_and_a_wrong_one_is_told(tmp_path: Path) -> None:
     """`make cluster-test` writes the pieces; a trial that is repeated replaces its row."""
     rows = tmp_path / "cluster" / "rows.json"

@@ -151,7 +151,7 @@ LARGE = {
 def test_no_limit_but_the_memory_refuses_a_published_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(transformers_model, "_memory_bytes", lambda: 2**43)
+    monkeypatch.setattr(transformers_model, "memory_bytes", lambda: 2**43)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LARGE[name]))
     head = ":AutoModelForImageClassification" if name == "22k-classes" else ""

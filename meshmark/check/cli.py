@@ -16,12 +16,16 @@ import meshmark
 from meshmark.check.options import add_options, make_private, mistake_in, no_space, write_page
 from meshmark.check.rank import PAGE, STARTED_BY, VERDICT
 from meshmark.check.verdict import Finding, Level, Outcome, Verdict
+from meshmark.environment import memory_bytes
 from meshmark.errors import InputError, signals_end_like_ctrl_c
 from meshmark.launch.folders import is_full
 from meshmark.launch.processes import end_started_with
 from meshmark.text import pluralize
 
 EPILOG = """exit codes: 0 right, 1 wrong, 2 a mistake in the command, 3 cannot tell, 4 could not run"""
+
+_LEAST_BYTES = 100 * 2**20
+"""Memory of a rank's own that PyTorch takes when it is imported, at the least."""
 
 
 def add_check(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +43,13 @@ def run(parsed: argparse.Namespace) -> int:
     """Start the ranks and wait for the verdict, which rank 0 prints. No rank and no recording is left of it."""
     if parsed.nproc < 1:
         raise InputError(f"--nproc must be 1 or more, got {parsed.nproc}")
+    if not parsed.timeout > 0:
+        raise InputError(f"--timeout must be a number of seconds above 0, got {parsed.timeout:g}")
+    if (needed := parsed.nproc * _LEAST_BYTES) > (available := memory_bytes()):
+        raise InputError(
+            f"--nproc {parsed.nproc}: that many ranks need {needed / 2**30:.0f} GiB before they import a model; this "
+            f"machine has {available / 2**30:.0f} GiB"
+        )
     if mistake := mistake_in(parsed):
         raise InputError(mistake)
     with signals_end_like_ctrl_c():  # `place` is absolute, for the script may work in another folder

@@ -170,6 +170,8 @@ def observe(
     folder = Folder(place)
     recorder = Recorder(folder, rank=rank, world=world, steps=parsed.steps, limit=int(parsed.max_disk * 1e9 / world))
     install(recorder)
+    import meshmark.judge.pristine  # noqa: F401  # remembers PyTorch's functions before the script replaces any
+
     end, detail = "script ended", ""
     try:
         train()
@@ -249,7 +251,29 @@ def _verdict(parsed: argparse.Namespace, name: str, folder: Folder, recorder: Re
         traceback.print_exc()
         told = f"Meshmark failed while it judged the script ({type(error).__name__}: {error}); please report this"
         verdict.findings.append(Finding(level=Level.UNKNOWN, fault="not judged", text=told))
+    verdict.findings += _replaced()
     return verdict
+
+
+def _replaced() -> list[Finding]:
+    """Return findings on what of PyTorch is replaced in this process."""
+    from meshmark.judge.pristine import HOOKS, other_kernels, pristine
+
+    with pristine() as replaced:
+        kernels = other_kernels()
+    names = [name for name in replaced if name != HOOKS]  # the recorder has some
+    some = f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+    found = []
+    if names:
+        text = (
+            f"the script or its libraries replaced {some}; losses and gradients are judged by what is there now, "
+            "updates by PyTorch's own optimizers"
+        )
+        found.append(Finding(level=Level.NOTE, fault="functions of PyTorch were replaced", text=text))
+    if kernels:
+        text = f"{kernels.replace(' there', '')}; float64 would use them too"
+        found.append(Finding(level=Level.UNKNOWN, fault="PyTorch computes otherwise", text=text))
+    return found
 
 
 def execute(script: Path, arguments: list[str]) -> None:

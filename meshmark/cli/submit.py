@@ -27,6 +27,8 @@ _UNKNOWN_JOB = "Invalid job id"
 """Words of squeue about a job that left the queue long ago. All its other errors say nothing about the job."""
 _ENDED_WELL = (0, 1, 5)
 """pytest's exit codes for a run that ended regularly: all passed, some failed, no test was in this part."""
+_MOST_TASKS = 100_000
+"""Largest number of tasks. Slurm's own limit on the indices of an array is often 1,000."""
 _OWN = ("--results", "--resume", "--shard", "--nnodes", "--node-rank", "--rdzv")
 _SCRIPT = """\
 #!/bin/bash
@@ -184,12 +186,20 @@ def _submission(arguments: argparse.Namespace) -> Submission:
     for name in ("tasks", "nodes", "ntasks_per_node"):
         if getattr(arguments, name) < 1:
             raise InputError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: expected at least 1")
+    if arguments.tasks > _MOST_TASKS:
+        raise InputError(f"--tasks {arguments.tasks}: expected at most {_MOST_TASKS}")
+    if arguments.retries < 0:
+        raise InputError(f"--retries {arguments.retries}: expected at least 0")
+    try:
+        options = tuple(shlex.split(arguments.sbatch))
+    except ValueError as error:
+        raise InputError(f"--sbatch {arguments.sbatch!r} cannot be split into options: {error}") from error
     return Submission(
         folder=arguments.results.absolute(),
         tasks=arguments.tasks,
         nodes=arguments.nodes,
         tasks_per_node=arguments.ntasks_per_node,
-        options=tuple(shlex.split(arguments.sbatch)),
+        options=options,
         pytest=tuple(words),
     )
 

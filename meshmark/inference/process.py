@@ -1,7 +1,7 @@
 """An engine in a process of its own, which serves many times, in the virtual environment that its adapter names.
 
-The parent listens on a socket in a folder of its own; the child connects, builds the engine and answers. What the
-engine prints goes to a file beside it.
+Parent and child share a pair of sockets; the child builds the engine and answers. What the engine prints goes to a file
+beside it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,7 +33,7 @@ from meshmark.import_target import class_at
 from meshmark.inference.contract import EngineOptions, Failed, InferenceAdapter, Request, Served
 from meshmark.launch.folders import is_full, means_no_space
 from meshmark.launch.fork_server import is_installed
-from meshmark.launch.processes import process_state
+from meshmark.launch.processes import end_started_with, process_state
 from meshmark.text import describe_error
 
 START_SECONDS = 400.0
@@ -43,7 +44,8 @@ _FROZEN_SECONDS = 3.0
 """If a wait takes this many seconds too long, this process was stopped, and the engine too, as for the watchdog."""
 _HALTED = ("T", "t")
 """States of a process that a signal or a debugger has stopped."""
-_KEY = "MESHMARK_ENGINE_KEY"
+_ENGINE = "MESHMARK_ENGINE"
+"""Variable of a random value, by which all that an engine started is found, in whatever session it is."""
 _CONTRACT = "meshmark.inference.contract.InferenceAdapter"
 
 
@@ -119,56 +121,34 @@ class EngineProcess:
     def __init__(self, target: str, model: Path, options: EngineOptions, log: Path) -> None:
         adapter = load_engine(target)
         python = str(interpreter_of(adapter.virtual_environment)) if adapter.virtual_environment else sys.executable
-        self._folder = tempfile.TemporaryDirectory(prefix="meshmark-engine-")
-        self._log, key = log, secrets.token_hex(16)
-        address = str(Path(self._folder.name) / "socket")
+        self._log, self._engine = log, secrets.token_hex(16)
         log.parent.mkdir(parents=True, exist_ok=True)
-        variables = {"OMP_NUM_THREADS": "1", **os.environ, **adapter.environment(), _KEY: key}
+        variables = {"OMP_NUM_THREADS": "1", **os.environ, **adapter.environment(), _ENGINE: self._engine}
         root = str(Path(meshmark.__file__).parent.parent)
         if Path(root).name not in ("site-packages", "dist-packages"):  # a checkout, which need not be installed
             variables["PYTHONPATH"] = os.pathsep.join(filter(None, [variables.get("PYTHONPATH"), root]))
         self._frozen = 0.0
-        listener = Listener(address, "AF_UNIX", authkey=bytes.fromhex(key))
-        with log.open("ab") as output:
+        self._connection, theirs = Pipe()
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as end:  # a stopped engine reads nothing
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SERVE_SECONDS), 0))
+        with log.open("ab") as output, theirs:
             self._process = subprocess.Popen(
                 # without the working directory on the path, which may be a stranger's
-                [python, "-P", "-m", "meshmark.inference.process", address],
+                [python, "-P", "-m", "meshmark.inference.process", str(theirs.fileno())],
                 env=variables,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
         try:
-            with listener:
-                self._connection = self._accept(listener)
-            self._connection.send((target, model, options, _places(target, python)))
+            with contextlib.suppress(OSError):  # a process that has ended gives no answer, and that is told
+                self._connection.send((target, model, options, _places(target, python)))
             self.versions: Mapping[str, str] = self._answer(START_SECONDS)  # type: ignore[assignment]
         except BaseException:
             self.close()
             raise
-
-    def _accept(self, listener: Listener) -> Connection:
-        waiting = listener._listener._socket  # type: ignore[attr-defined]
-        found = list[Connection]()
-
-        def connects(seconds: float) -> bool:
-            waiting.settimeout(seconds)
-            try:
-                found.append(listener.accept())
-            except TimeoutError as error:
-                if self._process.poll() is not None:
-                    raise EOFError from error
-            return bool(found)
-
-        try:
-            self._wait(connects, START_SECONDS)
-        except (EOFError, OSError) as error:
-            raise self._excused(self._ended(), START_SECONDS) from error
-        (connection,) = found
-        with socket.socket(fileno=os.dup(connection.fileno())) as end:  # a stopped engine reads nothing
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SERVE_SECONDS), 0))
-        return connection
 
     def serve(self, requests: Sequence[Request]) -> Served:
         """Serve requests to their ends.
@@ -235,7 +215,7 @@ class EngineProcess:
     def _ended(self) -> MeshmarkError:
         """Return the error of an engine whose process has ended, which a full disk excuses."""
         text = f"the engine's process ended; see {self._log}"
-        for folder in (self._log.parent, Path(self._folder.name).parent):
+        for folder in (self._log.parent, Path(tempfile.gettempdir())):
             if is_full(folder):
                 return UnfinishedError(f"{text}; {str(folder)!r} is full")
         return EngineError(text)
@@ -265,18 +245,17 @@ class EngineProcess:
     def close(self) -> None:
         """End the process and all that it started."""
         self.resume()
-        if hasattr(self, "_connection"):
-            with contextlib.suppress(OSError):
-                self._connection.send(None)
-            self._connection.close()
+        with contextlib.suppress(OSError):
+            self._connection.send(None)
+        self._connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(20)
         self._kill()
-        self._folder.cleanup()
 
     def _kill(self) -> None:
         self._signal(signal.SIGKILL)
         self._process.wait()
+        end_started_with(_ENGINE, self._engine)
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -297,19 +276,21 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _end_with(parent: int) -> None:
+def _end_with(parent: int, engine: str) -> None:
     """Kill this process, and all that it started, when `parent` has ended: an engine that hangs would outlive it."""
     while os.getppid() == parent:
         time.sleep(1)
+    end_started_with(_ENGINE, engine)
     os.killpg(os.getpid(), signal.SIGKILL)
 
 
-def _child(address: str) -> None:
+def _child(number: int) -> None:
     """Build the engine that the parent names, and serve until it says no more."""
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with, args=(os.getppid(), os.environ[_ENGINE]), daemon=True).start()
     from meshmark.inference.serving import serve
 
-    with Client(address, "AF_UNIX", authkey=bytes.fromhex(os.environ.pop(_KEY))) as connection:
+    os.set_inheritable(number, False)
+    with Connection(number) as connection:
         try:
             target, model, options, places = connection.recv()
             first, last = places
@@ -341,4 +322,4 @@ def _failed(what: str, error: BaseException) -> Failed:
 
 
 if __name__ == "__main__":
-    _child(sys.argv[1])
+    _child(int(sys.argv[1]))

@@ -343,21 +343,21 @@ class TruthPrint:
     """What the truth of one workload computes. Every process computes the same, up to the rounding of float64."""
 
     loss: float
-    """Of the first step, at the prescribed initial values."""
+    """Of the first batch, at values near the prescribed initial ones."""
     gradients: dict[str, TensorPrint]
-    """Of the same step."""
+    """Of the same loss."""
     updates: dict[str, TensorPrint]
     """How a few steps of the optimizer move each parameter, with random gradients that every process draws alike."""
 
     def difference(self, clean: TruthPrint) -> str:
         """Return how this truth differs from that of a `clean` process, in words; empty if it does not."""
         if not (math.isclose(self.loss, clean.loss, rel_tol=_SAME_TENSOR) or repr(self.loss) == repr(clean.loss)):
-            return f"the loss of its first step is {self.loss:.12g} there and {clean.loss:.12g} elsewhere"
+            return f"its loss is {self.loss:.12g} there and {clean.loss:.12g} elsewhere"
         # A gradient that is zero but for rounding is as large as the rounding of the others.
         room = _ROUNDED_ZERO * math.sqrt(sum(each.norm**2 for each in clean.gradients.values()))
         for name, there in clean.gradients.items():
             if name not in self.gradients or self.gradients[name].differs(there, room):
-                return f"the gradient of {name} in its first step is another there than elsewhere"
+                return f"its gradient of {name} is another there than elsewhere"
         for name, there in clean.updates.items():
             if name not in self.updates or self.updates[name].differs(there, 0.0):
                 return f"its optimizer moves {name} otherwise there than elsewhere"

@@ -37,6 +37,7 @@ _HOOKS = [
 _TORCH = str(Path(torch.__file__).parent)
 _COMPILER = f"{_TORCH}/_dynamo/"
 _MISSING = object()
+HOOKS = "hooks of all modules or optimizers"
 _KERNELS = set(torch.library._impls)
 """Kernels that Python had registered for operators, such as `aten/gelu/CPU`."""
 
@@ -88,7 +89,7 @@ def pristine() -> Iterator[list[str]]:
         _put(owner, name, before)
     hooks, default = [dict(each) for each in _HOOKS], torch.get_default_dtype()
     if any(hooks):
-        names.append("hooks of all modules or optimizers")
+        names.append(HOOKS)
     if default is not torch.float32:
         names.append(f"the default dtype, by {str(default).removeprefix('torch.')}")
     for held in _HOOKS:

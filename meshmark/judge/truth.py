@@ -281,13 +281,18 @@ class Exact:
 
 
 _PRINTED_UPDATES = 4
+"""Number of updates. Optimizers with moments differ from those without them from the second on."""
 
 
 def truth_print(workload: Workload) -> TruthPrint:
-    """Return a fingerprint of the truth in this process: one step of the model and some of the optimizer."""
-    start = initial_values(workload)
+    """Return a fingerprint of the truth in this process: one step of the model and some of the optimizer.
+
+    The parameters are moved away from their initial values, which hide errors: a norm's weights are all one.
+    """
+    start = {name: _moved(name, x) for name, x in initial_values(workload).items()}
     exact = exact_gradients(workload, start, make_batch(workload, 0))
-    rule, values = local_rules(workload, 1)[0], start
+    rule = local_rules(workload, 1)[0]
+    values: Tensors = start
     for step in range(_PRINTED_UPDATES):
         values = rule.step(values, {name: _drawn(f"{step}/{name}", start[name].shape) for name in exact.used})
     return TruthPrint(
@@ -295,6 +300,12 @@ def truth_print(workload: Workload) -> TruthPrint:
         gradients={name: tensor_print(name, exact.gradients[name]) for name in exact.used},
         updates={name: tensor_print(name, values[name] - x) for name, x in start.items()},
     )
+
+
+def _moved(name: str, x: NDArray[np.floating]) -> NDArray[np.float64]:
+    """Return `x` changed by random numbers of about half its size, or of 0.1 where it is zero."""
+    size = float(np.sqrt(np.mean(np.square(x, dtype=np.float64)))) if x.size else 0.0
+    return x + (0.5 * size or 0.1) * _drawn(f"start/{name}", x.shape)
 
 
 def tensor_print(name: str, tensor: NDArray[np.floating]) -> TensorPrint:

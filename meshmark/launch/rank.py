@@ -32,7 +32,7 @@ from meshmark import rank_progress
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.registry import load_adapter
 from meshmark.environment import DEFAULT_THREADS, threads_of_ranks, versions
-from meshmark.errors import ClockError, ClusterError
+from meshmark.errors import ClockError, ClusterError, JudgingError
 from meshmark.launch.folders import means_no_space
 from meshmark.launch.processes import NO_PROCESS, NO_PROCESS_ADVICE, die_with_parent, is_process_limit_reached
 from meshmark.launch.store import RunStore, run_secret
@@ -237,7 +237,7 @@ def _kind(error: BaseException, folders: Iterable[Path] = ()) -> Status:
     """Return the status of a pass that failed with `error`. `folders` are those that the rank writes to."""
     if means_no_space(error, folders):
         return Status.NO_SPACE
-    if isinstance(error, ClusterError | ClockError):  # neither nodes, their store nor the clock are the adapter's
+    if isinstance(error, ClusterError | ClockError | JudgingError):  # nodes, clock and judge are not the adapter's
         return Status.UNFINISHED
     if _lacks_process(error):
         return Status.UNFINISHED

@@ -23,7 +23,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 import torch
 
 from meshmark import rank_progress
-from meshmark.errors import MeshmarkError
+from meshmark.errors import JudgingError
 from meshmark.judge.pristine import other_kernels, pristine
 from meshmark.judge.truth import truth_print
 from meshmark.passes.kernels import pinned
@@ -61,7 +61,7 @@ def judge(
     """Return what `judging` finds for `request` and the other arguments, where PyTorch is as it was.
 
     `judging` is a function of a module, so that another process can import it. The arguments are pickled for it into a
-    file in `scratch`. Raises `MeshmarkError` if that process fails.
+    file in `scratch`. Raises `JudgingError` if that process fails.
     """
     with pristine() as replaced:
         misled = other_kernels() or _difference(request)
@@ -97,7 +97,7 @@ def _judge_elsewhere(
         errors="replace",
     )
     if done.returncode or not answered.is_file():
-        raise MeshmarkError(f"the process that judges ended with {done.returncode}: {done.stdout[-2000:].strip()}")
+        raise JudgingError(f"the process that judges ended with {done.returncode}: {done.stdout[-2000:].strip()}")
     found: Found = pickle.loads(answered.read_bytes())
     return found
 

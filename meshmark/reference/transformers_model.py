@@ -13,7 +13,6 @@ import copy
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -23,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
+from meshmark.environment import memory_bytes
 from meshmark.errors import InputError
 from meshmark.models.hub_config import LARGEST, read_object
 from meshmark.reference.data import IGNORED
@@ -279,14 +279,10 @@ def _expect_no_download(named: str, keys: Sequence[str], value: object) -> None:
 
 def _beyond_memory(num_values: int) -> str:
     """Return how much memory so many values take in float32, if this machine has less; otherwise an empty string."""
-    needed, memory = 4 * num_values, _memory_bytes()
+    needed, memory = 4 * num_values, memory_bytes()
     if needed <= memory:
         return ""
     return f"takes at least {needed / 1e9:,.1f} GB in float32, and this machine has {memory / 1e9:,.1f} GB"
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _entries(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -14,10 +14,10 @@ from pathlib import Path, PurePath
 
 from meshmark.errors import InputError, ResultsError
 from meshmark.records.record import EquivalenceEvidence, Outcome, Record, Relaunch, Status, TimingEvidence
-from meshmark.records.record_file import OTHER_RECORD, Ending, Reading, RecordFile, latest_attempts, read_records
+from meshmark.records.record_file import Ending, Reading, RecordFile, latest_attempts, read_records
 from meshmark.records.request import Task
 from meshmark.regression.conditions import conditions
-from meshmark.regression.runs import complain, left_out, of_last_code
+from meshmark.regression.runs import complain, damaged_lines, left_out, of_last_code
 from meshmark.run.throughput import throughput
 
 FOLDER = "baselines"
@@ -73,7 +73,7 @@ def accept(results: Path, name: str, *, allow: Collection[str] = (), replace: bo
     _refuse("wrong", _wrong(records), allow, "mend them, and run into an empty folder")
     _refuse("noisy", _noisy(records), allow, "use a quieter machine or a longer --timing-budget")
     _refuse("unfinished", _unfinished(reading), allow, "let the run end, or repeat it with --resume")
-    _refuse("unfinished", _damaged(reading), allow, "delete these lines if a later run has repeated their cases")
+    _refuse("unfinished", damaged_lines(reading), allow, "delete these lines if a later run has repeated their cases")
     _write(folder, records, reading)
     return folder
 
@@ -112,11 +112,6 @@ def _unfinished(reading: Reading) -> list[str]:
         elif attempt.ending is Ending.FAILED and of_pytest and attempt.case not in recorded:
             found.append(f"{attempt.case}: {PurePath(file).stem} failed, and there is no record of it")
     return found
-
-
-def _damaged(reading: Reading) -> list[str]:
-    """Return complaints about lines that cannot be read, any of which may be a wrong case's."""
-    return [complaint for complaint in reading.complaints if f": {OTHER_RECORD}" not in complaint]
 
 
 def _write(folder: Path, records: Sequence[Record], reading: Reading) -> None:

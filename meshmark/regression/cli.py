@@ -11,7 +11,7 @@ from pathlib import Path
 
 from meshmark.errors import ResultsError, refuse_records
 from meshmark.records.record import Record
-from meshmark.records.record_file import Session, read_records
+from meshmark.records.record_file import Ending, Reading, latest_attempts, read_records
 from meshmark.regression.attempts import attempts_of
 from meshmark.regression.baseline import ABOUT, ALLOWED, FOLDER, accept
 from meshmark.regression.causes import causes
@@ -19,7 +19,7 @@ from meshmark.regression.change import Change, ChangeOutcome, Kind
 from meshmark.regression.compare import Comparison, compare, unfinished_changes
 from meshmark.regression.gate import DEFAULT_GATE, UNSURE, Gate, parse_gate
 from meshmark.regression.page import lines, page
-from meshmark.regression.runs import complain, left_out, of_last_code, without_shared
+from meshmark.regression.runs import complain, damaged_lines, left_out, of_last_code, without_shared
 from meshmark.report.github import report_to_github, warn_github
 from meshmark.report.table import one_line
 from meshmark.text import pluralize
@@ -103,20 +103,34 @@ def compare_folders(before: Path, after: Path, gate: Gate | None, *, across: boo
     """
     timed, margin = (gate.timed, gate.margin) if gate else (True, None)
     ours, _ = _read_side(before)
-    theirs, sessions = _read_side(after)
+    theirs, reading = _read_side(after)
+    if gate:
+        _expect_records_of_failures(after, reading)
     found = compare(ours, without_shared(theirs, ours), across=across, timed=timed, margin=margin)
-    changes = [*found.changes, *unfinished_changes(found, ours, sessions)]
+    changes = [*found.changes, *unfinished_changes(found, ours, reading.sessions)]
     return dataclasses.replace(found, changes=changes)
 
 
-def _read_side(path: Path) -> tuple[list[Record], list[Session]]:
-    """Read all launches of a folder by the code that ran last, and its sessions. Prints what it leaves out."""
+def _expect_records_of_failures(path: Path, reading: Reading) -> None:
+    """Raise `ResultsError` if tests failed and lines are damaged: an older record may stand for one that failed."""
+    attempts = [attempt for each in (False, True) for attempt, _ in latest_attempts(reading.sessions, conforming=each)]
+    failed = [attempt for attempt in attempts if attempt.ending is Ending.FAILED]
+    if failed and (damaged := damaged_lines(reading)):
+        raise ResultsError(
+            f"{str(path)!r}: {pluralize(len(failed), 'test')} failed, such as {failed[0].case}, and "
+            f"{pluralize(len(damaged), 'line')} cannot be read, any of which may be its record; expected readable "
+            "records of what failed. Run these tests again, and delete the damaged lines"
+        )
+
+
+def _read_side(path: Path) -> tuple[list[Record], Reading]:
+    """Read all launches of a folder by the code that ran last, and all else. Prints what it leaves out."""
     reading = read_records(path)
     complain(path, reading.complaints)
     records, others = of_last_code(reading.records)
     if others:
         print(f"meshmark: {path}: {left_out(records, others)}", file=sys.stderr)
-    return records, reading.sessions
+    return records, reading
 
 
 def write(path: Path, text: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshmark.records.record import Record, Status
+from meshmark.records.record_file import OTHER_RECORD, Reading
 from meshmark.records.request import Task
 from meshmark.report.table import one_line, visible
 from meshmark.spec.case import Case
@@ -83,6 +84,11 @@ def of_last_code(records: Sequence[Record]) -> tuple[list[Record], list[Record]]
 
 def _code(record: Record) -> tuple[str, str]:
     return record.environment.commit, record.environment.project_commit
+
+
+def damaged_lines(reading: Reading) -> list[str]:
+    """Return complaints about lines that cannot be read, any of which may be a wrong case's."""
+    return [complaint for complaint in reading.complaints if f": {OTHER_RECORD}" not in complaint]
 
 
 def complain(path: Path, complaints: Iterable[str]) -> None:
