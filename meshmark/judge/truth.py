@@ -280,8 +280,8 @@ class Exact:
         return [name for name in self.gradients if name not in self.unused]
 
 
-_PRINTED_UPDATES = 4
-"""Number of updates. Optimizers with moments differ from those without them from the second on."""
+_DRAWN_GRADIENTS = (1.0, -0.5, 2.0)
+"""Gradients of a fingerprint's updates, as multiples of random numbers. Moments show from the second update on."""
 
 
 def truth_print(workload: Workload) -> TruthPrint:
@@ -289,28 +289,27 @@ def truth_print(workload: Workload) -> TruthPrint:
 
     The parameters are moved away from their initial values, which hide errors: a norm's weights are all one.
     """
-    start = {name: _moved(name, x) for name, x in initial_values(workload).items()}
+    initial = initial_values(workload)
+    drawn = {name: _drawn(name, x.shape) for name, x in initial.items()}
+    start = {name: x + (0.5 * _root_mean_square(x) or 0.1) * drawn[name] for name, x in initial.items()}
     exact = exact_gradients(workload, start, make_batch(workload, 0))
     rule = local_rules(workload, 1)[0]
     values: Tensors = start
-    for step in range(_PRINTED_UPDATES):
-        values = rule.step(values, {name: _drawn(f"{step}/{name}", start[name].shape) for name in exact.used})
+    for factor in _DRAWN_GRADIENTS:
+        values = rule.step(values, {name: factor * drawn[name] for name in exact.used})
     return TruthPrint(
         loss=exact.loss,
-        gradients={name: tensor_print(name, exact.gradients[name]) for name in exact.used},
-        updates={name: tensor_print(name, values[name] - x) for name, x in start.items()},
+        gradients={name: _print_of(exact.gradients[name], drawn[name]) for name in exact.used},
+        updates={name: _print_of(values[name] - x, drawn[name]) for name, x in start.items()},
     )
 
 
-def _moved(name: str, x: NDArray[np.floating]) -> NDArray[np.float64]:
-    """Return `x` changed by random numbers of about half its size, or of 0.1 where it is zero."""
-    size = float(np.sqrt(np.mean(np.square(x, dtype=np.float64)))) if x.size else 0.0
-    return x + (0.5 * size or 0.1) * _drawn(f"start/{name}", x.shape)
-
-
-def tensor_print(name: str, tensor: NDArray[np.floating]) -> TensorPrint:
-    drawn = _drawn(name, tensor.shape)
+def _print_of(tensor: NDArray[np.floating], drawn: NDArray[np.float64]) -> TensorPrint:
     return TensorPrint(norm=float(np.linalg.norm(tensor)), projection=float(np.vdot(tensor, drawn)))
+
+
+def _root_mean_square(x: NDArray[np.floating]) -> float:
+    return float(np.sqrt(np.mean(np.square(x, dtype=np.float64)))) if x.size else 0.0
 
 
 def _drawn(name: str, shape: tuple[int, ...]) -> NDArray[np.float64]:
