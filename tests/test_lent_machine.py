@@ -67,7 +67,10 @@ PRIVATE = {
     "_fsdp_param": "torch.distributed.fsdp._fully_shard",
     "_fsdp_param_group": "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
     "_fully_shard": "torch.distributed.fsdp",
+    "_impls": "torch.library",
     "_internal": "torch.testing",
+    "_len_torch_dispatch_stack": "torch._C",
+    "_len_torch_function_stack": "torch._C",
     "_python_dispatch": "torch.utils",
     "_fqns": "torch.distributed.fsdp._flat_param:FlatParameter",
     "_internal_rpc_pickler": "torch.distributed.rpc.internal",
@@ -87,6 +90,7 @@ _OTHERS = {
     "_forward_module",
     "_fsdp_kwargs",
     "_get_expert_parallel_group",
+    "_getframe",
     "_get_sequence_parallel_group",
     "_grad_acc_hooks",
     "_get_param_partition_rank",
@@ -97,14 +101,14 @@ _OTHERS = {
     "_init_deepspeed_distributed",
     "_loaded_ops",
     "_orig_size",
+    "_model_mapping",
     "_muon_allgather_buffers",
     "_param_name_groups",
     "_param_to_rank",
     "_set_world_ranks",
-    "_socket",
     "_to_copy",
 }
-"""Private names of argparse, os, ctypes and multiprocessing; of DeepSpeed, Fabric and FairScale; autograd, ATen."""
+"""Private names of argparse, os, sys and ctypes; of Transformers, DeepSpeed, Fabric and FairScale; autograd, ATen."""
 _MISSING = ("ruptures", "plotly", "itables", "deepspeed", "fairscale", "lightning_fabric", "megatron", "jsonschema")
 """Packages that Meshmark can use, and that such a machine lacked."""
 
