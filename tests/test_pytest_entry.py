@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshmark.pytest_plugin.entry import asks_for_suites
-from meshmark.pytest_plugin.exit_status import keep_exit_status
+from meshmark.pytest_plugin.session_log import keep_exit_status
 
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).parent.parent
@@ -143,7 +143,7 @@ def test_a_program_that_runs_pytest_ends_as_it_likes(tmp_path: Path) -> None:
 def test_a_session_within_another_changes_nothing(pytester: pytest.Pytester) -> None:
     before = os._exit
     pytester.makeconftest(
-        "from meshmark.pytest_plugin.exit_status import keep_exit_status\n"
+        "from meshmark.pytest_plugin.session_log import keep_exit_status\n"
         "def pytest_collection(session):\n    keep_exit_status(session)\n"
     )
     assert pytester.runpytest_inprocess().ret == pytest.ExitCode.NO_TESTS_COLLECTED

@@ -26,6 +26,7 @@ from benchmarks.reach.scope import DISTRIBUTIONS, as_ranges, of_ranges, statemen
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.errors import InputError
 from meshmark.launch.cluster import Cluster, ClusterSpec
+from meshmark.records.record import Status
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
@@ -214,7 +215,9 @@ def test_ranks_tell_lines_and_options_and_a_mutant_of_pytorch_fails(tmp_path: Pa
         runner.close()
         mutating.close()
     assert mutating.changed and not mutating.complaint
-    assert [verdict.suite for verdict in record.verdicts if not verdict.passed] == ["equivalence"]
+    failing = [verdict.suite for verdict in record.verdicts if not verdict.passed]
+    # The memory that nothing fills holds what it held before, which may be no number.
+    assert failing == ["equivalence"] or record.outcome.status is Status.NAN, record.outcome.message
 
 
 def test_a_run_adds_to_what_earlier_ones_reached(measured: Measured) -> None:

@@ -508,6 +508,13 @@ class ToleranceModel:
             run = {quantity: steps for quantity, steps in run.items() if quantity.kind not in TWINS}
         return self.fitted_to(deviations).excesses(run)
 
+    def accepts(self, deviations: Deviations) -> bool:
+        """Return whether a run starts as prescribed and exceeds no tolerance."""
+        starts = all(
+            steps[0].distance == 0 for quantity, steps in deviations.items() if quantity.kind is QuantityKind.INITIAL
+        )
+        return starts and all(excess <= 1 for excess, *_ in self.judge(deviations))
+
     def declared(self, casting: Casting | None) -> ToleranceModel:
         """Return the model with only the ways that are open to an engine that declares who casts."""
         kinds = WAYS[casting].kinds if casting else []

@@ -100,21 +100,17 @@ def fake_world(rank: int, world_size: int, copies: Copies) -> Iterator[list[Issu
             for key in ("CPU", "CUDA"):
                 library.impl(name, kernel, key, allow_override=True)  # type: ignore[no-untyped-call]
     dist.init_process_group(BACKEND, rank=rank, world_size=world_size, store=FakeStore())
-    _ISSUED.append(kernels.issued)
+    ISSUED.append(kernels.issued)
     try:
         yield kernels.issued
     finally:
-        _ISSUED.remove(kernels.issued)
+        ISSUED.remove(kernels.issued)
         dist.destroy_process_group()
         library._destroy()  # type: ignore[no-untyped-call]
 
 
-_ISSUED: list[list[IssuedOperation]] = []
-
-
-def issued() -> list[IssuedOperation] | None:
-    """Return the operations performed in this process's fake world, or None if it is in none."""
-    return _ISSUED[-1] if _ISSUED else None
+ISSUED: list[list[IssuedOperation]] = []
+"""The operations performed in each fake world that this process is in, the innermost last."""
 
 
 class _Kernels:

@@ -568,13 +568,13 @@ def _assess(
         return Assessment(deviations=deviations, diagnosis=diagnosis)
     twin = twin_of(case, arithmetic, device)
     compared = assess_replicas(traces, case.workload, layout=case.layout, twin=twin)
-    assessed = time.monotonic()
+    diagnosis, assessed = None, time.monotonic()
+    if tolerance_model and (drifts or not tolerance_model.accepts(compared)):
+        diagnosis = diagnose_replicas(case, traces, compared, drifts, tolerance_model, twin)
     return Assessment(
         deviations=compared,
         rounded=rounded_gradients(traces[0], twin) if twin and len(traces) == 1 else [],
-        diagnosis=(
-            diagnose_replicas(case, traces, compared, drifts, tolerance_model, twin) if tolerance_model else None
-        ),
+        diagnosis=diagnosis,
         explain_seconds=time.monotonic() - assessed,
     )
 

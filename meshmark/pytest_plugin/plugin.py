@@ -27,7 +27,6 @@ from meshmark.launch.folders import private_caches
 from meshmark.launch.launch import LAUNCHERS
 from meshmark.models.config import Dataset
 from meshmark.pytest_plugin.entry import asks_for_suites
-from meshmark.pytest_plugin.exit_status import keep_exit_status
 from meshmark.pytest_plugin.progress import Progress
 from meshmark.pytest_plugin.selection import (
     OPTIONAL,
@@ -42,6 +41,7 @@ from meshmark.pytest_plugin.selection import (
     unheeded,
     with_optional_suites,
 )
+from meshmark.pytest_plugin.session_log import keep_exit_status
 from meshmark.records.record import Record, Status, Verdict, sources_of
 from meshmark.records.record_file import read_records
 from meshmark.records.request import Task
@@ -157,7 +157,7 @@ def expect_clause(scenarios: ScenarioRunner, case: Case, clause: Clause) -> None
 
 # --- The pytest plugin: options, and the session's cases and runner.
 
-_PARTS = ("session_log", "selection", "exit_status")
+_PARTS = ("session_log", "selection")
 pytest_plugins = [f"meshmark.pytest_plugin.{part}" for part in _PARTS]
 
 
