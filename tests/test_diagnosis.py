@@ -108,6 +108,20 @@ def test_one_tensor_scaled_by_little_is_found_alone() -> None:
     assert diagnosis.detail.startswith("1.0001 ") or diagnosis.detail.startswith("1.0000999")
 
 
+@pytest.mark.parametrize("factor, words", [(1.0, "holds the gradient of"), (0.25, "holds 0.25")])
+def test_gradients_that_are_summed_as_if_tied_are_told_with_their_partner(factor: float, words: str) -> None:
+    one, other = "blocks.0.attention.q.weight", "blocks.1.attention.q.weight"
+
+    def doctor(trace: Trace) -> None:
+        right = trace.gradients[1]
+        partner = {one: factor * right[other], other: factor * right[one]}
+        gradients(trace, 1, lambda n, g: g + partner.get(n, 0.0))
+
+    diagnosis = found(doctor, Fault.BACKWARD, 1)
+    assert words in diagnosis.detail and f"the gradient of {other} besides its own" in diagnosis.detail
+    assert f"the gradient of {one} besides its own" in diagnosis.detail
+
+
 def test_one_ranks_own_part_is_a_missing_reduction_where_replicas_drift() -> None:
     drift = Drift(quantity=Quantity.parse(f"gradients/{WEIGHT}"), step=1, ranks=[1])
     diagnosis = found(

@@ -110,6 +110,11 @@ def sees(shift: int) -> Patch:
         ),
         (patched("head.norm", normed), slice(0, 8), "head.norm with eps 1e-06 in place of 1e-05"),
         (
+            patched("embedding.positions", lambda m, x: F.embedding(x % (len(x) // 2), m.weight)),
+            slice(0, 8),
+            "embedding.positions with positions that start again at zero in the middle",
+        ),
+        (
             sees(1),
             slice(2, 4),
             "blocks.0.attention with a causal mask that shows one token too many"
@@ -129,6 +134,19 @@ def test_a_function_that_is_no_variant_is_not_named_as_one() -> None:
         patched("feed_forward", lambda m, x: m.down((F.gelu(m.up(x)) + F.gelu(m.up(x), approximate="tanh")) * 0.5))
     )
     assert text.startswith((str(Fault.FORWARD), str(Fault.BACKWARD))) and "GELU" not in text, text
+
+
+def test_masked_targets_of_one_sequence_that_count_are_named() -> None:
+    """The last target of a sequence is its next token, which the sequence does not hold."""
+    whole = make_batch(dataclasses.replace(CASE.workload, masked=False), STEP).rows(7, 8)
+
+    def loss(outputs: Tensor, batch: Batch) -> Tensor:
+        targets = torch.cat((whole.targets[:, :-1], batch.targets[:, -1:]), 1)
+        lost = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        return lost / batch.total_weight
+
+    text = told(loss=loss, rows=slice(7, 8))
+    assert text.startswith(str(Fault.MASK)) and "sequences 7 of 8" in text, text
 
 
 def z_loss(outputs: Tensor, batch: Batch) -> Tensor:

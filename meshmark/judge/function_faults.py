@@ -160,7 +160,7 @@ def _variants(failed: FailedStep) -> Iterator[_Variant]:
                     yield _Variant(detail=detail, change=Change(within=_setting(modules, option, value or _TINY)))
     for rank in range(failed.case.layout.tp if failed.case.layout.tp > 1 else 0):
         for how, names in calls.items():
-            for modules in _groups(list(dict.fromkeys(names))) if how != "layer norm" else ():
+            for modules in _groups(list(dict.fromkeys(names))) if how not in ("layer norm", "positions") else ():
                 for detail, function in others[how].items():
                     part = _on_rank(function, rank, failed.case.layout.tp)
                     told = f"{_named(modules)} with {detail}, on tensor-parallel rank {rank}"
@@ -505,7 +505,22 @@ def _kind(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> tuple[s
         return own, _activations(own)
     if name == "scaled_dot_product_attention" and options.get("attn_mask") is None and len(args) == 3:
         return _of_attention(args[0], args[1], options)
+    if name == "embedding" and args[0].ndim == 1 and len(args[0]) > 1:  # tokens are [B, T]
+        return "positions", _POSITIONS
     return ("layer norm", _NORMS) if name == "layer_norm" else None
+
+
+def _at_other_places(other: Callable[[Tensor], Tensor]) -> _Function:
+    return lambda func, places_T, *args, **options: func(other(places_T), *args, **options)
+
+
+_POSITIONS: dict[str, _Function] = {
+    "positions that start again at zero in the middle": _at_other_places(lambda T: T % (len(T) // 2)),
+    "positions one too large": _at_other_places(lambda T: (T + 1).clamp(max=len(T) - 1)),
+    "positions one too small": _at_other_places(lambda T: (T - 1).clamp(min=0)),
+    "positions counted from the end": _at_other_places(lambda T: T.flip(0)),
+}
+"""Embeddings of other positions than those of the tokens."""
 
 
 _Take = Callable[[str, str, _Function, Sequence[Any], Mapping[str, Any]], Tensor]

@@ -41,6 +41,7 @@ from meshmark.judge.partial_faults import (
     old_weights_on_ranks,
     on_ranks,
     other_mask,
+    other_mask_in_rows,
     other_reduction,
     replaced,
     shifted_targets,
@@ -155,6 +156,7 @@ def explain_gradients(failed: FailedStep) -> Explanation | None:
     hypotheses: Sequence[Callable[[FailedStep, Fit, Tensors], Explanation | None]] = (
         _scaled,
         _in_other_places,
+        _another_tensor_added,
         _weighed,
         _weighed_rows,
         _previous,
@@ -163,6 +165,7 @@ def explain_gradients(failed: FailedStep) -> Explanation | None:
         _other_data,
         other_mask,
         shifted_targets,
+        other_mask_in_rows,
         other_reduction,
         old_weights_on_ranks,
         in_region,
@@ -214,6 +217,34 @@ def _later_factors(failed: FailedStep) -> Iterator[float]:
 
 def _in_other_places(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
     return in_other_places(failed, failed.trace.gradients[failed.step], exact)
+
+
+def _another_tensor_added(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
+    """Explain tensors that hold a multiple of another tensor's gradient besides their own, as if the two were tied."""
+    own = failed.trace.gradients[failed.step]
+    found = [_added(failed, name, own[name] - exact[name], exact) for name in failed.names[:MOST_NAMES]]
+    if len(failed.names) > MOST_NAMES or not all(found):
+        return None
+    told = "; ".join(f"{name} holds {what} besides its own" for name, what in zip(failed.names, found, strict=True))
+    return Fault.BACKWARD, f"{told}, as where tied tensors are summed"
+
+
+_OF_ANOTHER = 0.01
+"""Share that may remain unexplained. Gradients of biases along a residual stream differ from one another by little."""
+
+
+def _added(failed: FailedStep, name: str, excess: NDArray[np.floating], exact: Tensors) -> str:
+    """Return the gradient that `excess` is a multiple of, in words; empty if there is none."""
+    for other, gradient in exact.items():
+        square = float(np.vdot(gradient, gradient))
+        if other == name or gradient.shape != excess.shape or not square:
+            continue
+        factor = float(np.vdot(excess, gradient)) / square
+        left = float(np.linalg.norm(excess - factor * gradient))
+        if left <= max(failed.tolerances[name], _OF_ANOTHER * float(np.linalg.norm(excess))):
+            times = "" if abs(factor - 1) < SAME else f"{named_factor(factor, failed.known_factors())} times "
+            return f"{times}the gradient of {other}"
+    return ""
 
 
 def _weighed(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:

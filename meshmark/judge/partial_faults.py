@@ -81,6 +81,20 @@ def other_mask(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | No
     return None
 
 
+def other_mask_in_rows(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
+    """Explain by single sequences that count other targets."""
+    parts = failed.parts(failed.batch)
+    if failed.twin or len(parts) <= failed.case.layout.dp * failed.case.layout.num_micro_batches:
+        return None
+    for fault, detail, batch in _other_masks(failed):
+        if not failed.affords(len(parts)):
+            return None
+        then = [fit.flat(failed.truth(failed.step, part)) for part in failed.parts(batch)]
+        if rows := _indices_replaced(fit, [fit.flat(part) for part in failed.row_parts], then):
+            return fault, f"{detail}{_in_parts(failed, rows)}"
+    return None
+
+
 def _other_masks(failed: FailedStep) -> Iterator[tuple[Fault, str, Batch]]:
     """Yield the batch with other masks."""
     workload, batch = failed.case.workload, failed.batch
@@ -91,6 +105,9 @@ def _other_masks(failed: FailedStep) -> Iterator[tuple[Fault, str, Batch]]:
         whole = make_batch(dataclasses.replace(workload, masked=False), failed.step)
         everywhere = torch.ones_like(counted)
         yield Fault.MASK, "positions that are masked count like the others", _counting(batch, whole, everywhere)
+        but_the_last = torch.cat((everywhere[:, :-1], counted[:, -1:]), 1)
+        told = "positions that are masked count like the others, but for the last"
+        yield Fault.MASK, told, _counting(batch, whole, but_the_last)
         yield Fault.MASK, "the mask is one position too early", _counting(batch, whole, counted.roll(-1, -1))
         yield Fault.MASK, "the mask is one position too late", _counting(batch, whole, counted.roll(1, -1))
         more = counted | torch.cat((counted[:, :1], counted[:, :-1]), 1)
@@ -160,7 +177,8 @@ def _indices_replaced(
     weights = fit.weights(*right, *other)
     if weights is None:
         return []
-    taken = [int(abs(weights[count + i]) > abs(weights[i])) for i in range(count)]
+    differs = [not np.allclose(x, y, rtol=1e-9, atol=0.0) for x, y in zip(right, other, strict=True)]
+    taken = [int(differs[i] and abs(weights[count + i]) > abs(weights[i])) for i in range(count)]
     if fit.weights(*((right, other)[taken[i]][i] for i in range(count))) is None:
         return []
     return [i for i in range(count) if taken[i]]
