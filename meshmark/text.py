@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 LIMIT = 65_536
@@ -40,6 +41,11 @@ def text_of(error: BaseException) -> str:
         return clip(str(error))
     except BaseException as other:
         return f"(its text cannot be had: {type(other).__name__})"
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Return the first three names, and how many more there are."""
+    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
 
 
 def pluralize(number: int, one: str, many: str = "") -> str:

@@ -23,6 +23,7 @@ from meshmark.check.options import add_options, make_private, mistake_in, no_spa
 from meshmark.check.verdict import Finding, Level, Outcome, Verdict
 from meshmark.errors import InputError
 from meshmark.launch.folders import means_no_space
+from meshmark.text import some_of
 
 if TYPE_CHECKING:
     from meshmark.check.recorder import Recorder
@@ -262,12 +263,11 @@ def _replaced() -> list[Finding]:
     with pristine() as replaced:
         kernels = other_kernels()
     names = [name for name in replaced if name != HOOKS]  # the recorder has some
-    some = f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
     found = []
     if names:
         text = (
-            f"the script or its libraries replaced {some}; losses and gradients are judged by what is there now, "
-            "updates by PyTorch's own optimizers"
+            f"the script or its libraries replaced {some_of(names)}; losses and gradients are judged by what is there "
+            "now, updates by PyTorch's own optimizers"
         )
         found.append(Finding(level=Level.NOTE, fault="functions of PyTorch were replaced", text=text))
     if kernels:

@@ -221,9 +221,11 @@ def _in_other_places(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanatio
 
 def _another_tensor_added(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
     """Explain tensors that hold a multiple of another tensor's gradient besides their own, as if the two were tied."""
+    if len(failed.names) > MOST_NAMES:
+        return None
     own = failed.trace.gradients[failed.step]
-    found = [_added(failed, name, own[name] - exact[name], exact) for name in failed.names[:MOST_NAMES]]
-    if len(failed.names) > MOST_NAMES or not all(found):
+    found = [_added(failed, name, own[name] - exact[name], exact) for name in failed.names]
+    if not all(found):
         return None
     told = "; ".join(f"{name} holds {what} besides its own" for name, what in zip(failed.names, found, strict=True))
     return Fault.BACKWARD, f"{told}, as where tied tensors are summed"

@@ -86,11 +86,12 @@ def other_mask_in_rows(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanat
     parts = failed.parts(failed.batch)
     if failed.twin or len(parts) <= failed.case.layout.dp * failed.case.layout.num_micro_batches:
         return None
+    now = [fit.flat(part) for part in failed.row_parts]
     for fault, detail, batch in _other_masks(failed):
         if not failed.affords(len(parts)):
             return None
         then = [fit.flat(failed.truth(failed.step, part)) for part in failed.parts(batch)]
-        if rows := _indices_replaced(fit, [fit.flat(part) for part in failed.row_parts], then):
+        if rows := _indices_replaced(fit, now, then):
             return fault, f"{detail}{_in_parts(failed, rows)}"
     return None
 

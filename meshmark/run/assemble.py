@@ -46,7 +46,7 @@ from meshmark.run.throughput import relaunch_of
 from meshmark.run.verdict import judge_communication, judge_equivalence, judge_memory, judge_throughput, not_judged
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
-from meshmark.text import clip, describe_error
+from meshmark.text import clip, describe_error, some_of
 from meshmark.theory.memory import ExtraMemory, ModelStates, model_states
 from meshmark.theory.traffic import Flow, OneTimeTraffic, TrafficException, departed, step_traffic
 
@@ -364,8 +364,9 @@ def _left_out(count: int, path: ObservedPath | None) -> list[str]:
 def _replaced(reports: list[RankReport]) -> list[str]:
     """Return a remark on what of PyTorch was replaced in the ranks' processes, and not in the truth."""
     names = reports[0].replaced if reports else []
-    some = f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
-    told = [f"the ranks' processes had replaced {some}; the truth was computed by PyTorch's own"] if names else []
+    told = list[str]()
+    if names:
+        told.append(f"the ranks' processes had replaced {some_of(names)}; the truth was computed by PyTorch's own")
     if reports and reports[0].misled:
         told.append(
             "the truth was computed in a process without the framework, because something is replaced in the ranks' "
