@@ -17,16 +17,24 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from meshmark import rank_progress
 from meshmark.algorithms.contract import Tensors
-from meshmark.judge.deviation import Deviation, QuantityKind
+from meshmark.judge.deviation import Deviation, QuantityKind, TensorPrint, TruthPrint
 from meshmark.judge.deviation import Quantity as Q
 from meshmark.judge.trace import Trace
-from meshmark.judge.truth import ExactOptimizer, scalar_deviation
+from meshmark.judge.truth import (
+    PRINTED_GRADIENTS,
+    ExactOptimizer,
+    drawn_like,
+    near,
+    scalar_deviation,
+    tensor_print,
+)
 from meshmark.models.module import Model, build_model, drawn_name, initial_value, parameter_shapes
 from meshmark.models.transformer import ModelSpec
 from meshmark.reference.data import Batch, make_batch
@@ -254,6 +262,54 @@ class _PieceOptimizer(ExactOptimizer):
     def clip(self, max_norm: float) -> None:
         norm = torch.tensor(self.norms[self.steps], dtype=torch.float64)
         torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
+
+
+# --- The fingerprint of this truth, like `meshmark.judge.truth.truth_print`.
+
+
+class _NearInitial(Mapping[str, NDArray[np.floating]]):
+    """Values near a workload's initial ones. Each is drawn when it is read."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload, self.shapes = workload, parameter_shapes(workload.model)
+
+    def __getitem__(self, name: str) -> NDArray[np.floating]:
+        shape = self.shapes[name]
+        initial = initial_value(self.workload.model, name, shape, seed=self.workload.seed)
+        return near(initial.numpy(), drawn_like(name, shape))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+
+def pieces_print(workload: Workload, device: torch.device) -> TruthPrint:
+    """Return a fingerprint of the truth in this process: the step of one row, layer by layer on `device`, and some
+    updates of each tensor alone.
+    """
+    rank_progress.begin(rank_progress.Phase.TRUTH, 2 * (workload.model.num_layers + 2))
+    start, batch = _NearInitial(workload), make_batch(workload, 0)
+    row = int(batch.weights.flatten(1).sum(1).argmax()) if batch.weights.dim() > 1 else int(batch.weights.argmax())
+    truth = LayeredTruth(workload, start, batch.rows(row, row + 1), device)
+    gradients, updates, square = dict[str, TensorPrint](), dict[str, TensorPrint](), 0.0
+    for piece in truth.pieces():
+        for name, gradient in piece.items():
+            if gradient is not None:
+                drawn = drawn_like(name, start.shapes[name])
+                gradients[name] = tensor_print(gradient.cpu().numpy(), drawn)
+                square += float(np.vdot(drawn, drawn))
+    norms = [abs(factor) * math.sqrt(square) for factor in PRINTED_GRADIENTS]
+    for name in gradients:
+        optimizer, drawn = _PieceOptimizer(workload.optimizer, norms), drawn_like(name, start.shapes[name])
+        before = start[name]
+        values: Tensors = {name: before}
+        for factor in PRINTED_GRADIENTS:
+            values = optimizer.step(values, {name: factor * drawn})
+        updates[name] = tensor_print(values[name] - before, drawn)
+        rank_progress.tick()
+    return TruthPrint(loss=truth.loss, gradients=gradients, updates=updates)
 
 
 def tensor_deviation(y: NDArray | None, x: Tensor) -> Deviation:  # type: ignore[type-arg]

@@ -464,7 +464,7 @@ class ToleranceModel:
     way: str = ""
     """The way that this tolerance model was fitted to."""
     truth_print: TruthPrint | None = None
-    """Fingerprint of the truth in a process that imported no framework. None for models that are judged by a sample."""
+    """Fingerprint of the truth in a process that imported no framework."""
 
     def noise_of(self, quantity: Quantity, step: int) -> float:
         """Return the noise at a step, or infinity unless it is finite at all steps."""
@@ -665,7 +665,7 @@ class NoiseFloor:
 
     runs: list[Comparisons]
     truth_print: TruthPrint | None = None
-    """The fingerprint of the truth. None for models that are judged by a sample."""
+    """The fingerprint of the truth."""
 
 
 def fit(runs: Sequence[Comparisons], variance_ratio: float = 1.0) -> ToleranceModel:

@@ -280,39 +280,39 @@ class Exact:
         return [name for name in self.gradients if name not in self.unused]
 
 
-_DRAWN_GRADIENTS = (1.0, -0.5, 2.0)
+PRINTED_GRADIENTS = (1.0, -0.5, 2.0)
 """Gradients of a fingerprint's updates, as multiples of random numbers. Moments show from the second update on."""
 
 
 def truth_print(workload: Workload) -> TruthPrint:
-    """Return a fingerprint of the truth in this process: one step of the model and some of the optimizer.
-
-    The parameters are moved away from their initial values, which hide errors: a norm's weights are all one.
-    """
+    """Return a fingerprint of the truth in this process: one step of the model and some of the optimizer."""
     initial = initial_values(workload)
-    drawn = {name: _drawn(name, x.shape) for name, x in initial.items()}
-    start = {name: x + (0.5 * _root_mean_square(x) or 0.1) * drawn[name] for name, x in initial.items()}
+    drawn = {name: drawn_like(name, x.shape) for name, x in initial.items()}
+    start = {name: near(x, drawn[name]) for name, x in initial.items()}
     exact = exact_gradients(workload, start, make_batch(workload, 0))
     rule = local_rules(workload, 1)[0]
     values: Tensors = start
-    for factor in _DRAWN_GRADIENTS:
+    for factor in PRINTED_GRADIENTS:
         values = rule.step(values, {name: factor * drawn[name] for name in exact.used})
     return TruthPrint(
         loss=exact.loss,
-        gradients={name: _print_of(exact.gradients[name], drawn[name]) for name in exact.used},
-        updates={name: _print_of(values[name] - x, drawn[name]) for name, x in start.items()},
+        gradients={name: tensor_print(exact.gradients[name], drawn[name]) for name in exact.used},
+        updates={name: tensor_print(values[name] - x, drawn[name]) for name, x in start.items()},
     )
 
 
-def _print_of(tensor: NDArray[np.floating], drawn: NDArray[np.float64]) -> TensorPrint:
+def tensor_print(tensor: NDArray[np.floating], drawn: NDArray[np.float64]) -> TensorPrint:
+    """Return the part of a fingerprint that is of one tensor."""
     return TensorPrint(norm=float(np.linalg.norm(tensor)), projection=float(np.vdot(tensor, drawn)))
 
 
-def _root_mean_square(x: NDArray[np.floating]) -> float:
-    return float(np.sqrt(np.mean(np.square(x, dtype=np.float64)))) if x.size else 0.0
+def near(initial: NDArray[np.floating], drawn: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return values near the initial ones, which themselves would hide errors: a norm's weights are all one."""
+    mean = float(np.sqrt(np.mean(np.square(initial, dtype=np.float64)))) if initial.size else 0.0
+    return np.asarray(initial + (0.5 * mean or 0.1) * drawn, dtype=np.float64)
 
 
-def _drawn(name: str, shape: tuple[int, ...]) -> NDArray[np.float64]:
+def drawn_like(name: str, shape: tuple[int, ...]) -> NDArray[np.float64]:
     """Return random numbers in [-1, 1], the same in every process."""
     bits = random_bits(f"print/{name}", shape, seed=0).numpy()
     return np.asarray(bits / 2.0**63, dtype=np.float64)

@@ -67,7 +67,7 @@ def repeat_with_dropout(request: Request, adapter: Adapter, context: RankContext
     samples = {"losses": losses}
     if union:
         samples |= {"evaluation": [float(evaluation)]}
-        samples |= judge(request, _compare_with_dropout, context.scratch, union.gradients, batch).found
+        samples |= judge(request, _compare_with_dropout, context, union.gradients, batch).found
     return RankReport(
         rank=context.rank,
         build_seconds=built - started,
@@ -243,7 +243,7 @@ def overflow(request: Request, adapter: Adapter, context: RankContext, started: 
         observer.train(step)
     engine.close()
     trace, drifts, num_replicated = gather_trace(observer.trace)
-    deviations = judge(request, _assess_overflow, context.scratch, trace).found if trace else {}
+    deviations = judge(request, _assess_overflow, context, trace).found if trace else {}
     return RankReport(
         rank=context.rank,
         build_seconds=built - started,

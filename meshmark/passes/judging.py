@@ -23,7 +23,10 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 import torch
 
 from meshmark import rank_progress
+from meshmark.adapter.engine import RankContext
 from meshmark.errors import JudgingError
+from meshmark.judge.deviation import TruthPrint
+from meshmark.judge.layered import all_cores, pieces_print
 from meshmark.judge.pristine import other_kernels, pristine
 from meshmark.judge.truth import truth_print
 from meshmark.passes.kernels import pinned
@@ -54,26 +57,36 @@ class Judged(Generic[Found]):
 def judge(
     request: Request,
     judging: Callable[Concatenate[Request, Parameters], Found],
-    scratch: Path,
+    context: RankContext,
     *args: Parameters.args,
     **kwargs: Parameters.kwargs,
 ) -> Judged[Found]:
     """Return what `judging` finds for `request` and the other arguments, where PyTorch is as it was.
 
     `judging` is a function of a module, so that another process can import it. The arguments are pickled for it into a
-    file in `scratch`. Raises `JudgingError` if that process fails.
+    file in the rank's scratch folder. Raises `JudgingError` if that process fails.
     """
     with pristine() as replaced:
-        misled = other_kernels() or _difference(request)
+        misled = other_kernels() or _difference(request, context.device)
         if not misled:
             return Judged(found=judging(request, *args, **kwargs), replaced=replaced)
-    return Judged(found=_judge_elsewhere(request, judging, scratch, args, kwargs), replaced=replaced, misled=misled)
+    return Judged(
+        found=_judge_elsewhere(request, judging, context.scratch, args, kwargs), replaced=replaced, misled=misled
+    )
 
 
-def _difference(request: Request) -> str:
+def fingerprint(request: Request, device: torch.device) -> TruthPrint:
+    """Return the fingerprint of the truth that judges `request`. A large model's is computed on `device`."""
+    if not request.sample:
+        return truth_print(request.case.workload)
+    with all_cores():
+        return pieces_print(request.case.workload, device)
+
+
+def _difference(request: Request, device: torch.device) -> str:
     """Return how the truth of this process differs from that of the noise runs, in words."""
     clean = request.tolerance_model.truth_print if request.tolerance_model else None
-    return truth_print(request.case.workload).difference(clean) if clean else ""
+    return fingerprint(request, device).difference(clean) if clean else ""
 
 
 def _judge_elsewhere(

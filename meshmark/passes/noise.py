@@ -42,9 +42,10 @@ from meshmark.judge.equivalents import with_equivalents
 from meshmark.judge.layered import all_cores, assess_pieces
 from meshmark.judge.tolerance_model import Comparisons, NoiseFloor, noise_run
 from meshmark.judge.trace import Trace, host_copies, stored_copies
-from meshmark.judge.truth import assess_replicas, truth_print
+from meshmark.judge.truth import assess_replicas
 from meshmark.judge.twin import Twin
 from meshmark.models.module import Block, random_bits, row_blocks
+from meshmark.passes.judging import fingerprint
 from meshmark.passes.kernels import ATTENTION, VARIABLES
 from meshmark.passes.observe import MOST_LEFT_OUT
 from meshmark.records.rank_report import RankReport
@@ -142,7 +143,7 @@ FORMAT = 14
 
 Raise it when anything that affects the noise changes: model, data, objective, truth, this file.
 """
-_FILE_FORMAT = 2
+_FILE_FORMAT = 3
 """Part of every key. Raise it when a file holds other fields."""
 
 
@@ -418,7 +419,7 @@ def measure_noise(request: Request, adapter: Adapter, context: RankContext, star
         build_seconds=0.0,
         run_seconds=time.time() - started,
         noise_runs=noise_runs,
-        truth_print=None if sample or context.rank else truth_print(request.case.workload),
+        truth_print=None if context.rank else fingerprint(request, context.device),
     )
 
 

@@ -429,7 +429,7 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
     )
     judged = Judged(found=Assessment(), replaced=[])
     if traces and request.assess:
-        judged = judge(request, _assess, context.scratch, traces, drifts, adapter.arithmetic, context.device)
+        judged = judge(request, _assess, context, traces, drifts, adapter.arithmetic, context.device)
     assessment = judged.found
     return RankReport(
         rank=context.rank,

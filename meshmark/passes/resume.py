@@ -101,7 +101,7 @@ def resume(request: Request, adapter: Adapter, context: RankContext, started: fl
         return report
     first: list[Trace] = pickle.loads((folder / TRACE).read_bytes())
     whole = [_join(*halves) for halves in zip(first, second, strict=True)]
-    judged = judge(request, _assess, context.scratch, whole, report.drifts)
+    judged = judge(request, _assess, context, whole, report.drifts)
     deviations, diagnosis = judged.found
     return dataclasses.replace(
         report,
