@@ -691,6 +691,58 @@ def test_unusual_ways_are_judged(way: str, code: int, words: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "way, code, words",
+    [
+        ("infinite norm", 0, "below 1e+06"),
+        ("infinite norm, then halved", 1, "scaled by 0.5, as by a norm of 2e+06"),
+        ("infinite norm, then random", 1, "steps on other gradients than those that were clipped"),
+        ("infinite norm of a shard", 1, "each rank clips by the norm of its own part"),
+        ("norm of order 1, then halved", 1, "scaled by 0.5, as by a norm of 2e+06"),
+        ("a part clipped, another zeroed", 3, "the script changes gradients in a hook or after the backward pass"),
+        ("a part clipped, another dropped", 1, "head"),
+        ("weights shrink", 0, "between the gradients and the update, something other than the optimizer has set"),
+        ("clips in a hook", 0, "clipped to 0.05"),
+        ("warms up in a hook", 0, "RIGHT"),
+        ("rounds in a hook after the step", 0, "the optimizer has set first.weight and 3 more to another value"),
+        ("begins again", 0, "something other than the optimizer's steps has set its state of first.weight and 3 more"),
+        ("state emptied", 1, "the optimizer's state is emptied before every step"),
+        ("group taken out", 0, "RIGHT"),
+        ("sparse", 0, "RIGHT"),
+        ("sparse, not reduced", 1, "rank 0 steps on the gradient of its own rows only (words.weight)"),
+        ("complex", 3, "parameters are complex numbers, such as filter"),
+        ("tiny gradients, divided by hand", 0, "RIGHT"),
+        ("tiny gradients, divided twice by hand", 1, "0.5 = 1 / the number of ranks"),
+        ("tiny steps", 0, "the direction alone is judged"),
+        ("tiny steps, never made", 1, "4 of 4 wrong parameters did not move at all"),
+        ("tiny steps upwards", 1, "first.weight and 3 more is not where the optimizer's rule leads"),
+    ],
+)
+def test_what_comes_before_the_update_is_judged(way: str, code: int, words: str) -> None:
+    ended, printed = check("--nproc", 2, "--steps", 4, SCRIPTS / "before_the_update.py", way)
+    assert ended == code and words in " ".join(printed.split()), printed
+
+
+def test_a_script_that_catches_everything_and_never_ends_is_ended(tmp_path: Path) -> None:
+    """As one does that skips bad batches."""
+    loop = """
+import torch
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    try:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(torch.randn(8, 4)), torch.zeros(8, 2)).backward()
+        optimizer.step()
+    except BaseException:
+        pass
+"""
+    (tmp_path / "skips.py").write_text(loop)
+    ended, printed = check("--nproc", 1, tmp_path / "skips.py")
+    assert ended == 0 and "3 steps of 1 rank" in printed, printed
+
+
+@pytest.mark.slow
 def test_a_loss_that_weighs_targets_itself_is_no_wrong_mean() -> None:
     ended, printed = check("--nproc", 2, "--objective", "tokens", SCRIPTS / "odd_ways.py", "focal")
     assert ended == 3 and "the loss weighs single targets by itself, as a focal loss does" in printed, printed

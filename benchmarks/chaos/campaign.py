@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.chaos import processes
 from benchmarks.chaos.faults import Ended, Fault, Filled, ResultsGone
-from benchmarks.chaos.session import PATIENCE_SECONDS, Session
+from benchmarks.chaos.session import Session
 from meshmark.records.record import Record, Status
 from meshmark.records.record_file import CUT_OFF, Ending, Reading, read_records
 
@@ -67,7 +67,7 @@ def run_session(session: Session, plan: Sequence[Fault | None], draw: random.Ran
                 struck[name] = fault
                 if fault.ends_session:
                     break
-            if not session.wait(lambda name=name: name in session.recorded(), session.limit_seconds + PATIENCE_SECONDS):  # type: ignore[misc]
+            if not session.wait(lambda name=name: name in session.recorded(), session.latest_seconds):  # type: ignore[misc]
                 results.complaints.append(f"{session.mark} {name}: no record in time after {fault and fault.kind}")
                 break
             if name in struck:
@@ -76,7 +76,7 @@ def run_session(session: Session, plan: Sequence[Fault | None], draw: random.Ran
             if session.setting.takes_rank_faults:
                 results.complaints += _children_left(session, name)
         last = next((fault for fault in struck.values() if fault.ends_session), None)
-        quick = session.await_end(session.limit_seconds + PATIENCE_SECONDS)
+        quick = session.await_end(session.latest_seconds)
         seconds = time.monotonic() - last.struck if last else 0.0
         if not quick:
             left = [processes.describe(pid) for pid in processes.marked(session.mark)]
@@ -110,7 +110,7 @@ def _trial(session: Session, name: str, fault: Fault) -> Trial:
     (record,) = [r for r in session.reading().records if r.adapter.endswith(f":{name}")]
     named = fault.is_named(record.outcome)
     got = f"got {record.outcome.status} of rank {record.outcome.rank}: {record.outcome.message[:300]!r}"
-    late = "" if seconds < session.limit_seconds + PATIENCE_SECONDS else f"{seconds:.0f} s to notice"
+    late = "" if seconds < session.latest_seconds else f"{seconds:.0f} s to notice"
     return Trial(
         kind=fault.kind,
         case=f"{session.folder.name} {name}",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.chaos import processes
 from benchmarks.chaos.processes import Rank
-from benchmarks.chaos.session import PATIENCE_SECONDS, Session
+from benchmarks.chaos.session import Session
 from benchmarks.chaos.settings import Setting
 from meshmark.records.record import Outcome, Status
 
@@ -260,7 +260,7 @@ class Ended(Fault):
 
     def _await_moment(self, session: Session, draw: random.Random) -> None:
         recorded = len(session.recorded())
-        limit = session.limit_seconds + PATIENCE_SECONDS
+        limit = session.latest_seconds
         match self.when:
             case "importing":
                 time.sleep(draw.uniform(0.0, 0.3))
@@ -294,7 +294,7 @@ class ResultsGone(Fault):
     exit_code = 4
 
     def strike(self, session: Session, draw: random.Random) -> bool:
-        session.wait(session.ranks, session.limit_seconds + PATIENCE_SECONDS)
+        session.wait(session.ranks, session.latest_seconds)
         time.sleep(draw.uniform(0.0, session.setting.spread_seconds / 2))
         if session.ended:
             return False

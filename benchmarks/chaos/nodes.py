@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.chaos import processes
 from benchmarks.chaos.faults import Fault
-from benchmarks.chaos.session import PATIENCE_SECONDS, ROOT, Session
+from benchmarks.chaos.session import ROOT, Session
 from benchmarks.chaos.settings import PLAIN, Setting
 from meshmark.records.record import Status
 
@@ -109,7 +109,7 @@ def _strike(
             processes.send(pid, signal.SIGSTOP)
     else:
         processes.send(nodes[fault.what == "node 1 killed"].pid, signal.SIGKILL)
-    limit = nodes[0].limit_seconds + PATIENCE_SECONDS
+    limit = nodes[0].latest_seconds
     wrong = [] if nodes[0].await_end(limit) else [f"node 0 had not ended after {limit:.0f} s"]
     if fault.what == "node 1 stopped":
         for pid in processes.marked(nodes[1].mark):
@@ -139,7 +139,7 @@ def _meet_stranger(
     wrong = [f"node {rank} had not ended" for rank, node in enumerate(nodes) if not node.await_end(limit)]
     seconds = time.monotonic() - fault.struck
     if stranger:
-        if not stranger.await_end(PATIENCE_SECONDS):
+        if not stranger.await_end(PLAIN.patience_seconds):
             wrong.append("the stranger's own command had not ended")
         elif stranger.process and stranger.process.returncode != 4:
             wrong.append(f"the stranger's command ended with {stranger.process.returncode}: {stranger.output()[-300:]}")

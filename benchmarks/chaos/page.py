@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.chaos.campaign import Results, Trial
-from benchmarks.chaos.session import PATIENCE_SECONDS
 from benchmarks.chaos.settings import PLAIN
 from meshmark.environment import Environment
 from meshmark.report.table import table as markdown
@@ -72,9 +71,10 @@ def page(starts: Sequence[CampaignStart], sessions: Sequence[Results]) -> str:
         markdown(_rows(trials, "kind", "fault")),
         "*Survived*: pytest went on, or ended by itself where it had to. All that had begun has its record or its "
         "session's line. Cases before and after are correct. Nobody waited longer than "
-        f"{PATIENCE_SECONDS:g} s beyond the case's limit ({PLAIN.limit_seconds:g} s and more). Neither a process, nor "
-        "a temporary file, nor shared memory was left: every second case has ranks that start processes of their own, "
-        "one in a session of its own. *Named rightly*: the record, or pytest's exit code and message, tell the fault "
+        f"{PLAIN.patience_seconds:g} s beyond the case's limit ({PLAIN.limit_seconds:g} s and more), both multiplied "
+        "where the last line says so. Neither a process, nor a temporary file, nor shared memory was left: every "
+        "second case has ranks that start processes of their own, one in a session of its own. *Named rightly*: the "
+        "record, or pytest's exit code and message, tell the fault "
         "and a rank that was struck. *Seconds*: from the fault to the record, or, where it ends the run, until "
         "every process of it had ended. A rank that is stopped for ever is known at the case's limit.",
         "## By kind of run",

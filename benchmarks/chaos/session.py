@@ -17,8 +17,6 @@ from benchmarks.chaos.settings import PLAIN, Setting
 from meshmark.records.record_file import Reading, read_records
 
 ROOT = Path(__file__).parent.parent.parent
-PATIENCE_SECONDS = 30.0
-"""No wait is longer beyond the case's own limit."""
 _POLL_SECONDS = 0.005
 
 
@@ -61,6 +59,10 @@ class Session:
     @property
     def limit_seconds(self) -> float:
         return self.setting.limit_seconds
+
+    @property
+    def latest_seconds(self) -> float:
+        return self.setting.latest_seconds
 
     @property
     def pid(self) -> int:

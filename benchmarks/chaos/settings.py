@@ -23,6 +23,8 @@ class Setting:
     num_ranks: int = 2
     limit_seconds: float = 12.0
     """Time limit of one case: ten times and more what it takes on two quiet cores."""
+    patience_seconds: float = 30.0
+    """No wait is longer beyond that limit."""
     spread_seconds: float = 0.7
     """A case is struck within so long from the start of its ranks: about as long as they live."""
     is_forked: bool = True
@@ -33,8 +35,14 @@ class Setting:
     """True if each adapter has one pass, so that its record is that of the pass that was struck."""
 
     def slower(self, factor: float) -> Setting:
-        """Return this setting with `factor` times its time limit, for a machine that does other work as well."""
-        return replace(self, limit_seconds=factor * self.limit_seconds)
+        """Return this setting with `factor` times its time limits, for a machine that does other work as well."""
+        limit, patience = factor * self.limit_seconds, factor * self.patience_seconds
+        return replace(self, limit_seconds=limit, patience_seconds=patience)
+
+    @property
+    def latest_seconds(self) -> float:
+        """Longest wait for a case's record."""
+        return self.limit_seconds + self.patience_seconds
 
 
 PLAIN = Setting(name="throughput", share=40)

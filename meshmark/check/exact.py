@@ -180,7 +180,9 @@ class Recomputer:
         )
         return Product(
             gradients={
-                recorded[name]: g.double() for (name, _), g in zip(wanted, gradients, strict=True) if g is not None
+                recorded[name]: (g.to_dense() if g.is_sparse else g).double()
+                for (name, _), g in zip(wanted, gradients, strict=True)
+                if g is not None
             },
             outputs=sketches,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,7 +27,7 @@ from meshmark.check.gradients import (
     penalty_in,
 )
 from meshmark.check.objective import MEANS, SAME, Objective, UnseenError, objective_of, scaled_total
-from meshmark.check.overwritten import change_of
+from meshmark.check.overwritten import Earlier, change_of
 from meshmark.check.pieces import CannotTellError
 from meshmark.check.recorder import beside_outputs
 from meshmark.check.recording import Call, Clip, Step
@@ -222,12 +222,19 @@ class Judge:
                 self._gradients(recomputer, moment)
             if not early:
                 self._clipping(moment)
+            self._changed_before_the_update(moment)
             self._schedules(moment)
             try:
                 for rank, (step, own) in enumerate(zip(moment.ranks, updates, strict=True)):
                     before = moment.before_parts[rank] | step.stepped_from
                     with pristine():  # an optimizer's class is judged by PyTorch's own code of it
                         wrong = own.compare(step, before)
+                    if own.restored and number:
+                        self.add(
+                            Level.NOTE, "optimizer state set by the script",
+                            "something other than the optimizer's steps has set its state of "
+                            f"{_shortened(own.restored)} (a checkpoint that was loaded?)", number,
+                        )  # fmt: skip
                     if wrong:
                         told = explain_update(step, before, wrong)
                         fault = Fault.NEVER_UPDATED if "did not move" in told else Fault.UPDATE
@@ -251,6 +258,15 @@ class Judge:
                 Level.NOTE, "errors would be hidden",
                 f"in the gradient of {self.widest}, rounding would hide errors of less than {self.detects:.2g} (a run "
                 "in float32 shows more)",
+            )  # fmt: skip
+        hidden = max(u.hidden for u in updates)
+        if hidden > UNSEEN and not self.seen & {Fault.UPDATE, Fault.NEVER_UPDATED}:
+            lost = any(u.lost for u in updates)
+            told = ": a whole step is lost in it" if lost else ": the direction alone is judged" if hidden > 1 else ""
+            self.add(
+                Level.NOTE, "updates beside rounding",
+                f"steps of the optimizer are small beside the rounding of the weights{told}, and errors of up to "
+                f"{hidden:.2g} times a step would be hidden (keep weights in float32?)",
             )  # fmt: skip
         truth = f"one process's in {self.rounded}" if self.rounded else "float64's"
         self.verdict.lines["gradients"] = (
@@ -286,8 +302,7 @@ class Judge:
         if not names:
             return
         change = change_of({n: now[n] for n in names}, self.run.history(moment.number, owner, names))
-        subject = names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-        told = f"something other than the optimizer has set {subject} to {change.text}"
+        told = f"something other than the optimizer has set {_shortened(names)} to {change.text}"
         if change.averaged:
             self.add(
                 Level.WRONG, "trained on averaged weights",
@@ -296,6 +311,25 @@ class Judge:
             )  # fmt: skip
         else:
             self.add(Level.NOTE, "parameters changed between steps", told, moment.number)
+
+    def _changed_before_the_update(self, moment: Moment) -> None:
+        """Note weights that are other ones when the optimizer steps than when their gradients were computed."""
+        for before, step in zip(moment.before_parts, moment.ranks, strict=True):
+            at_call = step.calls[-1].weights if step.calls else {}
+            now = {
+                name: x
+                for name, x in step.stepped_from.items()
+                if name in step.gradients and not (name in at_call and torch.equal(at_call[name], x))
+            }
+            if not now:
+                continue
+            change = change_of(now, [Earlier(when="before the step", values={n: before[n] for n in now})])
+            self.add(
+                Level.NOTE, "parameters changed before the update",
+                "between the gradients and the update, something other than the optimizer has set "
+                f"{_shortened(now)} to {change.text}", moment.number,
+            )  # fmt: skip
+            return
 
     def _is_not_finite(self, moment: Moment) -> bool:
         """Add a finding, and return True, if the optimizer steps on gradients that are not finite."""
@@ -958,7 +992,7 @@ class Judge:
             told = f"{len(clips)} sets of parameters are clipped, each by its own norm"
             self.add(Level.NOTE, "clipping of parts", told, number)
         for clip in clips:
-            if clip.scaled == 1.0 and clip.norm_type == 2.0:
+            if clip.scaled == 1.0:
                 self._one_clipping(clip, moment)
 
     def _one_clipping(self, clip: Clip, moment: Moment) -> None:
@@ -968,13 +1002,14 @@ class Judge:
         norms = []
         for owner, gradients in moment.gradients.items():
             own = moment.clipped.get(owner, {})
-            names = [n for n in clip.names if n in own and n in gradients]
+            held = {n for group in moment.ranks[owner].groups for n in group.names}
+            names = [n for n in clip.names if n in gradients and (n in own or n in held)]
             if not names:  # of an optimizer that holds other tensors
                 return
-            norm = _norm({n: gradients[n] for n in clip.names if n in gradients})
+            norm = _norm({n: gradients[n] for n in clip.names if n in gradients}, clip.norm_type)
             norms.append(norm)
             before = torch.cat([gradients[n].double().reshape(-1) for n in names])
-            after = torch.cat([own[n].double().reshape(-1) for n in names])
+            after = torch.cat([own.get(n, torch.zeros_like(gradients[n])).double().reshape(-1) for n in names])
             if clip.by_value:
                 off = float((after - before.clamp(-clip.max_norm, clip.max_norm)).norm()) / (float(after.norm()) or 1.0)
                 if off > allowed:
@@ -1130,6 +1165,11 @@ class Judge:
             self.add(
                 Level.WRONG, Fault.UPDATE,
                 "the optimizer is a new object at every step, so that its moments are forgotten",
+            )  # fmt: skip
+        elif stateful and updates[0].forgotten == self.run.num_steps - 1 > 1:
+            self.add(
+                Level.WRONG, Fault.UPDATE,
+                "the optimizer's state is emptied before every step, so that its moments are forgotten",
             )  # fmt: skip
 
     def _judge_objective(self) -> None:
@@ -1331,9 +1371,10 @@ def _multiple(own: Tensor, other: Tensor) -> tuple[float, float]:
 
 
 def _is_clipped_by_hand(own: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> bool:
-    """Return whether gradients are the right ones scaled down to a norm that is a round number."""
+    """Return whether gradients are the right ones scaled down to a norm that is a round number, such as 0.1 or 5."""
     norm = _norm(own)
-    return norm < 0.999 * _norm(exact) and any(abs(norm * k - round(norm * k)) < 1e-4 for k in (1, 2, 10))
+    multiples = [norm * k for k in (1, 2, 10, 100, 1000)]
+    return norm < 0.999 * _norm(exact) and any(x > 0.5 and abs(x - round(x)) < 1e-4 * min(x, 1.0) for x in multiples)
 
 
 def _clamped(own: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float | None:
@@ -1356,7 +1397,7 @@ def _norms_of_parts(steps: Sequence[Step], clip: Clip, allowed: float) -> list[f
         if not names:
             return []
         flat, own = _flat(before, names), _flat(step.gradients, names)
-        norms.append(float(flat.norm()))
+        norms.append(float(torch.linalg.vector_norm(flat, clip.norm_type)))
         factors.append(float(own @ flat / (flat @ flat)) if flat.any() else 1.0)
         right = min(1.0, clip.max_norm / (norms[-1] + 1e-6))
         if float((own - factors[-1] * flat).norm()) > allowed * float(own.norm()):
@@ -1370,12 +1411,19 @@ def _flat(tensors: Mapping[str, Tensor], names: list[str]) -> Tensor:
     return torch.cat([tensors[n].double().reshape(-1) for n in names])
 
 
+def _shortened(names: Collection[str]) -> str:
+    """Return the first name, and how many there are besides."""
+    return next(iter(names)) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
 def _named(names: list[str]) -> str:
     return names[0] + (f" and {len(names) - 1} more are" if len(names) > 1 else " is")
 
 
-def _norm(tensors: Mapping[str, Tensor]) -> float:
-    return float(np.sqrt(sum(float(t.double().square().sum()) for t in tensors.values())))
+def _norm(tensors: Mapping[str, Tensor], order: float = 2.0) -> float:
+    """Return the norm of all tensors together, as `torch.nn.utils.clip_grad_norm_` defines it."""
+    norms = [torch.linalg.vector_norm(t.double(), order) for t in tensors.values()]
+    return float(torch.linalg.vector_norm(torch.stack(norms), order)) if norms else 0.0
 
 
 def _count(number: int, noun: str) -> str:

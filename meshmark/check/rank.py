@@ -67,6 +67,11 @@ def main(arguments: list[str]) -> NoReturn:
             print(f"meshmark check: {no_space(place)}", file=sys.stderr)
         else:
             traceback.print_exc()  # a defect of Meshmark's own
+    _leave(parsed, place, rank, outcome)
+
+
+def _leave(parsed: argparse.Namespace, place: Path, rank: int, outcome: Outcome) -> NoReturn:
+    """End this process."""
     if rank == 0 and not parsed.folder and not parsed.keep:
         shutil.rmtree(place, ignore_errors=True)
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None where whoever started this has closed it
@@ -158,13 +163,25 @@ def _remove_at_end(folder: Path) -> None:
 
 def run(parsed: argparse.Namespace, script: Path, place: Path, rank: int, world: int) -> Outcome:
     """Observe the script, and judge it on rank 0."""
-    return observe(parsed, script.name, lambda: execute(script, parsed.arguments), place, rank, world)
+    return observe(
+        parsed, script.name, lambda: execute(script, parsed.arguments), place, rank, world, owns_process=True
+    )
 
 
 def observe(
-    parsed: argparse.Namespace, name: str, train: Callable[[], object], place: Path, rank: int, world: int
+    parsed: argparse.Namespace,
+    name: str,
+    train: Callable[[], object],
+    place: Path,
+    rank: int,
+    world: int,
+    *,
+    owns_process: bool = False,
 ) -> Outcome:
-    """Observe what `train` does, which the verdict calls `name`, and judge it on rank 0."""
+    """Observe what `train` does, which the verdict calls `name`, and judge it on rank 0.
+
+    If it `owns_process`, a `train` that catches everything and goes on is ended with the process.
+    """
     from meshmark.check.recorder import EnoughError, Recorder, SpawnsError, install
     from meshmark.check.recording import Folder
 
@@ -173,6 +190,15 @@ def observe(
     install(recorder)
     import meshmark.judge.pristine  # noqa: F401  # remembers PyTorch's functions before the script replaces any
 
+    def conclude() -> NoReturn:
+        outcome = Outcome.COULD_NOT_RUN
+        try:
+            outcome = _conclude(parsed, name, folder, recorder, rank, world, "enough")
+        except BaseException:
+            traceback.print_exc()
+        _leave(parsed, place, rank, outcome)
+
+    recorder.conclude = conclude if owns_process else None
     end, detail = "script ended", ""
     try:
         train()
@@ -191,6 +217,21 @@ def observe(
         else:
             end, detail = "raised", f"{type(error).__name__}: {error}".strip().splitlines()[0]
             traceback.print_exc()
+    return _conclude(parsed, name, folder, recorder, rank, world, end, detail)
+
+
+def _conclude(
+    parsed: argparse.Namespace,
+    name: str,
+    folder: Folder,
+    recorder: Recorder,
+    rank: int,
+    world: int,
+    end: str,
+    detail: str = "",
+) -> Outcome:
+    """Finish this rank's recordings, and judge those of all ranks on rank 0."""
+    place = folder.path
     recorder.finish(end, detail)
     if end == "raised":
         verdict = Verdict(script=name)

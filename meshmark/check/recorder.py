@@ -13,7 +13,7 @@ import threading
 import time
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import (
     Optimizer,
-    register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
@@ -75,6 +74,10 @@ MOST_NODES = 100_000
 """Largest number of autograd nodes searched between the loss and the model's outputs."""
 
 
+MOST_SWALLOWED = 3
+"""Number of steps that a script which catches everything may begin after it was ended."""
+
+
 class EnoughError(BaseException):
     """Ends the script when enough steps are recorded.
 
@@ -117,6 +120,12 @@ class Recorder:
         self.parameters: dict[str, Tensor] = {}
         self.names: dict[int, str] = {}
         self.clips_inside = False
+        self.over = False
+        """Whether the script was ended."""
+        self.swallowed = 0
+        """Number of steps that the script has begun after it was ended."""
+        self.conclude: Callable[[], NoReturn] | None = None
+        """Gives the verdict and ends this process. None where others own the process."""
         self.flats: dict[str, tuple[Any, slice]] = {}
         self.pieces: dict[str, Piece] = {}
         self.last: dict[str, Tensor] = {}
@@ -135,6 +144,8 @@ class Recorder:
         self.epochs: dict[int, tuple[int, int]] = {}
         """Epoch of the last iterator of every shuffling `DistributedSampler`, and the number of steps before it."""
         self.epoch_again: int | None = None
+        self.state_marks: dict[tuple[int, str], tuple[Any, ...]] = {}
+        """What tells of the state of every optimizer and parameter whether it was written to since its last step."""
         self.marks: dict[str, tuple[int, ...]] = {}
         """What tells of every parameter whether it was written to since the step began."""
         self.inside_loop: nn.Module | None = None
@@ -410,15 +421,16 @@ class Recorder:
                 cls = f"{rule.__module__}.{rule.__qualname__}"
                 step.groups.append(Group(optimizer=which, cls=cls, names=names, options=options))
                 step.stepped_from |= self._changed_weights(names)
-                if not self.number:
-                    for p in held:
-                        for name in self._held([p]) if optimizer.state.get(p) else ():
-                            step.state[name] = {k: self._state(name, p, v) for k, v in optimizer.state[p].items()}
+                for p in held:
+                    state, names_of_p = optimizer.state.get(p) or {}, self._held([p])
+                    known = [self.state_marks.get((which, name), ()) for name in names_of_p]
+                    if names_of_p and any(_state_mark(state) != mark for mark in known):
+                        step.state |= {n: {k: self._state(n, p, v) for k, v in state.items()} for n in names_of_p}
                 step.gradients |= self._gradients(names)
                 if not self.unscaled and getattr(optimizer, "grad_scale", None) is None:
                     step.still_scaled = self.scale
-                if not step.clips:
-                    self._note_edits(names)
+                clipped = {name for clip in step.clips for name in clip.names}
+                self._note_edits([name for name in names if name not in clipped])
 
     def _note_edits(self, names: Iterable[str]) -> None:
         """Note which gradients the script has changed since the backward pass, or changes in hooks."""
@@ -439,6 +451,10 @@ class Recorder:
         with self._timed():
             self.stepped = True
             self.last = self.step.after = self._values()
+            which = self.optimizers.index(optimizer)
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                mark = _state_mark(optimizer.state.get(p) or {})
+                self.state_marks |= {(which, name): mark for name in self._held([p])}
             self.ended = time.perf_counter()
 
     def saw_collective(self, name: str, tensors: Iterable[Tensor], function: Any) -> None:  # noqa: ANN401
@@ -814,6 +830,16 @@ class Recorder:
         """End the script, once all ranks have come so far."""
         self.active = False
         self.met = self.folder.meet(self.rank, self.world, MEET_SECONDS)
+        self.over = True
+        raise EnoughError
+
+    def end_again(self) -> None:
+        """End a script that has caught `EnoughError` and begins another step, as one that skips bad batches does."""
+        if not self.over:
+            return
+        self.swallowed += 1
+        if self.swallowed > MOST_SWALLOWED and self.conclude:
+            self.conclude()
         raise EnoughError
 
     def _is_enough(self) -> bool:
@@ -898,7 +924,8 @@ class Recorder:
         for name, p in self.parameters.items():
             if p.grad is not None:
                 own = local(p.grad)
-                found[name] = own.data_ptr(), own._version, p.grad._version
+                place = id(own) if own.is_sparse else own.data_ptr()
+                found[name] = place, own._version, p.grad._version
         return found
 
     def _gradients(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -913,7 +940,8 @@ class Recorder:
                     self.gradient_pieces[name] = piece_of(name, gradient)
                 if any(p.is_partial() for p in placed.placements):
                     self.partial.add(name)
-            found[name] = _kept(self._part(name, local(gradient)))
+            own = local(gradient)
+            found[name] = _kept(self._part(name, own.to_dense() if own.is_sparse else own))
         return found
 
     def _state(self, name: str, parameter: Tensor, value: Any) -> Any:  # noqa: ANN401
@@ -989,6 +1017,13 @@ def _kept(value: Any) -> Any:  # noqa: ANN401
     return local(value).cpu().clone() if isinstance(value, Tensor) else value
 
 
+def _state_mark(state: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what tells whether an optimizer's state of a parameter was written to."""
+    tensors = {k: local(v) for k, v in state.items() if isinstance(v, Tensor)}
+    marks = {k: (0 if v.is_sparse else v.data_ptr(), v._version) for k, v in tensors.items()}
+    return tuple(sorted(marks.items()))
+
+
 def _plain(value: Any) -> Any:  # noqa: ANN401
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
@@ -1055,8 +1090,34 @@ def install(recorder: Recorder) -> None:
     _observe_epochs(recorder)
     _observe_collectives(recorder)
     _refuse_spawning()
-    register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: recorder.before_step(optimizer, args, kwargs))
-    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: recorder.after_step(optimizer))
+    _observe_steps(recorder)
+
+
+def _observe_steps(recorder: Recorder) -> None:
+    """Observe every optimizer's step, after the script's own hooks before it and before those after it.
+
+    Hooks of all optimizers run before an optimizer's own, which may clip or set the learning rate. They therefore only
+    put the recorder's hooks last and first among the optimizer's own.
+    """
+
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:  # noqa: ANN401
+        return recorder.before_step(optimizer, args, kwargs)
+
+    def after(optimizer: Optimizer, *_: Any) -> None:  # noqa: ANN401
+        recorder.after_step(optimizer)
+
+    def arrange(optimizer: Optimizer, *_: Any) -> None:  # noqa: ANN401
+        recorder.end_again()
+        first, last = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        if before not in first.values():
+            optimizer.register_step_pre_hook(before)
+            optimizer.register_step_post_hook(after)
+        for key in [key for key, hook in first.items() if hook is before]:
+            first[key] = first.pop(key)
+        for key in [key for key, hook in last.items() if hook is not after]:
+            last[key] = last.pop(key)
+
+    register_optimizer_step_pre_hook(arrange)
 
 
 def _observe_clipping_of_fsdp1(recorder: Recorder) -> None:

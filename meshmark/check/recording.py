@@ -138,7 +138,8 @@ class Step:
     """Parameters that were clipped while none of them had a gradient."""
     groups: list[Group] = field(default_factory=list)
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """State of the optimizer before the first recorded step, by parameter."""
+    """State of the optimizer by parameter, where something else than the optimizer's steps has set it. Before the first
+    recorded step it is all that there is."""
     before: dict[str, Tensor] = field(default_factory=dict)
     """Parameters when the step began. Empty if they are those after the step before."""
     changed: bool = False
@@ -182,8 +183,17 @@ class Step:
 
     @property
     def complete_gradients(self) -> dict[str, Tensor]:
-        """Gradients before clipping, if clipping was observed. Of several clippings of the same, the last counts."""
-        return self.clips[0 if self.clips_parts else -1].gradients if self.clips else self.gradients
+        """Gradients before clipping, or as the optimizer received them where they were not clipped.
+
+        Of several clippings of the same, the last counts.
+        """
+        if not self.clips:
+            return self.gradients
+        clipped = {name for clip in self.clips for name in clip.names}
+        held = {name for group in self.groups for name in group.names}
+        before = self.clips[0 if self.clips_parts else -1].gradients
+        others = {name: x for name, x in self.gradients.items() if name not in clipped}
+        return {name: x for name, x in before.items() if name in clipped or name not in held} | others
 
 
 @dataclass(kw_only=True)

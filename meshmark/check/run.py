@@ -102,6 +102,8 @@ class Run:
                     raise CannotTellError(f"the script uses {REFUSED[wrapper]}")
         if not any(f.pieces for f in self.facts):
             raise CannotTellError("no model with trainable parameters was called")
+        if numbers := [name for name, dtype in self.facts[0].dtypes.items() if dtype.is_complex]:
+            raise CannotTellError(f"parameters are complex numbers, such as {numbers[0]}, which are not judged")
         if not self.num_steps:
             ended = min(self.facts, key=lambda f: f.num_steps)
             raise CannotTellError(f"rank {ended.rank} called a model, but no step of a PyTorch optimizer was seen")

@@ -5,7 +5,8 @@ Each rank's parts are enough, because the optimizers known here treat every elem
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ _COMPILED_ADAM = ("deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam", "deepspeed.ops
 _HOW = {"foreach": False, "fused": None, "capturable": False, "differentiable": False}
 """Options that affect how a step is computed but not its result."""
 DRAWS = 3
+SAME_WAY = 0.5
+"""Cosine up to which a small step is not the one of the optimizer's rule in the script's precision."""
 
 
 class UnknownOptimizerError(Exception):
@@ -45,25 +48,59 @@ class Rule:
         self.nudges = nudges
         self.optimizer: torch.optim.Optimizer | None = None
         self.parameters: dict[str, nn.Parameter] = {}
+        self.restored: list[str] = []
+        """Parameters whose state the script has set since the step before."""
 
     def step(self, step: Step, which: int, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the parameters of optimizer `which` after a step. Raises `UnknownOptimizerError`."""
         groups = [g for g in step.groups if g.optimizer == which and g.names]
-        if self.optimizer is None:
-            cls = _rule_of(groups[0])
-            self._build(cls, step, groups, before)
-        assert self.optimizer is not None
-        for group in groups[len(self.optimizer.param_groups) :]:  # `add_param_group` since the step before
-            self.optimizer.add_param_group(self._group(group, before))
-        for own, group in zip(self.optimizer.param_groups, groups, strict=True):
-            own.update({k: v for k, v in group.options.items() if k in own and k not in _HOW})
+        optimizer = self._with(groups, before)
+        self._restore(optimizer, step)
+        stepped = {name: self.parameters[name] for group in groups for name in group.names}
+        for name, parameter in stepped.items():
+            parameter.data.copy_(before[name])
+            gradient = step.gradients.get(name)
+            parameter.grad = None if gradient is None else self._nudged(gradient, parameter.dtype)
+        optimizer.step()
+        return {name: p.detach().clone() for name, p in stepped.items()}
+
+    def _with(self, groups: Sequence[Group], before: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+        """Return the optimizer with these groups. A script may add some, take some out, or move parameters."""
+        for group in groups:
             for name in group.names:
-                parameter = self.parameters[name]
-                parameter.data.copy_(before[name])
-                gradient = step.gradients.get(name)
-                parameter.grad = None if gradient is None else self._nudged(gradient, parameter.dtype)
-        self.optimizer.step()
-        return {name: p.detach().clone() for name, p in self.parameters.items()}
+                if name not in self.parameters:
+                    self.parameters[name] = nn.Parameter(self._kept(before[name]))
+        own = [
+            {"params": [self.parameters[name] for name in group.names]}
+            | {k: v for k, v in group.options.items() if k not in _HOW}
+            for group in groups
+        ]
+        if self.optimizer is None:
+            self.optimizer = _rule_of(groups[0])(own, foreach=False)
+        else:
+            self.optimizer.param_groups.clear()
+            for each in own:
+                self.optimizer.add_param_group(each)
+        return self.optimizer
+
+    def _restore(self, optimizer: torch.optim.Optimizer, step: Step) -> None:
+        """Take over the state that something else than the optimizer's steps has set."""
+        self.restored = []
+        for name, state in step.state.items():
+            if name not in self.parameters:
+                continue
+            own = optimizer.state.get(self.parameters[name], {})
+            if own and _is_same_state(own, state):
+                continue
+            self.restored.append(name)
+            optimizer.state[self.parameters[name]] = {
+                k: torch.as_tensor(v, dtype=torch.float32).clone()
+                if k == "step"
+                else self._kept(v)
+                if isinstance(v, Tensor)
+                else v
+                for k, v in state.items()
+            }
 
     def _nudged(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         gradient = gradient.to(dtype)
@@ -75,23 +112,16 @@ class Rule:
     def _kept(self, value: Tensor) -> Tensor:
         return value.double() if self.nudges is None and value.is_floating_point() else value.clone()
 
-    def _group(self, group: Group, before: Mapping[str, Tensor]) -> dict[str, Any]:
-        own = [nn.Parameter(self._kept(before[name])) for name in group.names]
-        self.parameters |= dict(zip(group.names, own, strict=True))
-        return {"params": own} | {k: v for k, v in group.options.items() if k not in _HOW}
 
-    def _build(self, cls: Any, step: Step, groups: Any, before: Mapping[str, Tensor]) -> None:  # noqa: ANN401
-        self.optimizer = cls([self._group(group, before) for group in groups], foreach=False)
-        for name, state in step.state.items():
-            if name in self.parameters:
-                self.optimizer.state[self.parameters[name]] = {
-                    k: torch.as_tensor(v, dtype=torch.float32).clone()
-                    if k == "step"
-                    else self._kept(v)
-                    if isinstance(v, Tensor)
-                    else v
-                    for k, v in state.items()
-                }
+def _is_same_state(own: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
+    """Return whether a recorded state is the one that this optimizer has, but for rounding."""
+
+    def is_same(mine: Any, other: Any) -> bool:  # noqa: ANN401
+        eps = torch.finfo(other.dtype).eps if isinstance(other, Tensor) and other.is_floating_point() else 0.0
+        mine, other = (torch.as_tensor(x, dtype=torch.float64) for x in (mine, other))
+        return mine.shape == other.shape and bool((mine - other).norm() <= max(1e-4, 8 * eps) * mine.norm())
+
+    return all(key in state and is_same(value, state[key]) for key, value in own.items() if value is not None)
 
 
 def _rule_of(group: Group) -> Any:  # noqa: ANN401
@@ -126,10 +156,19 @@ class Updates:
         self.renewed: list[str] = []
         """Parameters that a new optimizer object steps although another one did before."""
         self.worst = 0.0
+        self.hidden = 0.0
+        """Largest error of a step, relative to the step, that the rounding of weights would hide."""
+        self.lost = False
+        """True if a whole step of the optimizer's rule was lost in the rounding of weights."""
+        self.restored: list[str] = []
+        """Parameters whose state the script has set between the last two steps."""
+        self.forgotten = 0
+        """Number of steps before which the script has emptied the state."""
 
     def compare(self, step: Step, before: Mapping[str, Tensor]) -> dict[str, tuple[float, Tensor]]:
         """Return the parameters whose update is wrong: by how many tolerances, and the right value."""
-        wrong = {}
+        wrong, self.restored = {}, []
+        tolerances, moves, own, ruled, steps = 0.0, 0.0, list[Tensor](), list[Tensor](), dict[str, Tensor]()
         coarse = {name: _coarseness(g) for g in step.groups if g.cls in _COMPILED_ADAM for name in g.names}
         for which in dict.fromkeys(g.optimizer for g in step.groups if g.names):
             if which not in self.exact:
@@ -137,6 +176,7 @@ class Updates:
                 seeds = [torch.Generator().manual_seed(1000 * self.rank + draw) for draw in range(DRAWS)]
                 self.noisy[which] = [Rule(nudges=seed) for seed in seeds]
             right = self.exact[which].step(step, which, before)
+            self.restored += self.exact[which].restored
             draws = [rule.step(step, which, before) for rule in self.noisy[which]]
             for name, x in right.items():
                 if self.previous.setdefault(name, which) != which:
@@ -155,6 +195,20 @@ class Updates:
                     self.worst = max(self.worst, distance / max(moved, float(x.norm()) * eps))
                 if not distance <= tolerance:
                     wrong[name] = distance / tolerance, x
+                if moved:
+                    tolerances, moves, steps[name] = tolerances + tolerance**2, moves + moved**2, x
+                    own.append((y - before[name].double()).reshape(-1))
+                    ruled.append((torch.stack([d[name].double() for d in draws]).mean(0) - before[name]).reshape(-1))
+        if moves:
+            hidden = math.sqrt(tolerances / moves)
+            self.hidden = max(self.hidden, hidden)
+            if hidden > 1 and not wrong:  # a step that is left out, or goes the other way, is within the rounding
+                rule, taken = torch.cat(ruled), torch.cat(own)
+                if not rule.any():
+                    self.lost = True
+                elif float(rule @ taken) <= SAME_WAY * float(rule.norm() * taken.norm()):
+                    wrong = {name: (1.0, x) for name, x in steps.items()}
+        self.forgotten += bool(self.restored) and not any(step.state[name] for name in self.restored)
         return wrong
 
 
