@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshmark.adapter.engine import RankContext
 from meshmark.errors import JudgingError
 from meshmark.judge.pristine import pristine
 from meshmark.judge.truth import exact_gradients, initial_values
@@ -315,6 +316,7 @@ def test_a_process_that_judges_and_is_killed_is_no_fault_of_the_adapter(
         steps=3,
         time_limit_seconds=60,
     )
+    context = RankContext(rank=0, world_size=1, device=torch.device("cpu"), backend="gloo", scratch=tmp_path)
     with pytest.raises(JudgingError, match="the process that judges ended with 1") as raised:
-        judging.judge(request, observe.begins, tmp_path, 0)
+        judging.judge(request, observe.begins, context, 0)
     assert rank._kind(raised.value, [tmp_path]) is Status.UNFINISHED

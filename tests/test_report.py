@@ -291,6 +291,17 @@ def test_the_last_record_of_a_pass_counts(tmp_path: Path) -> None:
     assert "hung" not in render(tmp_path, [crashed(case=DDP), make_good(case=DDP)])
 
 
+def test_what_is_wrong_at_times_is_wrong(tmp_path: Path) -> None:
+    """Of the same committed code. A change that is not committed may have mended it."""
+    wrong = make_good(case=DDP, verdicts=[dataclasses.replace(make_good().verdicts[0], passed=False)])
+    right, others = make_good(case=DDP), make_good(case=DDP, environment=make_environment(commit="fedcba987654"))
+    dirty = make_environment(commit="0123456789ab-dirty")
+    assert answer(render(tmp_path, [wrong, right]))["ddp"]["correct"] == "**no**"
+    assert answer(render(tmp_path, [wrong, others]))["ddp"]["correct"] == "yes"
+    edited = [dataclasses.replace(record, environment=dirty) for record in (wrong, right)]
+    assert answer(render(tmp_path, edited))["ddp"]["correct"] == "yes"
+
+
 def test_cases_stand_in_order_of_first_appearance() -> None:
     found = results([make_good(case=FSDP2), make_good(case=DDP), make_timed(case=FSDP2)])
     assert [r.case.adapter for r in found] == ["fsdp2", "ddp"]

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from meshmark.judge.deviation import Deviation, Drift, Quantity
+from meshmark.judge.deviation import Deviation, Drift, Quantity, QuantityKind
 from meshmark.judge.faults import Diagnosis, Fault
 from meshmark.measure.readings import Bytes
 from meshmark.records.record import Record, Verdict
 from meshmark.run.verdict import (
     BLIND,
+    BLIND_UNROUNDED,
     HIDDEN,
     LEAK_BYTES,
     SCALARS_BYTES,
@@ -24,8 +25,10 @@ from meshmark.run.verdict import (
     judge_equivalence,
     judge_memory,
 )
+from meshmark.spec.precision import Precision
 from meshmark.theory.memory import ExtraMemory, ModelStates
 from tests.factories import (
+    make_case,
     make_equivalence,
     make_good,
     make_memory,
@@ -102,15 +105,35 @@ def test_a_tolerance_model_that_is_no_number_decides_nothing(noise: float, quant
     assert wrong.evidence["worst_quantity"] == str(sound)
 
 
-@pytest.mark.parametrize("noise, seen", [(BLIND / FACTOR, True), (1.01 * BLIND / FACTOR, False), (1e20, False)])
-def test_noise_that_hides_too_much_decides_nothing(noise: float, seen: bool) -> None:
+@pytest.mark.parametrize(
+    "moved, seen", [([1.0, 1.0], True), ([1e-9, 1.0], True), ([1e-9, 1e-9], False), ([0, 0], False)]
+)
+def test_steps_that_are_small_beside_rounding_decide_nothing(moved: list[float], seen: bool) -> None:
+    """A step that is not made, or goes the other way, would pass."""
+    record = run(1.0, moved=moved)
+    for quantity in (q for q in record.equivalence.deviations if q.kind is QuantityKind.PARAMETERS):
+        record.equivalence.deviations[quantity] = [Deviation(distance=1e-9, scale=1e3, factor=1.0)] * 2
+        record.equivalence.noise[quantity] = [1e-9, 1e-9]  # type: ignore[index]
+    verdict = judge_equivalence(record)
+    assert (verdict.passed, verdict.undecided) == (seen, not seen)
+    assert seen or verdict.summary.startswith("cannot tell: steps of the optimizer are small beside the rounding")
+
+
+@pytest.mark.parametrize("precision, most", [(Precision.BF16, BLIND), (Precision.FP32, BLIND_UNROUNDED)])
+@pytest.mark.parametrize("share, seen", [(1.0, True), (1.01, False), (1e20, False)])
+def test_noise_that_hides_too_much_decides_nothing(precision: Precision, most: float, share: float, seen: bool) -> None:
     """Such as that of a damaged cache, which made a gradient that was wrong by a tenth into one that was right."""
-    verdict = judge_equivalence(run(0.1e6, noise=1e6 * noise))
+    noise, case = share * most / FACTOR, make_case(precision=precision)
+
+    def judged(distance: float) -> Verdict:
+        return judge_equivalence(dataclasses.replace(run(distance, noise=1e6 * noise), case=case))
+
+    verdict = judged(most / 3 * 1e6)
     assert (verdict.passed, verdict.undecided) == (seen, not seen)
     if not seen:
         assert verdict.summary.startswith("cannot tell: a scaling of the gradient of a.weight by less than")
-        assert "30" in verdict.summary or "0.3 is the most" in verdict.summary
-    wrong = judge_equivalence(run(1e9 * noise, noise=1e6 * noise))
+        assert f"{most:g} is the most" in verdict.summary
+    wrong = judged(1e9 * noise)
     assert (wrong.passed, wrong.undecided) == (False, False)
 
 

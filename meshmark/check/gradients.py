@@ -42,6 +42,10 @@ class Comparison:
     """The smallest relative error of the whole gradient that would have been detected."""
 
 
+COARSE = 8.0
+"""Multiple of a format's epsilon up to which gradients in that format are off because of it."""
+
+
 def compare(own: Tensors, exact: Tensors, noise: Mapping[str, float], eps: float) -> Comparison:
     """Compare gradients with the exact ones.
 
@@ -251,7 +255,8 @@ def explain(
     where = _named(names)
     if left > LEFT_OVER * float((target - right).norm()):
         for low in (torch.bfloat16, torch.float16):
-            if bool((target.to(low).double() == target).all()) and target.any():
+            is_low = bool((target.to(low).double() == target).all()) and bool(target.any())
+            if is_low and left <= COARSE * torch.finfo(low).eps * float(target.norm()):
                 return Explanation(fault=Fault.PRECISION, detail=f"every value of {where} is a {low} number")
         return Explanation(
             fault=Fault.BACKWARD,

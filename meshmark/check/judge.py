@@ -46,6 +46,8 @@ DRAWS = 3
 
 ALONG = 0.99
 """Cosine from which on weights were moved along a gradient. Ranks may each follow their own."""
+UNUSED = 1e-6
+"""Part of the norm of all gradients up to which that of a parameter without a use counts as zero."""
 SAME_METRIC = 1e-6
 """Relative difference up to which ranks' metrics count as equal."""
 _NOT_FINITE = "not finite"
@@ -212,6 +214,12 @@ class Judge:
                 self._overwritten(previous, moment)
             if self._is_not_finite(moment):
                 break
+            if moment.dropped:
+                self.add(
+                    Level.NOTE, "a step skipped",
+                    f"gradients of {_count(moment.dropped, 'call')} of the model are cleared without a step of the "
+                    "optimizer, on all ranks", number,
+                )  # fmt: skip
             self._modes(moment)
             if self._skips(moment):
                 break
@@ -407,6 +415,7 @@ class Judge:
         eps = max(torch.finfo(d).eps for d in run.facts[0].dtypes.values())
         beside = {name for step in moment.ranks for name in step.beside}
         owned = {owner: [r for r, o in enumerate(run.owners) if o == owner] for owner in dict.fromkeys(run.owners)}
+        self._unused(moment, total, beside)
         scaled = self._scale(moment)
         gradients = {
             owner: {n: g.double() / scaled for n, g in moment.gradients[owner].items() if n in total} for owner in owned
@@ -454,6 +463,24 @@ class Judge:
             self.objectives.append(objective_of(moment.readers, factor))
         except UnseenError as reason:
             self.unseen = str(reason)
+
+    def _unused(self, moment: Moment, used: Mapping[str, Tensor], beside: set[str]) -> None:
+        """Report parameters that the optimizer steps with a gradient although no call of the step uses them."""
+        edited = {name for step in moment.ranks for name in step.edited}
+        for owner, own in moment.gradients.items():
+            held = {name for group in moment.ranks[owner].groups for name in group.names} - used.keys() - beside
+            least = UNUSED * _norm(own)
+            odd = {name: own[name] for name in held if name in own and float(own[name].double().norm()) > least}
+            if not odd:
+                continue
+            worst = max(odd, key=lambda name: float(odd[name].double().norm()))
+            names = _shortened([worst, *(odd.keys() - {worst})])
+            told = f"no call of this step uses {names}, and the optimizer steps on a gradient of norm "
+            told += f"{_norm(odd):.3g} (of an earlier step, or of other memory?)"
+            if worst in edited:
+                self.add(Level.UNKNOWN, "gradients changed by the script", told, moment.number)
+            else:
+                self.add(Level.WRONG, Fault.NOT_CLEARED, told, moment.number)
 
     def _products(self, recomputer: Recomputer, moment: Moment) -> _Products | None:
         """Return what one process computes of the step's calls; None, with a finding, if no gradient is to be judged.
@@ -979,6 +1006,9 @@ class Judge:
             self.add(Level.WRONG, Fault.CLIPPING, f"rank {missing[0]} does not clip, others do", number)
             return
         clips = steps[0].clips
+        if all(step.clips_in_turn for step in steps):
+            self._clipping_in_turn(clips, moment)
+            return
         if len(clips) > 1 and not steps[0].clips_parts:
             told = f"gradients are clipped {len(clips)} times a step, before they are complete"
             self.add(Level.WRONG, Fault.CLIPPING, told, number)
@@ -994,6 +1024,26 @@ class Judge:
         for clip in clips:
             if clip.scaled == 1.0:
                 self._one_clipping(clip, moment)
+
+    def _clipping_in_turn(self, clips: Sequence[Clip], moment: Moment) -> None:
+        """Judge several clippings, each of what the one before has left."""
+        eps = max((torch.finfo(g.dtype).eps for of in moment.gradients.values() for g in of.values()), default=0.0)
+        for owner, gradients in moment.gradients.items():
+            right = {name: x.double() for name, x in gradients.items()}
+            for clip in clips:
+                names = [name for name in clip.names if name in right]
+                norm = _norm({name: right[name] for name in names}, clip.norm_type)
+                factor = min(1.0, clip.max_norm / (norm + 1e-6))
+                for name in names:
+                    bound = clip.max_norm
+                    right[name] = right[name].clamp(-bound, bound) if clip.by_value else factor * right[name]
+            own = moment.clipped.get(owner, {})
+            names = [name for name in right if name in own]
+            if names and not _is_near(_flat(own, names), _flat(right, names), max(1e-4, 4 * eps)):
+                told = f"gradients are not those that {len(clips)} clippings, one after the other, leave"
+                self.add(Level.WRONG, Fault.CLIPPING, told, moment.number)
+                return
+        self.clips.append(f"{len(clips)} clippings, one after the other")
 
     def _one_clipping(self, clip: Clip, moment: Moment) -> None:
         """Judge one call of a clipping function."""

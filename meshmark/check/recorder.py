@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import threading
 import time
 import types
@@ -74,6 +75,8 @@ MOST_NODES = 100_000
 """Largest number of autograd nodes searched between the loss and the model's outputs."""
 
 
+_COMPILER = "torch/_dynamo/eval_frame.py"
+"""File through which calls of compiled functions go."""
 MOST_SWALLOWED = 3
 """Number of steps that a script which catches everything may begin after it was ended."""
 
@@ -120,6 +123,9 @@ class Recorder:
         self.parameters: dict[str, Tensor] = {}
         self.names: dict[int, str] = {}
         self.clips_inside = False
+        self.num_calls: list[int] = []
+        """Number of calls of each step."""
+        self.uncompiled = False
         self.over = False
         """Whether the script was ended."""
         self.swallowed = 0
@@ -302,6 +308,8 @@ class Recorder:
     ) -> None:
         if not self.active or self.step is None or self.clips_inside:
             return
+        if not by_value and max_norm == math.inf:  # asks for the norm alone
+            return
         with self._timed():
             given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             names = self._held(given)
@@ -320,8 +328,15 @@ class Recorder:
                     norm_type=float(norm_type),
                     by_value=by_value,
                     scaled=1.0 if self.unscaled else self.scale,
+                    num_calls=len(self.step.calls),
                 )
             )
+
+    def saw_clear(self) -> None:
+        """Note that gradients are cleared, which a script does without a step where it skips a batch."""
+        if self.active and self.step is not None and not self.step.groups:
+            if any(g is not None for call in self.step.calls for g in call.gradients):
+                self.step.cleared = len(self.step.calls)
 
     @contextlib.contextmanager
     def unseen_clipping(self) -> Iterator[None]:
@@ -364,6 +379,25 @@ class Recorder:
                 self.step.clips.append(Clip(names=[], gradients={}, max_norm=max_norm, norm_type=2.0))
             self.step.clips[-1].names += list(found)
             self.step.clips[-1].gradients |= found
+
+    def before_hooks(self, optimizer: Optimizer, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+        """Put `before` behind an optimizer's own hooks before its step, and `after` in front of those after it."""
+        self.end_again()
+        first, last = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        if before not in first.values():
+            optimizer.register_step_pre_hook(before)
+            optimizer.register_step_post_hook(after)
+        for key in [key for key, hook in first.items() if hook is before]:
+            first[key] = first.pop(key)
+        for key in [key for key, hook in last.items() if hook is not after]:
+            last[key] = last.pop(key)
+
+    def stay_uncompiled(self) -> None:
+        """Keep `torch.compile` out of the hooks on steps, which a script may compile."""
+        if not self.uncompiled:
+            self.uncompiled = True
+            for name in ("before_hooks", "before_step", "after_step", "saw_clear"):
+                setattr(self, name, torch.compiler.disable(getattr(self, name)))  # type: ignore[no-untyped-call]
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:  # noqa: ANN401
         """Record the gradients that an optimizer steps on. Return other arguments for its step, or None.
@@ -419,7 +453,9 @@ class Recorder:
                 self.strangers = max(self.strangers, sum(id(p) not in self.names for p in held))
                 rule = type(getattr(optimizer, "optim", optimizer))  # ZeroRedundancyOptimizer has one inside
                 cls = f"{rule.__module__}.{rule.__qualname__}"
-                step.groups.append(Group(optimizer=which, cls=cls, names=names, options=options))
+                is_compiled = any(frame.f_code.co_filename.endswith(_COMPILER) for frame in _frames())
+                group_made = Group(optimizer=which, cls=cls, names=names, options=options, is_compiled=is_compiled)
+                step.groups.append(group_made)
                 step.stepped_from |= self._changed_weights(names)
                 for p in held:
                     state, names_of_p = optimizer.state.get(p) or {}, self._held([p])
@@ -819,6 +855,7 @@ class Recorder:
             try:
                 self.left -= self.folder.write_step(self.rank, self.number, step, self.left)
                 self.number += 1
+                self.num_calls.append(len(step.calls))
             except (OSError, TypeError, AttributeError, ValueError) as error:
                 self.refuse(f"a step cannot be recorded: {type(error).__name__}: {error}")
         self.old_ends, self.ends, self.terms = self.ends, {}, {}
@@ -883,6 +920,7 @@ class Recorder:
             script_seconds=self.ended - self.began,
             record_seconds=self.record_seconds,
             num_steps=self.number,
+            num_calls=self.num_calls,
         )
 
     # Tensors of this rank
@@ -990,16 +1028,21 @@ def runs_the_loop(module: nn.Module) -> bool:
     return not getattr(bare, "automatic_optimization", True) and redirected_to(bare) is not None
 
 
+def _frames() -> Iterator[types.FrameType]:
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def is_functional(args: Any, kwargs: Any) -> bool:  # noqa: ANN401
     """Return whether a call is one of `torch.func`'s: `functional_call`, or inside a transform such as `vmap`.
 
     The module's parameters, or its inputs, are then others than the script's for the time of the call.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
+    for frame in _frames():
         if frame.f_code.co_name == "_functional_call" and frame.f_globals.get("__name__") == "torch.nn.utils.stateless":
             return True
-        frame = frame.f_back
     return any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors_in((args, kwargs)))
 
 
@@ -1090,7 +1133,26 @@ def install(recorder: Recorder) -> None:
     _observe_epochs(recorder)
     _observe_collectives(recorder)
     _refuse_spawning()
+    compiled = torch.compile
+
+    @functools.wraps(compiled)
+    def observed_compile(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        recorder.stay_uncompiled()
+        return compiled(*args, **kwargs)
+
+    torch.compile = observed_compile
     _observe_steps(recorder)
+    for owner in (nn.Module, Optimizer):
+        owner.zero_grad = _observed_clear(recorder, owner.zero_grad)  # type: ignore[method-assign]
+
+
+def _observed_clear(recorder: Recorder, clear: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(clear)
+    def observed(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        recorder.saw_clear()
+        clear(self, *args, **kwargs)
+
+    return observed
 
 
 def _observe_steps(recorder: Recorder) -> None:
@@ -1107,15 +1169,7 @@ def _observe_steps(recorder: Recorder) -> None:
         recorder.after_step(optimizer)
 
     def arrange(optimizer: Optimizer, *_: Any) -> None:  # noqa: ANN401
-        recorder.end_again()
-        first, last = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-        if before not in first.values():
-            optimizer.register_step_pre_hook(before)
-            optimizer.register_step_post_hook(after)
-        for key in [key for key, hook in first.items() if hook is before]:
-            first[key] = first.pop(key)
-        for key in [key for key, hook in last.items() if hook is not after]:
-            last[key] = last.pop(key)
+        recorder.before_hooks(optimizer, before, after)
 
     register_optimizer_step_pre_hook(arrange)
 

@@ -99,6 +99,24 @@ class Clip:
     """True for `clip_grad_value_`."""
     scaled: float = 1.0
     """Factor by which a `GradScaler` had multiplied the gradients at that time."""
+    num_calls: int = 0
+    """Number of calls of the step before it."""
+
+    def is_followed_by(self, gradients: dict[str, Tensor]) -> bool:
+        """Return whether `gradients` are those that this clipping left, by whatever norm."""
+        names = [name for name in self.names if name in self.gradients and name in gradients]
+        if not names:
+            return False
+        before, after = (torch.cat([of[n].double().reshape(-1) for n in names]) for of in (self.gradients, gradients))
+        if self.by_value:
+            right = before.clamp(-self.max_norm, self.max_norm)
+        else:
+            factor = float(after @ before / (before @ before)) if before.any() else 1.0
+            if not 0.0 < factor < 1.0 + 1e-6:
+                return False
+            right = factor * before
+        eps = max(torch.finfo(gradients[name].dtype).eps for name in names)
+        return float((after - right).norm()) <= 4 * eps * float(right.norm())
 
 
 @dataclass(kw_only=True)
@@ -121,6 +139,8 @@ class Group:
     """The optimizer's class, such as `torch.optim.adamw.AdamW`."""
     names: list[str]
     options: dict[str, Any]
+    is_compiled: bool = False
+    """Whether `torch.compile` runs the step."""
 
 
 @dataclass(kw_only=True)
@@ -130,6 +150,8 @@ class Step:
     calls: list[Call] = field(default_factory=list)
     calls_before: int = 0
     """Number of calls that were left out before these, because their gradients were dropped."""
+    cleared: int = 0
+    """Number of calls after which `zero_grad` has cleared their gradients, without a step of the optimizer."""
     clips: list[Clip] = field(default_factory=list)
     edited: set[str] = field(default_factory=set)
     """Parameters whose gradients the script has changed by itself, on this rank alone, in a hook or after the last
@@ -182,6 +204,12 @@ class Step:
         return len(self.clips) > 1 and len(names) == len(set(names))
 
     @property
+    def clips_in_turn(self) -> bool:
+        """Whether each of several clippings was given what the one before it left."""
+        pairs = zip(self.clips, self.clips[1:], strict=False)
+        return len(self.clips) > 1 and all(clip.is_followed_by(after.gradients) for clip, after in pairs)
+
+    @property
     def complete_gradients(self) -> dict[str, Tensor]:
         """Gradients before clipping, or as the optimizer received them where they were not clipped.
 
@@ -191,7 +219,7 @@ class Step:
             return self.gradients
         clipped = {name for clip in self.clips for name in clip.names}
         held = {name for group in self.groups for name in group.names}
-        before = self.clips[0 if self.clips_parts else -1].gradients
+        before = self.clips[0 if self.clips_parts or self.clips_in_turn else -1].gradients
         others = {name: x for name, x in self.gradients.items() if name not in clipped}
         return {name: x for name, x in before.items() if name in clipped or name not in held} | others
 
@@ -231,6 +259,8 @@ class Facts:
     """Seconds from the first recorded step to the last."""
     record_seconds: float = 0.0
     num_steps: int = 0
+    num_calls: list[int] = field(default_factory=list)
+    """Number of calls of each step."""
 
 
 class Folder:

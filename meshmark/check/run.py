@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -40,6 +41,8 @@ class Moment:
     """Parts that each rank holds before the step."""
     moved: dict[int, dict[int, dict[str, Tensor]]] = field(default_factory=dict)
     """Parameters at calls before which the script has changed some, by the number of the call."""
+    dropped: int = 0
+    """Number of calls that all ranks have skipped before these."""
 
     def weights(self, owner: int, call: int) -> dict[str, Tensor]:
         """Return the parameters of a replica as they were at a call."""
@@ -148,6 +151,7 @@ class Run:
             own = [s.calls[index].weights if index < len(s.calls) else {} for s in ranks]
             if any(own):
                 moved[index] = whole([part | changed for part, changed in zip(parts, own, strict=True)])
+        dropped = self._drop_skipped(ranks)
         clipped = gradients([s.gradients for s in ranks])
         complete = gradients([s.complete_gradients for s in ranks])
         for f, step, owner in zip(self.facts, ranks, self.owners, strict=True):
@@ -168,7 +172,26 @@ class Run:
             after=whole([s.after for s in ranks]),
             before_parts=parts,
             moved=moved,
+            dropped=dropped,
         )
+
+    def _drop_skipped(self, ranks: list[Step]) -> int:
+        """Leave out calls of a step that all ranks have skipped, and return how many there were.
+
+        Their gradients were cleared, and the calls after that are as many as steps usually have.
+        """
+        cleared = {step.cleared for step in ranks}
+        usual = [_most_common(f.num_calls) for f in self.facts]
+        if (
+            len(cleared) > 1
+            or 0 in cleared
+            or any(len(step.calls) - step.cleared != number for step, number in zip(ranks, usual, strict=True))
+        ):
+            return 0
+        for step in ranks:
+            step.calls, step.calls_before = step.calls[step.cleared :], step.cleared
+            step.clips = [clip for clip in step.clips if clip.num_calls > step.cleared]
+        return cleared.pop()
 
     def history(self, number: int, owner: int, names: Collection[str]) -> list[Earlier]:
         """Return some parameters of a replica at the beginning and after each step before step `number`, and where
@@ -184,6 +207,12 @@ class Run:
             values = {name: moment.after[owner][name] for name in names}
             found.append(Earlier(when=f"after step {earlier}", values=values))
         return found
+
+
+def _most_common(numbers: Sequence[int]) -> int:
+    """Return the most common number, or the largest of several."""
+    counts = Counter(numbers)
+    return max(counts, key=lambda number: (counts[number], number), default=0)
 
 
 def _assemble_outputs(together: list[Step]) -> None:

@@ -135,10 +135,12 @@ def _rule_of(group: Group) -> Any:  # noqa: ANN401
 
 
 def _coarseness(group: Group) -> float:
-    """Return the relative rounding of a step of DeepSpeed's compiled Adam, beside that of the gradients.
+    """Return the relative rounding of a step of DeepSpeed's Adam, or of a step that `torch.compile` runs, beside that
+    of the gradients.
 
-    It keeps the powers of both betas in float32, rounds them at every step, and divides by `1 - beta1**t` and by the
-    root of `1 - beta2**t`. Rounding of `t * eps / 2` moves `1 - beta**t` by up to `eps / 2 / (1 - beta)` of its size.
+    DeepSpeed's keeps the powers of both betas in float32, rounds them at every step, and divides by `1 - beta1**t` and
+    by the root of `1 - beta2**t`. Rounding of `t * eps / 2` moves `1 - beta**t` by up to `eps / 2 / (1 - beta)` of its
+    size.
     """
     half = torch.finfo(torch.float32).eps / 2
     beta1, beta2 = group.options["betas"]
@@ -169,7 +171,8 @@ class Updates:
         """Return the parameters whose update is wrong: by how many tolerances, and the right value."""
         wrong, self.restored = {}, []
         tolerances, moves, own, ruled, steps = 0.0, 0.0, list[Tensor](), list[Tensor](), dict[str, Tensor]()
-        coarse = {name: _coarseness(g) for g in step.groups if g.cls in _COMPILED_ADAM for name in g.names}
+        in_float32 = [g for g in step.groups if g.cls in _COMPILED_ADAM or (g.is_compiled and "betas" in g.options)]
+        coarse = {name: _coarseness(g) for g in in_float32 for name in g.names}
         for which in dict.fromkeys(g.optimizer for g in step.groups if g.names):
             if which not in self.exact:
                 self.exact[which] = Rule()

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from meshmark.spec.algorithm import Algorithm
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
+from meshmark.spec.own_model import OwnModelConfig
 from meshmark.spec.precision import LossScaling
 
 if TYPE_CHECKING:
@@ -240,12 +241,19 @@ LARGEST_FULL = 20_000_000
 bytes a parameter on one rank."""
 
 
+LARGEST_OWN = 50_000_000
+"""The same for a user's own model, which cannot be judged by a sample: up to 4 GB."""
+
+
 def assess_of(case: Case, asked: Assess | None) -> Assess:
     """Return how to judge a case: as `asked`, or by default depending on the size of its model.
 
     A case that cannot be sampled is judged in full if it is small enough.
     """
-    small = case.workload.model.num_parameters <= LARGEST_FULL
+    own = isinstance(case.workload.model, OwnModelConfig)
+    small = case.workload.model.num_parameters <= (LARGEST_OWN if own else LARGEST_FULL)
+    if own and small and asked is None:
+        return Assess.FULL
     chosen = asked or (Assess.FULL if small else Assess.SAMPLED)
     if chosen is Assess.SAMPLED and unsampled(case):
         return Assess.FULL if small else Assess.OFF
@@ -254,6 +262,11 @@ def assess_of(case: Case, asked: Assess | None) -> Assess:
 
 def unsampled(case: Case) -> str | None:
     """Why `case` cannot be judged by a sample; None when it can."""
+    if isinstance(case.workload.model, OwnModelConfig):
+        return (
+            "layers of a model of your own cannot be computed one by one; --assess full judges it whole, where memory "
+            "has room for some 80 bytes a parameter"
+        )
     if case.workload.couples_rows:
         return "its rows are normalised together, so that its gradients cannot be computed layer by layer"
     if num_replicas(case) > 1:

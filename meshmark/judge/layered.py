@@ -232,6 +232,7 @@ def _assess_gradients(
         note(QuantityKind.EVALUATION.of(), scalar_deviation(trace.evaluations[step], truth.loss))
     norm = _Norm(value=math.sqrt(squares), used=frozenset(used))
     if trace.reports_norms:
+        trace.take_worst_norm(step, norm.value)
         reported = trace.norms[step]  # in steps that report none, nothing is judged
         note(QuantityKind.NORM.of(), scalar_deviation(norm.value if reported is None else reported, norm.value))
     return norm

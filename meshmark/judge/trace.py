@@ -141,6 +141,8 @@ class Trace:
     """Shares, or the global mean."""
     norms: list[float | None] = field(default_factory=list)
     """Global gradient norm before clipping, as the framework reports it."""
+    other_norms: list[list[float]] = field(default_factory=list)
+    """The same by other ranks, of all ranks together."""
     evaluations: list[float] = field(default_factory=list)
     """Losses like `losses`, but in evaluation, before each step. Empty if not requested."""
     buffers: list[list[Tensors]] = field(default_factory=list)
@@ -166,6 +168,29 @@ class Trace:
     def reports_norms(self) -> bool:
         """Whether the gradient norm of any step is known. Each step then has a place in the deviations."""
         return any(norm is not None for norm in self.norms)
+
+    def take_worst_norm(self, step: int, exact: float) -> None:
+        """Let the norm of a step be the one that is farthest from `exact`, of those that ranks report."""
+        first = self.norms[step]
+        others = self.other_norms[step] if self.other_norms else []
+        if first is not None:
+
+            def distance(norm: float) -> float:
+                return abs(norm - exact) if math.isfinite(norm) else math.inf
+
+            self.norms[step] = max([first, *others], key=distance)
+
+
+def moved(traces: Sequence[Trace]) -> list[float]:
+    """Return how far each step moved the parameters: the L2 norm of the change, over all traces together."""
+    squares = [0.0] * min((len(trace.gradients) for trace in traces), default=0)
+    for trace in traces:
+        for step in range(len(squares)):
+            before, after = trace.parameters[step], trace.parameters[step + 1]
+            for name in after:
+                if (old := before.get(name)) is not None:
+                    squares[step] += float(np.sum(np.square(np.subtract(after[name], old, dtype=np.float64))))
+    return [math.sqrt(square) for square in squares]
 
 
 def observed_run(traces: Sequence[Trace], failed_step: int = 0) -> ObservedRun:
@@ -244,12 +269,13 @@ def gather_replicas(
 
 def union_of(traces: Sequence[Trace]) -> Trace:
     """Return the union of traces of one replica's ranks, no two of which hold the same tensor."""
-    reported = [trace.norms for trace in traces]
+    reported = [[n for n in norms if n is not None] for norms in zip(*(t.norms for t in traces), strict=True)]
     return Trace(
         parameters=[_union(parts) for parts in zip(*(t.parameters for t in traces), strict=True)],
         gradients=[_union(parts) for parts in zip(*(t.gradients for t in traces), strict=True)],
         losses=[sum(shares) for shares in zip(*(t.losses for t in traces), strict=True)],
-        norms=[next((n for n in norms if n is not None), None) for norms in zip(*reported, strict=True)],
+        norms=[norms[0] if norms else None for norms in reported],
+        other_norms=[norms[1:] for norms in reported],
         evaluations=[sum(shares) for shares in zip(*(t.evaluations for t in traces), strict=True)],
         buffers=_whole_buffers(traces),
         left_out=traces[0].left_out,

@@ -232,6 +232,7 @@ def assess_replicas(
         afters = algorithm.transition(here, owns)
         for replica, (trace, after, given) in enumerate(zip(traces, afters, algorithm.stepped_on(owns), strict=True)):
             if trace.reports_norms:
+                trace.take_worst_norm(step, global_norm(given))
                 norm = trace.norms[step]
                 reported_norm = global_norm(given) if norm is None else norm  # where none is reported, none is judged
                 note(replica, QuantityKind.NORM.of(), norm_deviation(reported_norm, given))

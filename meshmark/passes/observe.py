@@ -48,6 +48,7 @@ from meshmark.judge.trace import (
     host_parameters,
     local_holdings,
     low_precisions,
+    moved,
     tensor_digests,
 )
 from meshmark.judge.truth import assess_replicas
@@ -441,6 +442,7 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
         rounded=assessment.rounded,
         replaced=judged.replaced,
         misled=judged.misled,
+        moved=moved(traces) if request.assess else [],
         drifts=drifts,
         diagnosis=assessment.diagnosis,
         memory=seen.memory,

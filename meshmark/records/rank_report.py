@@ -41,6 +41,8 @@ class RankReport:
     """On rank 0: how the truth of this process differs from that of a clean one, which judged in its place."""
     rounded: list[str] = field(default_factory=list)
     """On rank 0: gradients that hold values of the narrow dtype alone, where the twin's need more bits."""
+    moved: list[float] = field(default_factory=list)
+    """On rank 0: how far each step moved the parameters, as an L2 norm."""
     drifts: list[Drift] = field(default_factory=list)
     """On rank 0, for all ranks."""
     diagnosis: Diagnosis | None = None

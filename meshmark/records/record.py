@@ -6,6 +6,7 @@ the user's own files it was made with (adapter and workload), by digest and comm
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import functools
@@ -14,6 +15,7 @@ import importlib.util
 import math
 import os
 import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -62,13 +64,33 @@ def sources_of(adapter: str, workload: Workload) -> list[Source]:
     return [_source(target) for target in targets]
 
 
+def decisive(records: Sequence[Record]) -> Record:
+    """Return the record that counts, of several of one pass of a case: the last one.
+
+    If the same committed code was judged wrong before, with the same packages, the last record that says so counts:
+    what is wrong at times is wrong. A crash or a hang may have been the machine's, and does not.
+    """
+    last = records[-1]
+    here = last.environment
+    is_known = here.commit and all(source.is_known for source in last.sources)
+    if not is_known or here.commit.endswith("-dirty") or here.project_commit.endswith("-dirty"):
+        return last
+    same = [record for record in reversed(records) if _code_of(record) == _code_of(last)]
+    return next((r for r in same if any(not (v.passed or v.undecided) for v in r.verdicts)), last)
+
+
+def _code_of(record: Record) -> tuple[object, ...]:
+    environment = record.environment
+    return environment.commit, environment.project_commit, record.sources, environment.versions, record.adapter
+
+
 @functools.cache
 def _source(target: str) -> Source:
     where, _, name = target.rpartition(":")
     file = _file(where)
     told = f"{Path(where).name if where.endswith('.py') else where}:{name}"
     try:
-        digest = hashlib.sha256(file.read_bytes()).hexdigest() if file else ""
+        digest = _digest(file) if file else ""
     except OSError:
         digest = ""
     return Source(target=told, sha256=digest, commit=_commit(file) if file else "")
@@ -82,6 +104,62 @@ def _file(where: str) -> Path | None:
     except (ImportError, ValueError):
         return None
     return Path(spec.origin) if spec and spec.origin else None
+
+
+_MOST_FILES = 2_000
+"""Number of imported files from which on code counts as unknown."""
+
+
+def _digest(file: Path) -> str:
+    """Return a hash of a file and of what it imports from other folders, such as an editable installation.
+
+    Not of what is next to it, which `_commit` covers, nor of installed packages, whose versions the environment has.
+    Empty if that is too much. Raises `OSError` if the file cannot be read.
+    """
+    found, queue = {file: file.read_bytes()}, [file]
+    while queue:
+        for name in _imported(found[queue.pop()]):
+            for each in _files_elsewhere(name, file.parent):
+                if each not in found:
+                    found[each] = each.read_bytes()
+                    queue.append(each)
+        if len(found) > _MOST_FILES:
+            return ""
+    whole = hashlib.sha256(found.pop(file))
+    for each in sorted(found):
+        whole.update(hashlib.sha256(found[each]).digest())
+    return whole.hexdigest()
+
+
+def _imported(source: bytes) -> set[str]:
+    """Return the names of the packages that a file imports anywhere."""
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError):
+        return set()
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    return {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {""}
+
+
+def _files_elsewhere(name: str, folder: Path) -> list[Path]:
+    """Return the files of a package that is neither installed nor in `folder`."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError, AttributeError):
+        return []
+    roots = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
+    if spec and spec.origin and not roots:
+        roots = [Path(spec.origin)]
+    left_out = (Path(__file__).parents[1], folder)
+    roots = [
+        root
+        for root in roots
+        if not {"site-packages", "dist-packages"} & set(root.parts)
+        and not any(root.is_relative_to(place) for place in left_out)
+    ]
+    files = [each for root in roots for each in ([root] if root.is_file() else sorted(root.rglob("*.py")))]
+    return [each for each in files if each.suffix == ".py"]
 
 
 def _commit(file: Path) -> str:
@@ -319,6 +397,8 @@ class EquivalenceEvidence:
     """Largest allowed deviation as a multiple of its noise: by kind, and by quantity where it is larger."""
     ways: Mapping[str, Way] = field(default_factory=dict)
     """Allowed ways to compute for a run that is not bitwise equal to the twin, as in `ToleranceModel`."""
+    moved: list[float] = field(default_factory=list)
+    """How far each step moved the parameters: the L2 norm over all of them. Empty in old records."""
     drifts: list[Drift] = field(default_factory=list)
     diagnosis: Diagnosis | None = None
     """The likely defect of a run that is not equivalent."""

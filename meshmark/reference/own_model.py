@@ -120,6 +120,7 @@ def describe(target: str) -> Workload:
     parameters = list(module.parameters())
     if not parameters:
         raise InputError(f"workload {target!r}: its model has no parameters")
+    _expect_dense_float32(target, module)
     frozen = _frozen(target, module)
     layers, shared_layers = _count_layers(target, own, module, batch)
     use = dry_run.use_of(own, module, batch)
@@ -217,11 +218,27 @@ def _narrow_error(own: OwnWorkload, module: nn.Module, batch: Any) -> str:  # no
     weights = {name: parameter.bfloat16() for name, parameter in wrapper.named_parameters()}
     try:
         torch.func.functional_call(wrapper, weights, (batch,))
-    except RuntimeError as error:
-        return str(error).splitlines()[0]
+    except Exception as error:  # of the user's code, such as a TypeError of NumPy's, which has no bf16
+        return (str(error) or type(error).__name__).splitlines()[0]
     finally:
         widened.remove()
     return ""
+
+
+def _expect_dense_float32(target: str, module: nn.Module) -> None:
+    """Raise `InputError` for sparse gradients, and for parameters of another dtype than the case's precision casts."""
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise InputError(
+                f"workload {target!r}: {name} has sparse gradients, which are not judged; set sparse=False"
+            )
+    for name, parameter in module.named_parameters():
+        if parameter.dtype != torch.float32:
+            raise InputError(
+                f"workload {target!r}: parameter {name} is {parameter.dtype}; expected torch.float32: build the model "
+                "in it, and ask for another precision by --precision. Parameters that are complex numbers cannot be "
+                "judged"
+            )
 
 
 def _frozen(target: str, module: nn.Module) -> tuple[str, ...]:
@@ -440,6 +457,7 @@ def make_batch(workload: Workload, step: int) -> Batch:
     # A copy, because an engine may change its batch in place, and a workload may return views of its data.
     tree = pytree.tree_map_only(torch.Tensor, torch.clone, own.batch(step))
     rows = _num_rows(tree)
+    _expect_rows(workload.model.target, step, rows, workload.global_batch)
     return Batch(
         inputs=tree,
         targets=torch.zeros(rows, dtype=torch.int64),
@@ -792,22 +810,45 @@ def _num_rows(tree: Any) -> int:  # noqa: ANN401
     return len(_leaves(tree)[0])
 
 
+_ASKED_STEPS = 5
+"""Number of batches that are looked at before a run: as many steps are judged."""
+
+
 def _checked_batch(target: str, own: OwnWorkload) -> Any:  # noqa: ANN401
-    first, again = own.batch(0), own.batch(0)
-    leaves = _leaves(first)
-    if not leaves or any(leaf.dim() == 0 for leaf in leaves):
-        raise InputError(f"workload {target!r}: batch(0) holds no tensors with rows as their first dimension")
-    if len(sizes := {len(leaf) for leaf in leaves}) > 1:
-        raise InputError(
-            f"workload {target!r}: tensors of batch(0) have {', '.join(map(str, sorted(sizes)))} rows; expected as "
-            "many rows in each, along the first dimension"
-        )
-    if any(not torch.equal(one, other) for one, other in zip(leaves, _leaves(again), strict=True)):
-        raise InputError(
-            f"workload {target!r}: batch(0) differs between two calls; expected a function of the step alone: draw "
-            "with torch.Generator().manual_seed(step)"
-        )
+    """Return the first batch. Raises `InputError` if one of the first batches cannot be judged."""
+    first, num_rows = own.batch(0), 0
+    for step in range(_ASKED_STEPS):
+        one, again = (first if step == 0 else own.batch(step)), own.batch(step)
+        leaves = _leaves(one)
+        if not leaves or any(leaf.dim() == 0 for leaf in leaves):
+            raise InputError(f"workload {target!r}: batch({step}) holds no tensors with rows as their first dimension")
+        if len(sizes := {len(leaf) for leaf in leaves}) > 1:
+            raise InputError(
+                f"workload {target!r}: tensors of batch({step}) have {', '.join(map(str, sorted(sizes)))} rows; "
+                "expected as many rows in each, along the first dimension"
+            )
+        num_rows = num_rows or len(leaves[0])
+        _expect_rows(target, step, len(leaves[0]), num_rows)
+        if not _are_equal(leaves, _leaves(again)):
+            raise InputError(
+                f"workload {target!r}: batch({step}) differs between two calls; expected a function of the step alone: "
+                "draw with torch.Generator().manual_seed(step)"
+            )
     return first
+
+
+def _are_equal(leaves: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    if len(leaves) != len(others):
+        return False
+    return all(one.shape == other.shape and torch.equal(one, other) for one, other in zip(leaves, others, strict=True))
+
+
+def _expect_rows(target: str, step: int, rows: int, expected: int) -> None:
+    if rows != expected:
+        raise InputError(
+            f"workload {target!r}: batch({step}) has {rows} rows, and batch(0) has {expected}; expected as many in "
+            "every batch: leave out what remains at the end of an epoch, as drop_last=True does"
+        )
 
 
 def _expect_a_sum_and_a_weight(
@@ -903,8 +944,9 @@ def _answers(target: str, rank: int) -> dict[str, object]:
         module = _build(target, own, 0)
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         found: dict[str, object] = {f"the initial value of {name}": _fingerprint(t) for name, t in tensors.items()}
+        for step in range(_ASKED_STEPS):
+            found[f"batch({step})"] = [_fingerprint(leaf) for leaf in _leaves(own.batch(step))]
         tree = own.batch(0)
-        found["batch(0)"] = [_fingerprint(leaf) for leaf in _leaves(tree)]
         found["the loss of batch(0)"] = [float(number) for number in own.loss(module, tree)]
     return found
 

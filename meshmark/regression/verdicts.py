@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from meshmark.records.record import Record, Status, Verdict
+from meshmark.records.record import Record, Status, Verdict, decisive
 from meshmark.regression.change import Change, ChangeOutcome, Kind
 from meshmark.regression.runs import CaseRuns
 
@@ -18,7 +18,7 @@ def verdict_changes(name: str, before: CaseRuns, after: CaseRuns) -> Iterator[Ch
     passes = (before.observed, after.observed), (before.timed, after.timed)
     for what, (one, other) in zip(ENDINGS, passes, strict=True):
         if one and other:
-            yield _ending(name, what, one[-1], other[-1])
+            yield _ending(name, what, decisive(one), decisive(other))
     for suite in SUITES:
         one_verdict, other_verdict = (_verdict(runs, suite) for runs in (before, after))
         if one_verdict or other_verdict:
@@ -27,7 +27,7 @@ def verdict_changes(name: str, before: CaseRuns, after: CaseRuns) -> Iterator[Ch
 
 def _verdict(runs: CaseRuns, suite: str) -> Verdict | None:
     records = runs.timed if suite == "throughput" else runs.observed
-    return records[-1].verdict(suite) if records else None
+    return decisive(records).verdict(suite) if records else None
 
 
 def _ending(name: str, what: str, before: Record, after: Record) -> Change:

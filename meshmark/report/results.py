@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from meshmark.records.record import Record, Status
+from meshmark.records.record import Record, Status, decisive
 from meshmark.records.request import Task
 from meshmark.report.table import Cell
 from meshmark.run.throughput import throughput
@@ -177,14 +177,15 @@ def _is_defect(status: Status) -> bool:
 
 
 def results(records: Iterable[Record]) -> list[CaseResult]:
-    """Return one result per case, in order of first appearance. The last of several records of one pass counts."""
-    latest: dict[tuple[Key, Task], Record] = {}
+    """Return one result per case, in order of first appearance. Of several records of one pass, one is `decisive`."""
+    every: dict[tuple[Key, Task], list[Record]] = {}
     cases: dict[Key, Case] = {}
     for record in records:
         if record.task in (Task.PROFILE, Task.FAKE_WORLD):  # sections of their own
             continue
-        latest[_key(record), record.task] = record
+        every.setdefault((_key(record), record.task), []).append(record)
         cases.setdefault(_key(record), record.case)
+    latest = {key: decisive(of_one_pass) for key, of_one_pass in every.items()}
     judged: dict[tuple[str, str, str], Record] = {}  # of several, one that failed decides
     for record in latest.values():
         verdict = record.verdict("equivalence")

@@ -401,6 +401,7 @@ def _equivalence(launches: Sequence[LaunchResult], request: Request) -> Equivale
         noise=tolerance_model.noise if tolerance_model else {},
         factors=tolerance_model.factors if tolerance_model else {},
         ways=tolerance_model.ways if tolerance_model else {},
+        moved=first.moved,
         drifts=[drift for launched in launches for drift in launched.reports[0].drifts],
         diagnosis=first.diagnosis,
         num_replicated=first.num_replicated,

@@ -30,7 +30,10 @@ from meshmark.measure.laps import Interval, mean_interval
 from meshmark.measure.readings import Collective, MemoryReading
 from meshmark.models.module import parameter_shapes
 from meshmark.records.record import Record, Verdict
+from meshmark.spec.algorithm import SYNCHRONOUS
+from meshmark.spec.case import Case
 from meshmark.spec.own_model import OwnModelConfig
+from meshmark.spec.precision import NARROW
 from meshmark.text import pluralize
 from meshmark.theory.memory import ExtraMemory, ModelStates, declared_bytes, declared_peak
 from meshmark.theory.traffic import METERED_STEP, Flow, OneTimeTraffic, Route, by_route, departed
@@ -568,6 +571,14 @@ BLIND = 0.3
 
 The smallest defect of a reduction is a missing part of one of two ranks. It scales a gradient by a half.
 """
+BLIND_UNROUNDED = 0.01
+"""The same where nothing is rounded to less than float32.
+
+Rounding then hides less than 1e-4 in every workload of Meshmark's. More noise has another cause: a model or a batch
+that is not a function of the step.
+"""
+HIDDEN_STEP = 0.1
+"""Largest part of a step that rounding may hide at every step. In the suites it is less than 1e-4."""
 HIDDEN = 3.0
 """Multiple of its noise by which a number may be off in the other direction by chance, and hide an error of that
 size.
@@ -591,6 +602,7 @@ def judge_equivalence(record: Record) -> Verdict:
     limits = detection_limits(record)
     blindest = max(limits, key=lambda name: limits[name].scaling, default="")
     limit = limits[blindest].scaling if limits else math.inf
+    hidden = hidden_step(record)
     twin_excess, reference = tolerance_model.twin_excess(found.deviations), "float64 alone"
     if any(q.kind in TWINS for q in run):
         reference = "float64 and the twin" if twin_excess <= 1 else "float64 alone: the twin is too far from it"
@@ -611,6 +623,7 @@ def judge_equivalence(record: Record) -> Verdict:
         "false_alarms": str(shown()),
         "detection_limit": limit,
         "blindest": blindest,
+        "hidden_step": hidden,
         "detection_limit_any_direction": max((limit.any_direction for limit in limits.values()), default=math.inf),
         "failing": sum(not e <= 1 for e, *_ in excesses),
         "compared": len(excesses),
@@ -618,25 +631,42 @@ def judge_equivalence(record: Record) -> Verdict:
     if found.diagnosis:
         evidence["diagnosis"] = found.diagnosis.text
     wrong = bool(found.wrong_start or found.drifts or (told and not excess <= 1))
-    undecided = not wrong and (len(told) < len(excesses) or not limit <= BLIND or not twin_excess <= 1)
+    unrounded = _is_unrounded(record.case)
+    most = BLIND_UNROUNDED if unrounded else BLIND
+    undecided = not wrong and (
+        len(told) < len(excesses) or not limit <= most or not hidden <= HIDDEN_STEP or not twin_excess <= 1
+    )
     if wrong:
         summary = _what_is_wrong(record, tolerance_model, quantity, step, excess * factor)
     elif undecided and not twin_excess <= 1:
         summary = f"cannot tell: the twin itself is {twin_excess:.3g} x as far from the truth as a run may be"
-    elif undecided and limit <= BLIND:
+    elif undecided and limit <= most and not hidden <= HIDDEN_STEP:
+        summary = (
+            "cannot tell: steps of the optimizer are small beside the rounding of the weights, which hides errors of "
+            f"up to {hidden:.2g} times a step, so that a step left out may not be seen; a higher learning rate shows it"
+        )
+    elif undecided and limit <= most:
         unknown = min(str(q) for _, q, s in excesses if not math.isfinite(tolerance_model.noise_of(q, s)))
         summary = f"cannot tell: the noise of {unknown} is no number, for `single` itself overflows"
     elif undecided:
         summary = (
             f"cannot tell: a scaling of the gradient of {blindest} by less than {limit:.2g} would not be seen in the "
-            f"noise, where {BLIND:g} is the most that a verdict may leave open"
+            f"noise, where {most:g} is the most that a verdict may leave open"
         )
+        if unrounded:
+            summary += ": does the model, or batch(step), answer the same each time?"
     else:
         summary = f"worst {quantity} at step {step}: {excess * factor:.2f} x its noise where {factor:.2f} x is allowed"
         summary += differs
     return Verdict(
         suite="equivalence", passed=not wrong and not undecided, undecided=undecided, summary=summary, evidence=evidence
     )
+
+
+def _is_unrounded(case: Case) -> bool:
+    """Return whether nothing of a case is rounded to less than float32, neither by its precision nor to send less."""
+    narrow = any(dtype in NARROW for dtype in (case.precision.compute, case.precision.reduction, case.precision.master))
+    return not narrow and case.tuning.matmul is None and case.workload.algorithm == SYNCHRONOUS
 
 
 def _what_is_wrong(record: Record, tolerance_model: ToleranceModel, quantity: Quantity, step: int, ratio: float) -> str:
@@ -666,6 +696,25 @@ class Limit:
     """Smallest detectable relative error that scales the gradient."""
     any_direction: float
     """Smallest detectable relative error that leaves the gradient's size unchanged."""
+
+
+def hidden_step(record: Record) -> float:
+    """Return the largest error of a step, as a multiple of the step, that would not be seen at the best of all steps.
+
+    Zero where it is not known how far steps moved the parameters.
+    """
+    evidence = record.equivalence
+    tolerance_model = evidence.tolerance_model.fitted_to(evidence.deviations)
+    quantities = [q for q in evidence.deviations if q.kind is QuantityKind.PARAMETERS and q in tolerance_model.noise]
+    if not quantities:
+        return 0.0
+    return min(
+        (
+            math.hypot(*(tolerance_model.tolerance(q, step) for q in quantities)) / moved if moved else math.inf
+            for step, moved in enumerate(evidence.moved)
+        ),
+        default=0.0,
+    )
 
 
 def detection_limits(record: Record) -> dict[str, Limit]:

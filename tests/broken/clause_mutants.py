@@ -52,6 +52,7 @@ CLAUSE_MUTANTS: list[Mutant] = [
     *against("clipping", ZERO, w.ClipsByOwnNorm, F.CLIPPING),
     *against("clipping", "ddp fsdp2 gpipe megatron accelerate deepspeed/1", o.TellsClippedNorm, F.CLIPPING),
     *against("clipping", "fsdp2 accelerate deepspeed/2", o.TellsOwnNorm, F.CLIPPING),
+    *against("clipping", "ddp fsdp2 gpipe", o.TellsWrongNormOnLastRank, F.CLIPPING),
     # Groups, frozen, unused
     *against("decay groups", "ddp fsdp2 gpipe megatron fairscale-oss accelerate deepspeed/3", o.DecaysAll, F.UPDATE),
     *against("decay groups", "ddp gpipe deepspeed/1", o.DecaysNothing, F.UPDATE),

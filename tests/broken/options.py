@@ -164,6 +164,14 @@ class TellsOwnNorm(Broken):
         return norm if norm is None else norm / self.context.world_size**0.5
 
 
+class TellsWrongNormOnLastRank(Broken):
+    """The last rank alone reports a wrong norm."""
+
+    def update(self) -> Tensor | None:
+        norm: Tensor | None = super().update()
+        return norm if norm is None or self.context.rank < self.context.world_size - 1 else 7 * norm
+
+
 class ZeroForUnused(Broken):
     """A parameter without a gradient gets one of zero, and decays."""
 

@@ -23,6 +23,8 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.head = nn.Linear(16, 32), nn.Linear(32, 10)
+        if WAY == "another's gradient":
+            self.spare = nn.Linear(16, 32)
 
     def forward(self, x):
         return self.head(torch.tanh(self.first(x)))
@@ -50,7 +52,11 @@ net = Bag() if "sparse" in WAY else Fourier() if WAY == "complex" else Net()
 if WAY == "infinite norm of a shard":
     model = FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
 else:
-    model = net if "by hand" in WAY or WAY == "sparse, not reduced" else DistributedDataParallel(net)
+    model = (
+        net
+        if "by hand" in WAY or WAY == "sparse, not reduced"
+        else DistributedDataParallel(net, find_unused_parameters=WAY == "another's gradient")
+    )
 if "sparse" in WAY:
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
 elif WAY == "group taken out":
@@ -75,6 +81,14 @@ def rounding_hook(optimizer, args, kwargs):
 
 
 optimizer.register_step_pre_hook(hook)
+if "communication hook" in WAY:
+
+    def sent_in_bf16(_, bucket):
+        sent = bucket.buffer().bfloat16().roll(1 if "shifts" in WAY else 0).float()
+        sums = dist.all_reduce(sent, async_op=True).get_future()
+        return sums.then(lambda future: (future.value()[0] / world).bfloat16().float())
+
+    model.register_comm_hook(None, sent_in_bf16)
 adam = sys.modules["torch.optim.adam"].adam
 if WAY == "tiny steps, never made":
     sys.modules["torch.optim.adam"].adam = lambda *args, **kwargs: None
@@ -82,9 +96,10 @@ if WAY == "tiny steps upwards":
     sys.modules["torch.optim.adam"].adam = lambda *args, **kwargs: adam(*args, **{**kwargs, "maximize": True})
 if WAY == "rounds in a hook after the step":
     optimizer.register_step_post_hook(rounding_hook)
+step_once = torch.compile(lambda: optimizer.step(), backend="eager") if WAY == "compiled" else optimizer.step
 initial = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
 rows = torch.Generator().manual_seed(100 + rank)
-for step in range(4):
+for step in range(6):
     if WAY == "begins again" and step == 2:  # after a warm-up of compiled code
         model.load_state_dict(initial[0])
         optimizer.load_state_dict(initial[1])
@@ -119,11 +134,27 @@ for step in range(4):
     if WAY == "a part clipped, another zeroed":
         nn.utils.clip_grad_norm_(net.first.parameters(), 1e6)
         net.head.weight.grad = torch.zeros_like(net.head.weight)
+    if WAY == "asks for the norm first":
+        nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    if "clips twice" in WAY:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        nn.utils.clip_grad_value_(model.parameters(), 0.05)
+    if WAY == "clips twice, then halves":
+        for parameter in model.parameters():
+            parameter.grad *= 0.5
+    if "skips" in WAY:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if step == 1:
+            continue
+    if WAY == "another's gradient":
+        net.spare.weight.grad = net.first.weight.grad.clone()
+        dist.all_reduce(net.spare.weight.grad)  # as gradients that are reduced by hand
     if WAY == "weights shrink":
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(0.9)
-    optimizer.step()
+    step_once()
     if WAY == "group taken out" and step == 1:
         optimizer.param_groups.pop(0)
 dist.destroy_process_group()
