@@ -85,6 +85,21 @@ def written(folder: Path, **parts: str) -> str:
             {"batch": "return {'a': torch.zeros(8, 4), 'b': torch.zeros(6)}"},
             "have 6, 8 rows; expected as many",
         ),
+        (
+            {"batch": "return torch.randn(8 + (step > 0), 4, generator=torch.Generator().manual_seed(step))"},
+            r"batch\(1\) has 9 rows, and batch\(0\) has 8",
+        ),
+        (
+            {"batch": "return torch.ones(8, 4) if step == 0 else torch.randn(8, 4)"},
+            r"batch\(1\) differs between two calls",
+        ),
+        ({"batch": "return {'x': torch.ones(8, 4), 'name': 'first'}"}, "holds 'first', a str; expected tensors alone"),
+        ({"built": "self.double()"}, "parameter layers.0.weight is torch.float64; expected torch.float32"),
+        ({"built": "self.words = nn.Embedding(4, 4, sparse=True)"}, "words has sparse gradients, which are not judged"),
+        (
+            {"loss": PARTS["loss"] + "\n    def weight(self, x): return 2.0 * len(x)"},
+            r"weight\(batch\) is 16, and loss\(model, batch\) returned a weight of 8",
+        ),
         ({"batch": "return {}"}, r"batch\(0\) holds no tensors with rows"),
         ({"loss": "return model(x).square().mean()"}, "did not return a sum and its weight"),
         ({"loss": "return model(x).square(), torch.tensor(8.0)"}, r"a sum of shape \(8, 4\)"),

@@ -333,6 +333,7 @@ def test_a_line_of_schema_1_is_read_into_the_parts_of_today(tmp_path: Path) -> N
         *of_timing,
         *of_traffic,
         "rounded",
+        "moved",
         "gathering_bytes",
         "compile_seconds",
         "explain_seconds",

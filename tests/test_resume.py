@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
 from contextlib import closing
 from pathlib import Path
@@ -18,6 +19,7 @@ from meshmark.errors import InputError
 from meshmark.judge.deviation import Assess
 from meshmark.launch.cluster import ClusterSpec
 from meshmark.pytest_plugin import session_log
+from meshmark.records import record as record_module
 from meshmark.records.record import ConformanceEvidence, Outcome, Record, Status
 from meshmark.records.record_file import Ending, RecordFile, read_records
 from meshmark.records.request import Task
@@ -192,3 +194,21 @@ def test_a_run_whose_time_is_up_keeps_its_records_and_names_the_rest(tmp_path: P
     endings = [attempt.ending for attempt in reading.sessions[-1].attempts]
     assert endings == [Ending.PASSED, Ending.UNFINISHED] and reading.sessions[-1].exit_code == 2
     RecordFile(tmp_path).close()
+
+
+def test_code_that_an_adapter_imports_from_another_folder_is_part_of_its_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as an editable installation, of which neither a version nor the adapter's commit tells a change."""
+    for folder in ("mine", "elsewhere/library"):
+        (tmp_path / folder).mkdir(parents=True)
+    adapter, library = tmp_path / "mine" / "adapter.py", tmp_path / "elsewhere" / "library" / "scale.py"
+    adapter.write_text("import torch\n\ndef build():\n    from library.scale import FACTOR\n")
+    (library.parent / "__init__.py").touch()
+    library.write_text("FACTOR = 1.0\n")
+    without = record_module._digest(adapter)
+    monkeypatch.syspath_prepend(tmp_path / "elsewhere")
+    first = record_module._digest(adapter)
+    library.write_text("FACTOR = 1.5\n")
+    assert len({without, first, record_module._digest(adapter)}) == 3
+    assert without == hashlib.sha256(adapter.read_bytes()).hexdigest(), "torch is installed: its version tells"

@@ -27,7 +27,8 @@ def observed(
 
 def _run(function: Callable[..., Any], *arguments: Any, steps: int, objective: str | None, max_disk: float) -> str:  # noqa: ANN401
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    asked = argparse.Namespace(steps=steps, objective=objective, max_disk=max_disk, folder=None, keep=None, output=None)
+    places = {"folder": None, "keep": None, "output": None}
+    asked = argparse.Namespace(steps=steps, objective=objective, max_disk=max_disk, owns_process=False, **places)
     place = meeting_folder(asked, rank)
     try:
         name = getattr(function, "__name__", type(function).__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -142,6 +143,10 @@ class Judge:
     worst: float = 0.0
     detects: float = 0.0
     """The smallest relative error that would have been detected in every gradient."""
+    shared: list[int] = field(default_factory=list)
+    """Most rows that two ranks have in common, by step."""
+    handed_on: list[bool] = field(default_factory=list)
+    """Whether a rank reads what another read in the step before, by step from the second on."""
     uncleared: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     """Gradients of every replica as they were before this step, if nothing has cleared them."""
     widest: str = ""
@@ -208,6 +213,7 @@ class Judge:
             if number < 2:
                 self._report_copies(previous, moment)
             rows_before, rows = rows, [rows_of(s.calls) for s in moment.readers]
+            self._note_shared_rows(rows_before, rows)
             same.append(bool(rows[0]) and all(own == rows[0] for own in rows) and _same_targets(moment))
             if previous is not None:
                 repeats.append([before == now for before, now in zip(rows_before, rows, strict=True)])
@@ -471,6 +477,13 @@ class Judge:
             held = {name for group in moment.ranks[owner].groups for name in group.names} - used.keys() - beside
             least = UNUSED * _norm(own)
             odd = {name: own[name] for name in held if name in own and float(own[name].double().norm()) > least}
+            before, after = moment.before[owner], moment.after[owner]
+            if still := sorted(n for n in held & own.keys() - odd.keys() if not torch.equal(before[n], after[n])):
+                self.add(
+                    Level.NOTE, "stepped without use",
+                    f"no call of this step uses {_shortened(still)}, and the optimizer moves it, on a gradient of "
+                    "zero, by its momentum or weight decay", moment.number,
+                )  # fmt: skip
             if not odd:
                 continue
             worst = max(odd, key=lambda name: float(odd[name].double().norm()))
@@ -811,7 +824,8 @@ class Judge:
         for rank in self.run.readers:
             for index, call in enumerate(moment.ranks[rank].calls):
                 if call.used_gradients:
-                    product = recomputer.product(call, moment.weights(self.run.owners[rank], index))
+                    place = moment.ranks[rank].calls_before + index
+                    product = recomputer.product(call, moment.weights(self.run.owners[rank], place))
                     total = sums[index >= first[rank]]
                     for name, g in product.gradients.items():
                         total[name] = total.get(name, torch.zeros(())) + g / call.scale
@@ -819,7 +833,8 @@ class Judge:
             return
         own = {n: g.double() for n, g in moment.gradients[owner].items() if n in sums[1]}
         both = {n: x + sums[0].get(n, torch.zeros(())) for n, x in sums[1].items()}
-        moved = {n: x.double() - moment.before[owner][n].double() for n, x in moment.weights(owner, first[0]).items()}
+        there = moment.weights(owner, moment.ranks[0].calls_before + first[0])
+        moved = {n: x.double() - moment.before[owner][n].double() for n, x in there.items()}
         along = _angle(moved, sums[0]) > ALONG
         if not own or _angle(own, sums[1]) < _angle(own, both):
             if along:
@@ -830,7 +845,15 @@ class Judge:
                 )  # fmt: skip
             return
         for rank, step in enumerate(moment.ranks):
-            step.calls, step.calls_before = step.calls[first[rank] :], first[rank]
+            step.calls, step.calls_before = step.calls[first[rank] :], step.calls_before + first[rank]
+        last = moment.ranks[0].calls[-1].weights
+        if not along and last and all(_equal_at(n, moment.ranks[0].stepped_from, last) for n in last):
+            self.add(
+                Level.WRONG, Fault.DROPPED,
+                "the gradients of calls that were made before the script changed the weights are lost (zero_grad "
+                "between micro-batches?)", number,
+            )  # fmt: skip
+            return
         told = f"moved by {_norm(moved):.4g}{'' if along else ', and not'} along the gradient of the first"
         self.add(
             Level.NOTE, "two passes a step",
@@ -1039,7 +1062,7 @@ class Judge:
                     right[name] = right[name].clamp(-bound, bound) if clip.by_value else factor * right[name]
             own = moment.clipped.get(owner, {})
             names = [name for name in right if name in own]
-            if names and not _is_near(_flat(own, names), _flat(right, names), max(1e-4, 4 * eps)):
+            if names and _farthest(own, {name: right[name] for name in names}) > max(1e-4, 4 * eps):
                 told = f"gradients are not those that {len(clips)} clippings, one after the other, leave"
                 self.add(Level.WRONG, Fault.CLIPPING, told, moment.number)
                 return
@@ -1059,16 +1082,18 @@ class Judge:
             norm = _norm({n: gradients[n] for n in clip.names if n in gradients}, clip.norm_type)
             norms.append(norm)
             before = torch.cat([gradients[n].double().reshape(-1) for n in names])
-            after = torch.cat([own.get(n, torch.zeros_like(gradients[n])).double().reshape(-1) for n in names])
+            whole = {name: own.get(name, torch.zeros_like(gradients[name])) for name in names}
+            after = torch.cat([whole[n].double().reshape(-1) for n in names])
             if clip.by_value:
-                off = float((after - before.clamp(-clip.max_norm, clip.max_norm)).norm()) / (float(after.norm()) or 1.0)
+                right_values = {name: gradients[name].double().clamp(-clip.max_norm, clip.max_norm) for name in names}
+                off = _farthest(whole, right_values)
                 if off > allowed:
                     told = f"gradients are not those of clipping by value to {clip.max_norm:g}; off by {off:.2g}"
                     self.add(Level.WRONG, Fault.CLIPPING, told, moment.number)
                 continue
             right = min(1.0, clip.max_norm / (norm + 1e-6))
             factor = float(after @ before / (before @ before)) if before.any() else 1.0
-            left_over = float((after - factor * before).norm()) / (float(after.norm()) or 1.0)
+            left_over = _farthest(whole, {name: factor * gradients[name].double() for name in names})
             if left_over > allowed:
                 told = "the optimizer steps on other gradients than those that were clipped"
                 if parts := _norms_of_parts(moment.ranks, clip, allowed):
@@ -1191,6 +1216,13 @@ class Judge:
                     "(model.train() missing after an evaluation?)", moment.number,
                 )  # fmt: skip
 
+    def _note_shared_rows(self, before: list[Counter[bytes]], rows: list[Counter[bytes]]) -> None:
+        """Count the rows that several ranks read, in one step or one after the other."""
+        pairs = list(itertools.permutations(range(len(rows)), 2))
+        self.shared.append(max(((rows[a] & rows[b]).total() for a, b in pairs), default=0))
+        if before:
+            self.handed_on.append(any(rows[a] and rows[a] == before[b] for a, b in pairs))
+
     def _data(self, same: list[bool], repeats: list[list[bool]]) -> None:
         if len(self.run.readers) > 1 and same and all(same):
             self.add(
@@ -1200,6 +1232,18 @@ class Judge:
             )  # fmt: skip
         elif len(self.run.readers) > 1:
             self.verdict.lines["data"] = "ranks read different rows"
+            if min(self.shared, default=0):
+                self.verdict.lines["data"] = f"ranks read up to {max(self.shared)} rows in common"
+                self.add(
+                    Level.NOTE, "ranks share rows",
+                    f"at every step, up to {_count(max(self.shared), 'row')} of one rank are read by another too "
+                    "(shards that overlap, or few different rows?)",
+                )  # fmt: skip
+            if self.handed_on and all(self.handed_on):
+                self.add(
+                    Level.NOTE, "rows read again by another rank",
+                    "at every step, one rank reads the rows that another has read in the step before",
+                )  # fmt: skip
         stale = [rank for rank, of in zip(self.run.readers, zip(*repeats, strict=True), strict=False) if all(of)]
         if stale and len(stale) < len(self.run.readers):
             self.add(
@@ -1324,6 +1368,23 @@ def _calls_before(step: Step) -> int:
 
 def _equal(first: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return first.keys() == other.keys() and all(torch.equal(x, other[name]) for name, x in first.items())
+
+
+def _farthest(own: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
+    """Return the largest relative distance of a tensor from the right one. All are in one format.
+
+    A tensor may be far smaller than others, and Adam moves it as far.
+    """
+    far = 0.0
+    for name, x in right.items():
+        tiny = torch.finfo(own[name].dtype).tiny * max(1, x.numel()) ** 0.5
+        distance = max(0.0, float((own[name].double() - x).norm()) - tiny)
+        far = max(far, distance / (float(x.norm()) or 1.0) if distance else 0.0)
+    return far
+
+
+def _equal_at(name: str, first: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return name in first and torch.equal(first[name], other[name])
 
 
 def _is_near(own: Tensor, right: Tensor, allowed: float) -> bool:

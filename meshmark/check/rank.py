@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import os
 import select
@@ -47,6 +48,7 @@ def main(arguments: list[str]) -> NoReturn:
     add_options(parser)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--starter", type=int, help=argparse.SUPPRESS)
+    parser.set_defaults(owns_process=True)
     parser.add_argument("--temporary", action="store_true", help=argparse.SUPPRESS)
     parsed = parser.parse_args(arguments)
     script = Path(parsed.script)
@@ -70,6 +72,10 @@ def main(arguments: list[str]) -> NoReturn:
     _leave(parsed, place, rank, outcome)
 
 
+EXIT_SECONDS = 5.0
+"""Most seconds for functions that are registered with `atexit`."""
+
+
 def _leave(parsed: argparse.Namespace, place: Path, rank: int, outcome: Outcome) -> NoReturn:
     """End this process."""
     if rank == 0 and not parsed.folder and not parsed.keep:
@@ -77,10 +83,16 @@ def _leave(parsed: argparse.Namespace, place: Path, rank: int, outcome: Outcome)
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None where whoever started this has closed it
         with contextlib.suppress(OSError):
             stream.flush()
-    started_by_check = parsed.folder and outcome is not Outcome.COULD_NOT_RUN
-    # Threads and process groups of a script that was stopped may never end. torchrun reports a rank that ends with
-    # another code than 0 in thirty lines, which would bury the verdict.
-    os._exit(0 if started_by_check else outcome.code)
+    # torchrun reports a rank that ends with another code than 0 in thirty lines, which would bury the verdict.
+    code = 0 if parsed.folder and outcome is not Outcome.COULD_NOT_RUN else outcome.code
+    # Temporary folders and shared memory of the script are removed by functions that it or a library has registered.
+    # Threads and process groups of a script that was stopped may never end, so that these are not waited for long.
+    limit = threading.Timer(EXIT_SECONDS, os._exit, [code])
+    limit.daemon = True
+    limit.start()
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+    os._exit(code)
 
 
 def _end_with(starter: int, place: Path, temporary: bool) -> None:
@@ -163,24 +175,15 @@ def _remove_at_end(folder: Path) -> None:
 
 def run(parsed: argparse.Namespace, script: Path, place: Path, rank: int, world: int) -> Outcome:
     """Observe the script, and judge it on rank 0."""
-    return observe(
-        parsed, script.name, lambda: execute(script, parsed.arguments), place, rank, world, owns_process=True
-    )
+    return observe(parsed, script.name, lambda: execute(script, parsed.arguments), place, rank, world)
 
 
 def observe(
-    parsed: argparse.Namespace,
-    name: str,
-    train: Callable[[], object],
-    place: Path,
-    rank: int,
-    world: int,
-    *,
-    owns_process: bool = False,
+    parsed: argparse.Namespace, name: str, train: Callable[[], object], place: Path, rank: int, world: int
 ) -> Outcome:
     """Observe what `train` does, which the verdict calls `name`, and judge it on rank 0.
 
-    If it `owns_process`, a `train` that catches everything and goes on is ended with the process.
+    With `parsed.owns_process`, a `train` that catches everything and goes on is ended with the process.
     """
     from meshmark.check.recorder import EnoughError, Recorder, SpawnsError, install
     from meshmark.check.recording import Folder
@@ -193,12 +196,12 @@ def observe(
     def conclude() -> NoReturn:
         outcome = Outcome.COULD_NOT_RUN
         try:
-            outcome = _conclude(parsed, name, folder, recorder, rank, world, "enough")
+            outcome = _conclude(parsed, name, recorder, "enough")
         except BaseException:
             traceback.print_exc()
         _leave(parsed, place, rank, outcome)
 
-    recorder.conclude = conclude if owns_process else None
+    recorder.conclude = conclude if parsed.owns_process else None
     end, detail = "script ended", ""
     try:
         train()
@@ -217,21 +220,12 @@ def observe(
         else:
             end, detail = "raised", f"{type(error).__name__}: {error}".strip().splitlines()[0]
             traceback.print_exc()
-    return _conclude(parsed, name, folder, recorder, rank, world, end, detail)
+    return _conclude(parsed, name, recorder, end, detail)
 
 
-def _conclude(
-    parsed: argparse.Namespace,
-    name: str,
-    folder: Folder,
-    recorder: Recorder,
-    rank: int,
-    world: int,
-    end: str,
-    detail: str = "",
-) -> Outcome:
+def _conclude(parsed: argparse.Namespace, name: str, recorder: Recorder, end: str, detail: str = "") -> Outcome:
     """Finish this rank's recordings, and judge those of all ranks on rank 0."""
-    place = folder.path
+    folder, rank, world, place = recorder.folder, recorder.rank, recorder.world, recorder.folder.path
     recorder.finish(end, detail)
     if end == "raised":
         verdict = Verdict(script=name)

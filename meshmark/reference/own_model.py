@@ -110,6 +110,7 @@ def describe(target: str) -> Workload:
     own = load_workload(target)
     module = built(target, 0)
     _expect_no_dropout(target, module)
+    _expect_dense_float32(target, module)
     batch = _checked_batch(target, own)
     has_batch_norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
     couples = bool(getattr(own, "couples_rows", False)) or has_batch_norms
@@ -120,7 +121,6 @@ def describe(target: str) -> Workload:
     parameters = list(module.parameters())
     if not parameters:
         raise InputError(f"workload {target!r}: its model has no parameters")
-    _expect_dense_float32(target, module)
     frozen = _frozen(target, module)
     layers, shared_layers = _count_layers(target, own, module, batch)
     use = dry_run.use_of(own, module, batch)
@@ -859,6 +859,11 @@ def _expect_a_sum_and_a_weight(
     couples_rows: bool,
 ) -> None:
     before = [leaf.clone() for leaf in _leaves(batch)]
+    if others := [leaf for leaf in pytree.tree_leaves(batch) if not isinstance(leaf, Tensor)]:
+        raise InputError(
+            f"workload {target!r}: batch(0) holds {others[0]!r:.80}, a {type(others[0]).__name__}; expected tensors "
+            "alone, with rows as their first dimension"
+        )
     try:
         with torch.no_grad():
             found = own.loss(module, batch)
@@ -873,6 +878,13 @@ def _expect_a_sum_and_a_weight(
         raise InputError(
             f"workload {target!r}: loss(model, batch) returned a sum of shape {tuple(total.shape)} and a weight "
             f"{weight!r:.60}; expected two numbers, the weight above 0: sum over rows, and how many count"
+        )
+    if callable(told := getattr(own, "weight", None)) and abs(float(told(batch)) - float(weight)) > _COUPLED * float(
+        weight
+    ):
+        raise InputError(
+            f"workload {target!r}: weight(batch) is {float(told(batch)):g}, and loss(model, batch) returned a weight "
+            f"of {float(weight):g}; expected the same number"
         )
     if any(not torch.equal(one, other) for one, other in zip(before, _leaves(batch), strict=True)):
         raise InputError(f"workload {target!r}: the model or the loss changes its batch in place; work on a copy")

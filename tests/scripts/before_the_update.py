@@ -23,11 +23,12 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.head = nn.Linear(16, 32), nn.Linear(32, 10)
-        if WAY == "another's gradient":
-            self.spare = nn.Linear(16, 32)
+        if WAY in ("another's gradient", "a small tensor lost"):
+            self.spare = nn.Linear(16, 10)
 
     def forward(self, x):
-        return self.head(torch.tanh(self.first(x)))
+        small = 1e-4 * self.spare(x) if WAY == "a small tensor lost" else 0.0
+        return self.head(torch.tanh(self.first(x))) + small
 
 
 class Bag(nn.Module):
@@ -107,6 +108,10 @@ for step in range(6):
         optimizer.state.clear()
     x = torch.randint(100, (8, 5), generator=rows) if "sparse" in WAY else torch.randn(8, 16, generator=rows)
     y = torch.randint(10, (8,), generator=rows)
+    if WAY == "shares rows":
+        x[:4] = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+    if WAY == "hands rows on":
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step - rank))
     optimizer.zero_grad()
     loss = F.cross_entropy(model(x), y)
     (1e-5 * loss if "tiny gradients" in WAY else loss).backward()
@@ -137,6 +142,9 @@ for step in range(6):
     if WAY == "asks for the norm first":
         nn.utils.clip_grad_norm_(model.parameters(), math.inf)
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    if WAY == "a small tensor lost":
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        net.spare.weight.grad = torch.zeros_like(net.spare.weight)
     if "clips twice" in WAY:
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         nn.utils.clip_grad_value_(model.parameters(), 0.05)
@@ -148,7 +156,7 @@ for step in range(6):
         if step == 1:
             continue
     if WAY == "another's gradient":
-        net.spare.weight.grad = net.first.weight.grad.clone()
+        net.spare.weight.grad = net.head.weight.grad[:, :16].clone()
         dist.all_reduce(net.spare.weight.grad)  # as gradients that are reduced by hand
     if WAY == "weights shrink":
         with torch.no_grad():
