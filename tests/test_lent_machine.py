@@ -74,6 +74,8 @@ PRIVATE = {
     "_python_dispatch": "torch.utils",
     "_fqns": "torch.distributed.fsdp._flat_param:FlatParameter",
     "_internal_rpc_pickler": "torch.distributed.rpc.internal",
+    "_optimizer_step_post_hooks": "torch.optim:Optimizer",
+    "_optimizer_step_pre_hooks": "torch.optim:Optimizer",
     "_numels_with_padding": "torch.distributed.fsdp._flat_param:FlatParameter",
     "_utils": "torch.distributed.tensor",
     "_world": "torch.distributed.distributed_c10d",
@@ -105,10 +107,11 @@ _OTHERS = {
     "_muon_allgather_buffers",
     "_param_name_groups",
     "_param_to_rank",
+    "_run_exitfuncs",
     "_set_world_ranks",
     "_to_copy",
 }
-"""Private names of argparse, os, sys and ctypes; of Transformers, DeepSpeed, Fabric and FairScale; autograd, ATen."""
+"""Private names of argparse, atexit, os, sys and ctypes; of Transformers, DeepSpeed, Fabric and FairScale; autograd, ATen."""
 _MISSING = ("ruptures", "plotly", "itables", "deepspeed", "fairscale", "lightning_fabric", "megatron", "jsonschema")
 """Packages that Meshmark can use, and that such a machine lacked."""
 

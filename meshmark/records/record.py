@@ -46,7 +46,8 @@ class Source:
     target: str
     """Target as a command names it, "file.py:Class" or "package.module:Class", without the folder."""
     sha256: str
-    """Hash of the file's content when this session first read it. Empty if it cannot be read."""
+    """Hash of the file, and of what it imports from other folders that are no installed packages, when this session
+    first read them. Empty if it cannot be read."""
     commit: str
     """Commit of the repository that tracks the file, as in `Environment.project_commit`. Empty if none does."""
 
