@@ -734,6 +734,13 @@ def test_what_comes_before_the_update_is_judged(way: str, code: int, words: str)
     assert ended == code and words in " ".join(printed.split()), printed
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("option, code, words", [("right", 0, "RIGHT"), ("stale", 1, "gradient not cleared")])
+def test_gradients_that_wait_for_their_optimizer_are_no_stale_ones(option: str, code: int, words: str) -> None:
+    ended, printed = check("--nproc", 2, "--steps", 6, SCRIPTS / "heads_in_turn.py", option)
+    assert ended == code and words in " ".join(printed.split()), printed
+
+
 def test_a_script_that_catches_everything_and_never_ends_is_ended(tmp_path: Path) -> None:
     """As one does that skips bad batches."""
     loop = """

@@ -149,6 +149,8 @@ class Judge:
     """Whether a rank reads what another read in the step before, by step from the second on."""
     uncleared: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     """Gradients of every replica as they were before this step, if nothing has cleared them."""
+    waiting: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    """Gradients of every replica, of earlier steps, that no optimizer has stepped on yet."""
     widest: str = ""
     """The parameter for which that error is needed."""
     rounded: str = ""
@@ -476,6 +478,8 @@ class Judge:
         for owner, own in moment.gradients.items():
             held = {name for group in moment.ranks[owner].groups for name in group.names} - used.keys() - beside
             least = UNUSED * _norm(own)
+            waiting = self.waiting.get(owner, {})
+            held -= {n for n, x in waiting.items() if n in own and _is_near(own[n].double(), x, SAME)}
             odd = {name: own[name] for name in held if name in own and float(own[name].double().norm()) > least}
             before, after = moment.before[owner], moment.after[owner]
             if still := sorted(n for n in held & own.keys() - odd.keys() if not torch.equal(before[n], after[n])):
@@ -865,10 +869,13 @@ class Judge:
         """Note what gradients hold if nothing clears them: of parameters that are not stepped, everything so far."""
         for owner in dict.fromkeys(self.run.owners):
             held, stepped = self.uncleared.setdefault(owner, {}), moment.clipped[owner]
+            waiting = {n: x for n, x in self.waiting.get(owner, {}).items() if n not in stepped}
             held |= {name: g.double() for name, g in stepped.items()}
             for part in (part for of_rank in parts for part in of_rank):
                 for name in part.keys() - stepped.keys():
                     held[name] = held.get(name, torch.zeros(())) + self.factor * part[name]
+                    waiting[name] = waiting.get(name, torch.zeros(())) + self.factor * part[name]
+            self.waiting[owner] = waiting
 
     def _recomputed(self, recomputer: Recomputer, moment: Moment) -> dict[str, Tensor]:
         """Return the gradients of activations that are computed again in the backward pass, as by the script."""

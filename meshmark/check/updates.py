@@ -33,6 +33,8 @@ _COMPILED_ADAM = ("deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam", "deepspeed.ops
 _HOW = {"foreach": False, "fused": None, "capturable": False, "differentiable": False}
 """Options that affect how a step is computed but not its result."""
 DRAWS = 3
+CLEAR = 0.3
+"""Largest part of a small step by which the rounding of gradients may turn it, so that its direction is judged."""
 SAME_WAY = 0.5
 """Cosine up to which a small step is not the one of the optimizer's rule in the script's precision."""
 
@@ -161,7 +163,7 @@ class Updates:
         self.hidden = 0.0
         """Largest error of a step, relative to the step, that the rounding of weights would hide."""
         self.lost = False
-        """True if a whole step of the optimizer's rule was lost in the rounding of weights."""
+        """True if a whole step of a tensor by the optimizer's rule was lost in the rounding of its values."""
         self.restored: list[str] = []
         """Parameters whose state the script has set between the last two steps."""
         self.forgotten = 0
@@ -170,7 +172,7 @@ class Updates:
     def compare(self, step: Step, before: Mapping[str, Tensor]) -> dict[str, tuple[float, Tensor]]:
         """Return the parameters whose update is wrong: by how many tolerances, and the right value."""
         wrong, self.restored = {}, []
-        tolerances, moves, own, ruled, steps = 0.0, 0.0, list[Tensor](), list[Tensor](), dict[str, Tensor]()
+        tolerances, moves, own, ruled, small = 0.0, 0.0, list[Tensor](), list[Tensor](), dict[str, Tensor]()
         in_float32 = [g for g in step.groups if g.cls in _COMPILED_ADAM or (g.is_compiled and "betas" in g.options)]
         coarse = {name: _coarseness(g) for g in in_float32 for name in g.names}
         for which in dict.fromkeys(g.optimizer for g in step.groups if g.names):
@@ -198,19 +200,23 @@ class Updates:
                     self.worst = max(self.worst, distance / max(moved, float(x.norm()) * eps))
                 if not distance <= tolerance:
                     wrong[name] = distance / tolerance, x
-                if moved:
-                    tolerances, moves, steps[name] = tolerances + tolerance**2, moves + moved**2, x
-                    own.append((y - before[name].double()).reshape(-1))
-                    ruled.append((torch.stack([d[name].double() for d in draws]).mean(0) - before[name]).reshape(-1))
+                if not moved:
+                    continue
+                tolerances, moves = tolerances + tolerance**2, moves + moved**2
+                if tolerance > moved:  # a step that is left out, or goes the other way, is within the rounding
+                    rule = torch.stack([d[name].double() for d in draws]).mean(0) - before[name].double()
+                    spread = max(float((d[name].double() - draws[0][name].double()).norm()) for d in draws[1:])
+                    self.lost |= not rule.any()
+                    if spread <= CLEAR * float(rule.norm()) and rule.any():
+                        small[name] = x
+                        own.append((y - before[name].double()).reshape(-1))
+                        ruled.append(rule.reshape(-1))
+        if small and not wrong:
+            rule, taken = torch.cat(ruled), torch.cat(own)
+            if float(rule @ taken) <= SAME_WAY * float(rule.norm() * taken.norm()):
+                wrong = {name: (1.0, x) for name, x in small.items()}
         if moves:
-            hidden = math.sqrt(tolerances / moves)
-            self.hidden = max(self.hidden, hidden)
-            if hidden > 1 and not wrong:  # a step that is left out, or goes the other way, is within the rounding
-                rule, taken = torch.cat(ruled), torch.cat(own)
-                if not rule.any():
-                    self.lost = True
-                elif float(rule @ taken) <= SAME_WAY * float(rule.norm() * taken.norm()):
-                    wrong = {name: (1.0, x) for name, x in steps.items()}
+            self.hidden = max(self.hidden, math.sqrt(tolerances / moves))
         self.forgotten += bool(self.restored) and not any(step.state[name] for name in self.restored)
         return wrong
 
