@@ -266,6 +266,7 @@ def make_record(**changes: Any) -> Record:  # noqa: ANN401
             sample=Sample(),
             rounded=["head.norm.bias"],
             gathering_bytes=[1000, 2000],
+            moved=[0.5, 0.25],
             ways={"rows": Way(dense={"gradients/a": 2.0}, fewest=3, most_flips=4)},
         ),
         "memory": make_memory_evidence(),

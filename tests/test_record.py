@@ -347,7 +347,7 @@ def test_a_line_of_schema_1_is_read_into_the_parts_of_today(tmp_path: Path) -> N
         sources=[],
         launch=dataclasses.replace(make_record().launch, compile_seconds=0.0, explain_seconds=0.0),
         equivalence=dataclasses.replace(
-            make_record().equivalence, sample=None, rounded=[], gathering_bytes=[], ways={}
+            make_record().equivalence, sample=None, rounded=[], gathering_bytes=[], moved=[], ways={}
         ),
         training=TrainingCurves(losses=[5.5, 5.25], norms=[2.0, None]),
         timing=make_timing(
