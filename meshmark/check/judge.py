@@ -143,6 +143,8 @@ class Judge:
     worst: float = 0.0
     detects: float = 0.0
     """The smallest relative error that would have been detected in every gradient."""
+    read: list[Counter[bytes]] = field(default_factory=list)
+    """How often each reader has read each row."""
     shared: list[int] = field(default_factory=list)
     """Most rows that two ranks have in common, by step."""
     handed_on: list[bool] = field(default_factory=list)
@@ -1225,6 +1227,7 @@ class Judge:
 
     def _note_shared_rows(self, before: list[Counter[bytes]], rows: list[Counter[bytes]]) -> None:
         """Count the rows that several ranks read, in one step or one after the other."""
+        self.read = [seen + own for seen, own in zip(self.read or [Counter() for _ in rows], rows, strict=True)]
         pairs = list(itertools.permutations(range(len(rows)), 2))
         self.shared.append(max(((rows[a] & rows[b]).total() for a, b in pairs), default=0))
         if before:
@@ -1239,14 +1242,15 @@ class Judge:
             )  # fmt: skip
         elif len(self.run.readers) > 1:
             self.verdict.lines["data"] = "ranks read different rows"
-            if min(self.shared, default=0):
+            is_small = any(max(seen.values(), default=0) > 1 for seen in self.read)  # few rows exist, or batches repeat
+            if min(self.shared, default=0) and not is_small:
                 self.verdict.lines["data"] = f"ranks read up to {max(self.shared)} rows in common"
                 self.add(
                     Level.NOTE, "ranks share rows",
                     f"at every step, up to {_count(max(self.shared), 'row')} of one rank are read by another too "
-                    "(shards that overlap, or few different rows?)",
+                    "(shards that overlap?)",
                 )  # fmt: skip
-            if self.handed_on and all(self.handed_on):
+            if self.handed_on and all(self.handed_on) and not is_small:
                 self.add(
                     Level.NOTE, "rows read again by another rank",
                     "at every step, one rank reads the rows that another has read in the step before",
