@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,7 +98,7 @@ def penalty_in(
     for kinds in (("L2",), ("L1",), ("L2", "L1")):
         if found := _fitted_penalty(own, parts, weights, names, kinds, noise):
             factors, gradients = found
-            told = [f"{_PENALTIES[kind].format(x, _named(names))}" for kind, x in factors.items()]
+            told = [f"{_PENALTIES[kind].format(x, shortened(names))}" for kind, x in factors.items()]
             return Penalty(gradients=gradients, text=" and ".join(told) if gradients else "")
     single = [_fitted_penalty(own, parts, weights, [name], ("L2",), noise) for name in names]
     if not all(single):
@@ -109,9 +109,9 @@ def penalty_in(
         return Penalty(gradients={}, text="")
     if max(norms) - min(norms) <= 0.01 * max(norms):
         return Penalty(
-            gradients=gradients, text=f"a penalty of {norms[0]:.4g} x the sum of the norms of {_named(names)}"
+            gradients=gradients, text=f"a penalty of {norms[0]:.4g} x the sum of the norms of {shortened(names)}"
         )
-    return Penalty(gradients=gradients, text=f"L2 penalties on {_named(names)}, each with a factor of its own")
+    return Penalty(gradients=gradients, text=f"L2 penalties on {shortened(names)}, each with a factor of its own")
 
 
 _PENALTIES = {
@@ -242,7 +242,7 @@ def explain(
     ranks, factor = expected.ranks, expected.factor
     absent = [name for name in names if name not in own]
     if absent:
-        return Explanation(fault=Fault.MISSING, detail=f"{_named(absent)} got no gradient on rank {ranks[0]}")
+        return Explanation(fault=Fault.MISSING, detail=f"{shortened(absent)} got no gradient on rank {ranks[0]}")
     target = _flat(own, names, own)
     columns = [_flat(part, names, own) for of_rank in parts for part in of_rank]
     labels = [(rank, call) for rank, of_rank in enumerate(parts) for call in range(len(of_rank))]
@@ -252,7 +252,7 @@ def explain(
     matrix = torch.stack(columns, 1)
     solution = torch.linalg.lstsq(matrix, target.unsqueeze(1), driver="gelsd").solution.squeeze(1)
     left = float((target - matrix @ solution).norm())
-    where = _named(names)
+    where = shortened(names)
     if left > LEFT_OVER * float((target - right).norm()):
         for low in (torch.bfloat16, torch.float16):
             is_low = bool((target.to(low).double() == target).all()) and bool(target.any())
@@ -340,5 +340,6 @@ def _flat(tensors: Tensors, names: Sequence[str], shapes: Tensors) -> Tensor:
     )
 
 
-def _named(names: Sequence[str]) -> str:
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+def shortened(names: Collection[str]) -> str:
+    """Return the first name, and how many there are besides."""
+    return next(iter(names)) + (f" and {len(names) - 1} more" if len(names) > 1 else "")

@@ -444,6 +444,7 @@ class Recorder:
             if earlier & {name for _, names in groups for name in names}:
                 self.refuse("an optimizer steps twice without a call of the model in between")
                 return
+            is_compiled = any(frame.f_code.co_filename.endswith(_COMPILER) for frame in _frames())
             for group, names in groups:
                 held = group["params"]
                 options = {k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")}
@@ -453,7 +454,6 @@ class Recorder:
                 self.strangers = max(self.strangers, sum(id(p) not in self.names for p in held))
                 rule = type(getattr(optimizer, "optim", optimizer))  # ZeroRedundancyOptimizer has one inside
                 cls = f"{rule.__module__}.{rule.__qualname__}"
-                is_compiled = any(frame.f_code.co_filename.endswith(_COMPILER) for frame in _frames())
                 group_made = Group(optimizer=which, cls=cls, names=names, options=options, is_compiled=is_compiled)
                 step.groups.append(group_made)
                 step.stepped_from |= self._changed_weights(names)

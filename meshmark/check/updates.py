@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshmark.check.gradients import FACTOR
+from meshmark.check.gradients import FACTOR, shortened
 from meshmark.check.recording import Group, Step
 
 KNOWN = (
@@ -224,7 +224,7 @@ class Updates:
 def explain_update(step: Step, before: Mapping[str, Tensor], wrong: Mapping[str, tuple[float, Tensor]]) -> str:
     """Describe a wrong update."""
     names = sorted(wrong, key=lambda n: wrong[n][0], reverse=True)
-    where = names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+    where = shortened(names)
     still = [n for n in names if bool((step.after[n] == before[n]).all())]
     if still:
         return f"{len(still)} of {len(names)} wrong parameters did not move at all ({still[0]})"
