@@ -261,6 +261,30 @@ def test_a_commit_is_run_in_the_folder_that_it_was_called_in(
             pass
 
 
+def test_a_commit_s_own_package_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the working tree's, which `pip install -e` puts on the path by its folder `src`."""
+    monkeypatch.chdir(tmp_path)
+    subprocess.run(["git", "init", "-q"], check=True)
+    bare = commit("nothing", {})
+    (tmp_path / "src").mkdir()
+    for number in (1, 2):
+        (tmp_path / "src" / "library.py").write_text(f"NUMBER = {number}")
+        subprocess.run(["git", "add", "src"], check=True)
+        commit(f"number {number}", {})
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "src"), "elsewhere"]))
+    with sides.open_side("HEAD~1", tmp_path / "sides", "A") as side:
+        path = os.pathsep.join([*map(str, side.paths), side.variables["PYTHONPATH"]])
+        code = "import library, sys; print(library.NUMBER, *(p for p in sys.path if p.endswith('elsewhere')))"
+        told = subprocess.run(
+            [sys.executable, "-P", "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+        ).stdout.split()
+        assert told[0] == "1" and len(told) == 2
+    assert not (tmp_path / "sides" / "A").exists() and not (tmp_path / ".git" / "worktrees").exists()
+    with pytest.raises(InputError, match="has no folder src, from which Python imports here"):
+        with sides.open_side(bare, tmp_path / "sides", "A"):
+            pass
+
+
 @pytest.fixture
 def releases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make releases of a package, in a folder that pip takes for its index. From 1.10 on they are wrong. This Python

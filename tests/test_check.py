@@ -674,9 +674,17 @@ def test_factors_groups_and_gradients_of_a_script_s_own_are_no_defects(option: s
         ("heads", 0, "2 terms weigh 1, 1"),
         ("parametrized", 0, "RIGHT"),
         ("mixup", 0, "a mean over targets, of rows and of ranks alike"),
+        ("projects", 0, "RIGHT"),
+        ("metric", 0, "a mean over targets, of rows and of ranks alike"),
+        ("half", 1, "where a mean has 1: 2 calls of the model without a backward pass"),
+        ("remembers", 0, "RIGHT"),
+        ("reverses", 0, "RIGHT"),
+        ("hides a state", 3, "it keeps a state that is not recorded. Recorded are parameters, buffers"),
         ("few rows", 0, "ranks read different rows"),
         ("parts", 0, "equal bit for bit before every step"),
         ("gathered", 0, "all_gather is called between forward and backward, and no gradient passes it"),
+        ("faint", 0, "RIGHT"),
+        ("faint left out", 1, "rank 0 steps on the gradient of its own rows only (faint)"),
         ("masters", 3, "the script steps on copies, such as masters in float32"),
         ("thawed", 1, "and 1 more: 2 = the number of ranks times the right gradient"),
         ("twice", 1, "gradient scaled (from step 0 on): 2.bias: 2 = the number of ranks"),
@@ -688,6 +696,33 @@ def test_unusual_ways_are_judged(way: str, code: int, words: str) -> None:
     ended, printed = check("--nproc", 2, SCRIPTS / "odd_ways.py", way)
     assert ended == code and words in " ".join(printed.split()), printed
     assert "not trained" not in printed and "the same rows" not in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "way, num_ranks, code, words",
+    [
+        ("grid", 2, 0, "RIGHT"),
+        ("mask first", 2, 0, "ranks read different rows"),
+        ("pairs of ranks", 3, 1, "ranks 0 and 1 read the same rows at every step"),
+        ("adversarial", 2, 0, "a pass for the gradients of inputs is no step either"),
+        ("norm told", 2, 0, "clipped 2 times a step, without effect"),
+        ("nan", 2, 0, "a step skipped (from step 1 on)"),
+        ("adapted copies", 2, 3, "copies of a model are made and trained within a step"),
+        ("clipped in a loop", 2, 0, "clipped to 0.01 (first step)"),
+        ("clipped in hooks", 2, 0, "clipped to 0.01 (first step)"),
+        ("last micro-batch", 2, 1, "2 calls of the model without a backward pass"),
+        ("last micro-batch whole", 2, 1, "a backward pass after the loop over micro-batches?"),
+        ("loss told", 2, 0, "note: losses without a backward pass"),
+        ("no pass on rank 1", 2, 1, "most of them on rank 1 (no backward pass there?)"),
+        ("cleared", 2, 1, "gradients are absent when the optimizer steps"),
+        ("own rule", 2, 0, "has the gradients of one process in float64"),
+        ("sharded rule", 2, 3, "a norm or a matrix function of a part"),
+    ],
+)
+def test_rows_passes_and_clippings_of_other_kinds_are_judged(way: str, num_ranks: int, code: int, words: str) -> None:
+    ended, printed = check("--nproc", num_ranks, SCRIPTS / "rows_and_passes.py", way)
+    assert ended == code and words in " ".join(printed.split()), printed
 
 
 @pytest.mark.slow

@@ -52,6 +52,11 @@ def free_port() -> int:
         return port
 
 
+def test_an_address_of_ipv6_may_stand_in_brackets() -> None:
+    spec = ClusterSpec(nnodes=2, rdzv="[::1]:29511")
+    assert (spec.host, spec.port) == ("::1", 29511)
+
+
 def two_nodes(folder: Path, *arguments: str) -> list[tuple[int, str]]:
     """Exit code and output of each node."""
     running = start_nodes(folder, *arguments)

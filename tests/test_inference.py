@@ -140,6 +140,7 @@ def test_wrong_bytes_blocks_and_leaks_are_seen(served: Served) -> None:
         pytest.param("LowestCode", "log probabilities", marks=pytest.mark.slow),
         ("StopsByFirst", "stop tokens"),
         pytest.param("StopNotAtOnce", "stop tokens", marks=pytest.mark.slow),
+        pytest.param("GreedyFromThird", "seeds", marks=pytest.mark.slow),
         pytest.param("NegativeToken", "a token that is unknown", marks=pytest.mark.slow),
         pytest.param("NoRoom", "a prompt that is too long", marks=pytest.mark.slow),
     ],

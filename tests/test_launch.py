@@ -41,6 +41,7 @@ ACCIDENTS = {
         "NotANumber",
         "LeavesChild",
         "LeavesDaemon",
+        "LeavesSharedMemory",
     )
 }
 
@@ -116,6 +117,13 @@ def test_a_rank_that_leaves_without_a_word_is_blamed_rather_than_the_peer_that_l
     outcome = run(runner, "exitsearly").outcome
     assert (outcome.status, outcome.rank) == (Status.EXITED, 1), outcome.message
     assert outcome.message == "ended with exit code 0 before it could report"
+
+
+def test_a_rank_s_shared_memory_is_removed(runner: Runner) -> None:
+    """By Python, as when the rank was a program of its own."""
+    before = set(os.listdir("/dev/shm"))
+    assert run(runner, "leavessharedmemory").outcome.status is Status.OK
+    assert set(os.listdir("/dev/shm")) <= before
 
 
 def test_a_hang_ends_at_the_limit_with_every_ranks_stack(runner: Runner) -> None:

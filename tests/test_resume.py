@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
+import subprocess
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -210,5 +211,23 @@ def test_code_that_an_adapter_imports_from_another_folder_is_part_of_its_digest(
     monkeypatch.syspath_prepend(tmp_path / "elsewhere")
     first = record_module._digest(adapter)
     library.write_text("FACTOR = 1.5\n")
-    assert len({without, first, record_module._digest(adapter)}) == 3
+    second = record_module._digest(adapter)
+    kernel = library.parent / "kernel.so"
+    kernel.write_bytes(b"compiled")
+    third = record_module._digest(adapter)
+    kernel.write_bytes(b"rebuilt")
+    assert len({without, first, second, third, record_module._digest(adapter)}) == 5
     assert without == hashlib.sha256(adapter.read_bytes()).hexdigest(), "torch is installed: its version tells"
+
+
+def test_a_module_that_is_compiled_beside_the_adapter_is_part_of_its_commit(tmp_path: Path) -> None:
+    """Git ignores what is built in place."""
+    (tmp_path / "adapter.py").write_text("import kernel\n")
+    (tmp_path / ".gitignore").write_text("*.so\n")
+    for command in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    bare = record_module._commit(tmp_path / "adapter.py")
+    (tmp_path / "kernel.so").write_bytes(b"compiled")
+    built = record_module._commit(tmp_path / "adapter.py")
+    (tmp_path / "kernel.so").write_bytes(b"rebuilt")
+    assert len({bare, built, record_module._commit(tmp_path / "adapter.py")}) == 3 and "dirty" not in bare

@@ -73,6 +73,7 @@ def run_session(session: Session, plan: Sequence[Fault | None], draw: random.Ran
             if name in struck:
                 results.trials.append(_trial(session, name, struck[name]))
                 struck[name].undo(session)
+            session.servers_before = frozenset(processes.servers_of(session.pid))
             if session.setting.takes_rank_faults:
                 results.complaints += _children_left(session, name)
         last = next((fault for fault in struck.values() if fault.ends_session), None)

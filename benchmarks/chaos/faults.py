@@ -184,9 +184,12 @@ class ServerKilledImporting(Fault):
         return setting.takes_rank_faults and setting.is_forked
 
     def strike(self, session: Session, draw: random.Random) -> bool:
+        def own() -> list[int]:
+            return [pid for pid in processes.servers_of(session.pid) if pid not in session.servers_before]
+
+        session.wait(lambda: own() or session.is_over, session.latest_seconds)
         time.sleep(draw.uniform(0.0, 0.3))
-        servers = processes.servers_of(session.pid)
-        if not servers or session.ranks():
+        if session.ranks() or not (servers := own()):
             return False
         self.struck = time.monotonic()
         processes.send(servers[-1], signal.SIGKILL)

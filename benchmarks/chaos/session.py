@@ -36,6 +36,8 @@ class Session:
         self.process: subprocess.Popen[bytes] | None = None
         self.current = ""
         """The case that is to be struck."""
+        self.servers_before: frozenset[int] = frozenset()
+        """Processes that forked ranks of the cases before it."""
 
     def start(self, prefix: Sequence[str] = (), options: Sequence[str] = (), **environment: str) -> None:
         """Start pytest. `prefix` stands before the command and may enter a namespace; `options` are for this time."""
@@ -114,13 +116,22 @@ class Session:
         return True
 
     def await_end(self, seconds: float) -> bool:
-        """Whether pytest, and all that descends from it, ended in time."""
-        deadline = time.monotonic() + seconds
+        """Whether pytest, and all that descends from it, ended in time: `seconds` after what it printed last.
+
+        Cases may be left to run, and how many seconds they take depends on the machine.
+        """
+        printed, deadline = -1, 0.0
         while not self.ended or processes.marked(self.mark):
+            if (size := self._num_printed()) != printed:
+                printed, deadline = size, time.monotonic() + seconds
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.05)
         return True
+
+    def _num_printed(self) -> int:
+        output = self.folder / "output"
+        return output.stat().st_size if output.exists() else 0
 
     def end(self) -> None:
         """By force, whatever is left."""

@@ -19,7 +19,7 @@ from meshmark.check.verdict import Finding, Level, Outcome, Verdict
 from meshmark.environment import memory_bytes
 from meshmark.errors import InputError, signals_end_like_ctrl_c
 from meshmark.launch.folders import is_full
-from meshmark.launch.processes import end_started_with
+from meshmark.launch.processes import await_cleaners, end_started_with
 from meshmark.text import pluralize
 
 EPILOG = """exit codes: 0 right, 1 wrong, 2 a mistake in the command, 3 cannot tell, 4 could not run"""
@@ -126,6 +126,7 @@ def _start(parsed: argparse.Namespace, place: Path) -> bool:
                 os.killpg(process.pid, signal.SIGKILL)
                 with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel may be busy with it, on a slow disk
                     process.wait(10)
+        await_cleaners(STARTED_BY, str(place))
         # What the script started and did not end, such as a server. It would hold the terminal or a pipe open.
         if left := end_started_with(STARTED_BY, str(place)):
             print(f"meshmark check: ended {pluralize(left, 'process', 'processes')} of the script", file=sys.stderr)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from meshmark.check.attributes import set_attributes
 from meshmark.check.bare import bare_copy
 from meshmark.check.deepspeed_engine import keeping_activations
 from meshmark.check.host_random import set_host_random
@@ -23,7 +24,10 @@ from meshmark.check.pieces import CannotTellError, bare_modules
 from meshmark.check.recorder import sketch
 from meshmark.check.recording import Call
 from meshmark.check.tree import tensors_in, with_tensors
+from meshmark.text import describe_error
 
+REPEATS = 1e-9
+"""Relative difference up to which two computations in float64 are the same."""
 _DRAWS = {torch.randn, torch.rand, torch.randn_like, torch.rand_like, torch.normal}
 _DRAWS_INTO = {"normal_", "uniform_", "exponential_", "log_normal_", "cauchy_"}
 _COMMUNICATES = (
@@ -48,7 +52,11 @@ class CommunicatesError(CannotTellError):
 
 
 class _Doubles(TorchFunctionMode):
-    """Mode in which a model that requests float32 gets float64. Random numbers are still drawn in float32."""
+    """Mode in which a model that requests float32 gets float64. Random numbers are still drawn in float32.
+
+    A model may also hold float32 tensors that are no buffers, such as a projection in an attribute. They become float64
+    where they meet such a tensor, because products take no two dtypes.
+    """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         kwargs = dict(kwargs or {})
@@ -61,6 +69,10 @@ class _Doubles(TorchFunctionMode):
             return args[0].double()
         args = tuple(torch.float64 if a is torch.float32 else a for a in args)
         kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
+        if not _writes(name, kwargs) and {torch.float32, torch.float64} <= {
+            t.dtype for t in tensors_in((args, kwargs))
+        }:
+            args, kwargs = with_tensors((args, kwargs), _as_double)
         return function(*args, **kwargs)
 
     @staticmethod
@@ -72,6 +84,17 @@ class _Doubles(TorchFunctionMode):
                 return function(*[a.float() if isinstance(a, Tensor) else a for a in args], **kwargs).double()
             return function(*args, **kwargs).double()
         return function(*args, **kwargs)
+
+
+def _writes(name: str, kwargs: Mapping[str, object]) -> bool:
+    """Return whether a function writes into a tensor that it is given, so that the tensor cannot be another one."""
+    if name.startswith("__"):
+        return name in ("__set__", "__setitem__") or (name.startswith("__i") and name != "__invert__")
+    return name.endswith("_") or "out" in kwargs
+
+
+def _as_double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.dtype is torch.float32 else tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +133,12 @@ class Recomputer:
     def low(self) -> set[torch.dtype]:
         """Dtypes to which wrappers cast parameters and buffers."""
         return {dtype for dtypes in self.dtypes.values() for dtype in dtypes.values()}
+
+    def repeats(self, call: Call, values: Mapping[str, Tensor]) -> bool:
+        """Return whether a model computes the same from the same inputs, parameters and attributes twice."""
+        first, second = self.product(call, values), self.product(call, values)
+        pairs = zip(first.outputs, second.outputs, strict=True)
+        return all(own.shape == x.shape and torch.allclose(own, x, rtol=REPEATS, atol=0.0) for own, x in pairs)
 
     def _note_recomputation(self) -> None:
         self.recomputes = True
@@ -156,12 +185,13 @@ class Recomputer:
             if name in buffers:
                 dtype = torch.float64 if exact else dtypes.get(id(buffers[name]), value.dtype)
                 buffers[name].data = value.to(dtype, copy=True) if value.is_floating_point() else value.clone()
+        set_attributes(model, call.attributes, torch.float64 if exact else None)
         args, kwargs = with_tensors(call.inputs, nudged)
         torch.set_rng_state(call.random_state)
         set_host_random(call.host_random)
         keeping = contextlib.nullcontext() if recompute else _without_recomputation(self._note_recomputation)
         with _surroundings(exact, call.autocast), keeping, keeping_activations():
-            outputs = model(*args, **kwargs)
+            outputs = _called(model, args, kwargs, exact)
         found = [t for t in tensors_in(outputs) if t.requires_grad and t.grad_fn is not None]
         if len(found) != len(call.gradients):
             raise CannotTellError(
@@ -186,6 +216,17 @@ class Recomputer:
             },
             outputs=sketches,
         )
+
+
+def _called(model: nn.Module, args: Any, kwargs: Any, exact: bool) -> Any:  # noqa: ANN401
+    """Return the outputs of a call. Raise `CannotTellError` with what the model raises."""
+    try:
+        return model(*args, **kwargs)
+    except CannotTellError:
+        raise
+    except Exception as error:
+        how = "in float64" if exact else "a second time"
+        raise CannotTellError(f"the model cannot be computed {how}: {describe_error(error)}") from error
 
 
 def _without_each_other(used: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:

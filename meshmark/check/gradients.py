@@ -42,6 +42,8 @@ class Comparison:
     """The smallest relative error of the whole gradient that would have been detected."""
 
 
+RESOLVED = 0.01
+"""Noise of a gradient, relative to its norm, up to which it is judged by that noise alone, however small it is."""
 COARSE = 8.0
 """Multiple of a format's epsilon up to which gradients in that format are off because of it."""
 
@@ -56,17 +58,20 @@ def compare(own: Tensors, exact: Tensors, noise: Mapping[str, float], eps: float
     usual = float(np.median([n for n in noise.values()] or [0.0]))
     wrong, worst, detects, widest, tolerances = [], 0.0, 0.0, "", 0.0
     for name, x in exact.items():
-        y = own.get(name)
-        distance = float((y.double() - x).norm()) if y is not None else scales[name]
+        y, scale = own.get(name), scales[name]
+        distance = float((y.double() - x).norm()) if y is not None else scale
         if not np.isfinite(distance):
             distance = float("inf")
-        tolerance = FACTOR * (max(noise[name], usual, eps) * scales[name] + 1e-3 * eps * whole)
+        tolerance = FACTOR * max(noise[name], usual, eps) * scale
+        is_resolved = 0.0 < scale and noise[name] <= RESOLVED  # however small: Adam moves such a parameter as far
+        if not is_resolved:  # zero but for rounding, as of a bias in front of a normalisation
+            tolerance += FACTOR * 1e-3 * eps * whole
         tolerances += tolerance**2
-        if scales[name] > 1e-5 * whole:
-            worst = max(worst, distance / scales[name])
-            detects, widest = max((detects, widest), (tolerance / scales[name], name))
+        if is_resolved or scale > 1e-5 * whole:
+            worst = max(worst, distance / scale)
+            detects, widest = max((detects, widest), (tolerance / scale, name))
         if distance > tolerance:
-            wrong.append((distance / tolerance, name))
+            wrong.append((distance / (tolerance or 1.0), name))
     return Comparison(
         wrong=[name for _, name in sorted(wrong, reverse=True)],
         worst=worst,

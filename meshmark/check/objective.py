@@ -54,6 +54,8 @@ class Objective:
     """Whether the script reduces single losses by itself."""
     reweighed: bool = False
     """Whether it then weighs targets of one row, or single rows of one micro-batch, by numbers of their own."""
+    num_unused: int = 0
+    """Number of calls of models by whose outputs nothing was differentiated."""
 
     @property
     def has_factor(self) -> bool:
@@ -112,6 +114,7 @@ def _together(found: list[Objective]) -> Objective:
         multiplied=found[0].multiplied,
         unreduced=any(each.unreduced for each in found),
         reweighed=any(each.reweighed for each in found),
+        num_unused=found[0].num_unused,
     )
 
 
@@ -139,8 +142,11 @@ def _only(step: Step, kind: str) -> Step:
 
 
 def _last_calls(step: Step) -> list[Call]:
-    """Return the calls whose outputs entered a loss, not only another model, as an encoder's enter a decoder."""
-    return [call for call in step.calls if not call.feeds or _differentiated(call)]
+    """Return the calls whose outputs entered a loss, not only another model, as an encoder's enter a decoder.
+
+    Nor do outputs that nothing was differentiated by, as of a pass for a metric.
+    """
+    return [call for call in step.calls if (call.used_gradients and not call.feeds) or _differentiated(call)]
 
 
 def _differentiated(call: Call) -> list[Term]:
@@ -197,6 +203,7 @@ def _objective_of_terms(ranks: Sequence[Step], factor: float, numbers: Sequence[
         multiplied=terms[0].multiplied if len({term.multiplied for term in terms}) == 1 else 1.0,
         unreduced=terms[0].reduction == "none",
         reweighed=reweighed,
+        num_unused=sum(not call.used_gradients for step in ranks for call in step.calls),
     )
 
 
@@ -213,7 +220,7 @@ def _weights_of(term: Term, call: Call) -> tuple[np.ndarray, np.ndarray]:
     The sums are empty if the rows are not known.
     """
     assert term.gradient is not None
-    num_rows = next((t.shape[0] for t in tensors_in(call.inputs) if t.dim()), 0)
+    num_rows = _num_rows(call)
     counted = term.scored.numpy().ravel()
     gradient = term.gradient.double().numpy().ravel()
     if term.reduction == "mean":
@@ -224,6 +231,13 @@ def _weights_of(term: Term, call: Call) -> tuple[np.ndarray, np.ndarray]:
         full = np.where(counted, gradient, 0.0) if gradient.size == counted.size else np.zeros(counted.size)
     by_row = full.reshape(num_rows, -1).sum(1) if num_rows and full.size % num_rows == 0 else np.zeros(0)
     return full[counted], by_row
+
+
+def _num_rows(call: Call) -> int:
+    """Return the number of rows of a batch: the length of an input that outputs have too, or else of the first one."""
+    lengths = [t.shape[0] for t in tensors_in(call.inputs) if t.dim()]
+    outputs = {g.shape[0] for _, g in call.used_gradients if g.dim()}
+    return next((length for length in lengths if length in outputs), next(iter(lengths), 0))
 
 
 def _equal_in_rows(values: np.ndarray, num_rows: int) -> bool:

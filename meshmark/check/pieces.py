@@ -194,6 +194,7 @@ def assembled(
             first = sums[name][rank] if sums is not None and added else min(piece.ranks, default=rank)
             copy = found.setdefault(first, {})
             if name not in copy:
-                copy[name] = torch.full(piece.shape, 0.0 if added else float("nan"), dtype=part.dtype)
+                unknown = float("nan") if part.is_floating_point() and not added else 0.0
+                copy[name] = torch.full(piece.shape, unknown, dtype=part.dtype)
             piece.put(copy[name], part, add=added)
     return found

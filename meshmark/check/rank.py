@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import atexit
 import contextlib
 import os
 import select
@@ -24,6 +23,7 @@ from meshmark.check.options import add_options, make_private, mistake_in, no_spa
 from meshmark.check.verdict import Finding, Level, Outcome, Verdict
 from meshmark.errors import InputError
 from meshmark.launch.folders import means_no_space
+from meshmark.launch.processes import leave
 from meshmark.text import some_of
 
 if TYPE_CHECKING:
@@ -72,10 +72,6 @@ def main(arguments: list[str]) -> NoReturn:
     _leave(parsed, place, rank, outcome)
 
 
-EXIT_SECONDS = 5.0
-"""Most seconds for functions that are registered with `atexit`."""
-
-
 def _leave(parsed: argparse.Namespace, place: Path, rank: int, outcome: Outcome) -> NoReturn:
     """End this process."""
     if rank == 0 and not parsed.folder and not parsed.keep:
@@ -85,14 +81,7 @@ def _leave(parsed: argparse.Namespace, place: Path, rank: int, outcome: Outcome)
             stream.flush()
     # torchrun reports a rank that ends with another code than 0 in thirty lines, which would bury the verdict.
     code = 0 if parsed.folder and outcome is not Outcome.COULD_NOT_RUN else outcome.code
-    # Temporary folders and shared memory of the script are removed by functions that it or a library has registered.
-    # Threads and process groups of a script that was stopped may never end, so that these are not waited for long.
-    limit = threading.Timer(EXIT_SECONDS, os._exit, [code])
-    limit.daemon = True
-    limit.start()
-    with contextlib.suppress(BaseException):
-        atexit._run_exitfuncs()
-    os._exit(code)
+    leave(code)
 
 
 def _end_with(starter: int, place: Path, temporary: bool) -> None:
@@ -210,11 +199,11 @@ def observe(
     except SpawnsError as reason:
         recorder.refuse(str(reason))
     except BaseException as error:
-        first = folder.facts(0) if rank and folder.has_facts(0) else None
+        ended = [folder.facts(other) for other in range(world) if other != rank and folder.has_facts(other)]
         if isinstance(error, SystemExit) and error.code in (None, 0):
             pass
-        elif first is not None and first.end == "enough":
-            end = "left behind"  # rank 0 has all its steps, and takes no part in collectives any more
+        elif any(facts is not None and facts.end == "enough" for facts in ended):
+            end = "left behind"  # another rank has all its steps, and takes no part in collectives any more
         elif recorder.reason or not recorder.active:
             end = "enough"  # it was stopped, and raised something of its own on the way out
         else:
@@ -259,7 +248,7 @@ def _deliver(parsed: argparse.Namespace, place: Path, verdict: Verdict) -> Outco
 
 def _verdict(parsed: argparse.Namespace, name: str, folder: Folder, recorder: Recorder, world: int) -> Verdict:
     """Return the verdict on the recordings."""
-    from meshmark.check.judge import Judge
+    from meshmark.check.judge.judge import Judge
     from meshmark.check.run import Run
 
     verdict = Verdict(script=name)

@@ -26,6 +26,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from meshmark.check.attributes import is_same, kept, plain_attributes
 from meshmark.check.bare import bare_copy, redirected_to
 from meshmark.check.deepspeed_engine import (
     engine_in,
@@ -47,6 +48,7 @@ from meshmark.check.pieces import (
     unwrapped,
 )
 from meshmark.check.recording import Call, Clip, Facts, Folder, Gather, Group, Step, Term
+from meshmark.check.rows import unordered_digest
 from meshmark.check.tensor_parallel import partners
 from meshmark.check.tree import tensors_in, with_tensors
 from meshmark.check.wrappers import communication_hooks, wrapper_around, wrappers_in
@@ -101,6 +103,7 @@ class Recorder:
         self.in_backward = False
         self.thread = threading.get_ident()
         self.trains_at_first: dict[int, dict[str, bool]] = {}
+        self.attributes_at_first: dict[int, dict[tuple[str, ...], Any]] = {}
         """By outermost module, whether each parameter required a gradient when it was first called."""
         self.aliases: dict[str, str] = {}
         """Names of parameters that an outermost module shares with an earlier one, and what they are called there."""
@@ -320,10 +323,12 @@ class Recorder:
                 return
             if not self.step.clips:
                 self._note_edits(names)
+            named = {name for clip in self.step.clips for name in clip.names}
+            is_part = bool(named) and named.isdisjoint(names)  # as in a loop over parameters
             self.step.clips.append(
                 Clip(
                     names=names,
-                    gradients=self._gradients(self.parameters),
+                    gradients=self._gradients(names if is_part else self.parameters),
                     max_norm=float(max_norm),
                     norm_type=float(norm_type),
                     by_value=by_value,
@@ -332,11 +337,20 @@ class Recorder:
                 )
             )
 
+    def after_clip(self, norm: Any) -> None:  # noqa: ANN401
+        """Note whether the last clipping has changed gradients, given the norm that it has returned."""
+        if self.active and self.step is not None and self.step.clips and not self.clips_inside:
+            clip = self.step.clips[-1]
+            clip.acts = not float(norm) <= clip.max_norm
+
     def saw_clear(self) -> None:
         """Note that gradients are cleared, which a script does without a step where it skips a batch."""
         if self.active and self.step is not None and not self.step.groups:
-            if any(g is not None for call in self.step.calls for g in call.gradients):
-                self.step.cleared = len(self.step.calls)
+            # A call may have come since, before its backward pass.
+            had = [
+                number for number, call in enumerate(self.step.calls, 1) if any(g is not None for g in call.gradients)
+            ]
+            self.step.cleared = max(had, default=self.step.cleared)
 
     @contextlib.contextmanager
     def unseen_clipping(self) -> Iterator[None]:
@@ -567,6 +581,8 @@ class Recorder:
             if root is bare:
                 return number
         outer = wrapper_around(module) or module
+        if self.number and any(_is_copy(bare, root) for root in self.roots):
+            self.refuse("copies of a model are made and trained within a step, as in meta-learning")
         self.roots.append(bare)
         self.outers.append(outer)
         self.held_by.append([id(p) for p in module.parameters()])
@@ -610,7 +626,7 @@ class Recorder:
         """Forget the modules that were called so far. The script has only tried them out."""
         self.roots, self.outers, self.held_by, self.wrappers, self.copies = [], [], [], [], {}
         self.parameters, self.names, self.flats, self.pieces, self.ends = {}, {}, {}, {}, {}
-        self.root_of, self.trained_roots = {}, set()
+        self.root_of, self.trained_roots, self.attributes_at_first = {}, set(), {}
         self.step = None
 
     def _note_parameters(self, module: nn.Module, prefix: str) -> None:
@@ -668,7 +684,9 @@ class Recorder:
             training=[m.training for _, m in bare_modules(bare)],
             refrozen=self._refrozen(root, bare),
             autocast=self._autocast(),
+            of_inputs=any(t.is_leaf and t.requires_grad for t in tensors_in((args, kwargs))),
             buffers=_buffers(bare),
+            attributes=self._changed_attributes(root, bare),
             weights=self._changed_weights(self.parameters),
         )
         self.step.calls.append(call)
@@ -687,6 +705,14 @@ class Recorder:
         now = {name: p.requires_grad for name, p in named_parameters(bare).items()}
         first = self.trains_at_first.setdefault(root, now)
         return {name: trains for name, trains in now.items() if first.get(name, trains) != trains}
+
+    def _changed_attributes(self, root: int, bare: nn.Module) -> dict[tuple[str, ...], Any]:
+        """Return plain attributes of modules that have changed since a module was first called."""
+        now = plain_attributes(bare)
+        if root not in self.attributes_at_first:
+            self.attributes_at_first[root] = kept(now)
+        first = self.attributes_at_first[root]
+        return {path: kept(x) for path, x in now.items() if path not in first or not is_same(x, first[path])}
 
     def _observe_outputs(self, call: Call, outputs: Any) -> None:  # noqa: ANN401
         for number, output in enumerate(t for t in tensors_in(outputs) if t.requires_grad and t.grad_fn is not None):
@@ -803,7 +829,12 @@ class Recorder:
         if reduction not in ("mean", "sum", "none") or legacy != (None, None):
             return
         term = Term(
-            name=name, reduction=reduction, scored=_kept(counted), weighted=weight is not None, inside=self.inside_model
+            name=name,
+            reduction=reduction,
+            scored=_kept(counted),
+            targets=unordered_digest(target),
+            weighted=weight is not None,
+            inside=self.inside_model,
         )
         if term.inside:
             self.inner_terms.append((term, (id(result.grad_fn), result.output_nr)))
@@ -914,6 +945,7 @@ class Recorder:
             aliases=self.aliases,
             strangers=self.strangers,
             device=self.device,
+            attributes=self.attributes_at_first,
             dtypes={n: p.dtype for n, p in self.parameters.items()},
             end="refused" if self.reason else end,
             detail=self.reason or detail,
@@ -1114,7 +1146,9 @@ def install(recorder: Recorder) -> None:
     def observed_clip(parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         recorder.before_clip(parameters, max_norm, norm_type)
-        return clip(parameters, max_norm, norm_type, *args, **kwargs)
+        norm = clip(parameters, max_norm, norm_type, *args, **kwargs)
+        recorder.after_clip(norm)
+        return norm
 
     nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_ = observed_clip
 
@@ -1144,6 +1178,12 @@ def install(recorder: Recorder) -> None:
     _observe_steps(recorder)
     for owner in (nn.Module, Optimizer):
         owner.zero_grad = _observed_clear(recorder, owner.zero_grad)  # type: ignore[method-assign]
+
+
+def _is_copy(module: nn.Module, other: nn.Module) -> bool:
+    """Return whether a module looks like a copy of another."""
+    shapes = ([(name, p.shape) for name, p in named_parameters(each).items()] for each in (module, other))
+    return type(module) is type(other) and len({tuple(own) for own in shapes}) == 1
 
 
 def _observed_clear(recorder: Recorder, clear: Callable[..., None]) -> Callable[..., None]:

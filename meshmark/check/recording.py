@@ -29,6 +29,8 @@ class Term:
     reduction: str
     scored: Tensor
     """Which targets count, as booleans in the shape of the targets."""
+    targets: bytes = b""
+    """Digest of the targets, whatever their order."""
     weighted: bool = False
     """Whether classes or targets have weights of their own."""
     gradient: Tensor | None = None
@@ -53,7 +55,11 @@ class Call:
     refrozen: dict[str, bool]
     """Whether a parameter requires a gradient, if that has changed since the module was first called."""
     autocast: torch.dtype | None
+    of_inputs: bool
+    """Whether an input is a tensor whose own gradient is asked for."""
     buffers: dict[str, Tensor]
+    attributes: dict[tuple[str, ...], Any] = field(default_factory=dict)
+    """Plain attributes of modules that have changed since the module was first called on this rank."""
     replaced: list[str] = field(default_factory=list)
     """Buffers that a wrapper has replaced before it called the module, as DDP does by the first rank's."""
     outputs: list[Tensor] = field(default_factory=list)
@@ -91,7 +97,7 @@ class Clip:
     names: list[str]
     """Parameters that were passed to it."""
     gradients: dict[str, Tensor]
-    """Gradients before clipping."""
+    """Gradients before clipping: of all parameters, or of those in `names` where no earlier clipping named them."""
     max_norm: float
     """Largest norm, or with `by_value` the largest absolute value of an element."""
     norm_type: float
@@ -101,6 +107,8 @@ class Clip:
     """Factor by which a `GradScaler` had multiplied the gradients at that time."""
     num_calls: int = 0
     """Number of calls of the step before it."""
+    acts: bool = True
+    """Whether it has changed gradients, where that is known."""
 
     def is_followed_by(self, gradients: dict[str, Tensor]) -> bool:
         """Return whether `gradients` are those that this clipping left, by whatever norm."""
@@ -219,7 +227,11 @@ class Step:
             return self.gradients
         clipped = {name for clip in self.clips for name in clip.names}
         held = {name for group in self.groups for name in group.names}
-        before = self.clips[0 if self.clips_parts or self.clips_in_turn else -1].gradients
+        before: dict[str, Tensor] = {}
+        for clip in self.clips[:1] if self.clips_in_turn and not self.clips_parts else self.clips:
+            # Of several that clip other parameters, as in a loop over them, each tells those that it names.
+            own = set(clip.names) if before and self.clips_parts else clip.gradients.keys()
+            before |= {name: clip.gradients[name] for name in own if name in clip.gradients}
         others = {name: x for name, x in self.gradients.items() if name not in clipped}
         return {name: x for name, x in before.items() if name in clipped or name not in held} | others
 
@@ -249,6 +261,8 @@ class Facts:
     strangers: int
     """Most tensors that an optimizer held in one group and that belong to no model that was called."""
     device: str
+    attributes: dict[int, dict[tuple[str, ...], Any]]
+    """Plain attributes of every outermost module and those in it, as at its first call."""
     dtypes: dict[str, torch.dtype]
     hooks: list[str]
     """Names of DDP's communication hooks, which may change gradients on their way."""

@@ -13,21 +13,40 @@ from meshmark.check.recording import Call
 from meshmark.check.tree import tensors_in
 
 
-def rows_of(calls: Sequence[Call]) -> Counter[bytes]:
-    """Return how often each row entered the model, by its digest. Where few rows exist, batches share most of them."""
-    found = Counter[bytes]()
+def rows_of(steps: Sequence[Sequence[Call]]) -> list[Counter[bytes]]:
+    """Return how often each row entered the model, by its digest, for the calls of each rank in one step.
+
+    Where few rows exist, batches share most of them. Tensors of one length are taken for parts of the same rows. Of
+    several lengths, those that are the same on all ranks, such as a mask or positions, are no data if others differ.
+    """
+    found = [_by_length(calls) for calls in steps]
+    lengths = list(dict.fromkeys(length for own in found for length in own))
+    differ = [n for n in lengths if any(own.get(n) != found[0].get(n) for own in found)]
+    return [sum((own.get(n, Counter()) for n in differ or lengths), Counter[bytes]()) for own in found]
+
+
+def _by_length(calls: Sequence[Call]) -> dict[int, Counter[bytes]]:
+    """Return the digests of rows by the number, among a call's inputs, of the first tensor of their length."""
+    found: dict[int, Counter[bytes]] = {}
     for call in calls:
-        tensors = [t for t in tensors_in(call.inputs) if t.dim()]
-        if not tensors:
-            continue
-        num = tensors[0].shape[0]
-        batched = [t for t in tensors if t.shape[0] == num]
-        for row in range(num):
-            digest = hashlib.sha256()
-            for tensor in batched:
-                digest.update(_bytes(tensor[row]))
-            found[digest.digest()] += 1
+        groups: dict[int, list[Tensor]] = {}
+        for tensor in tensors_in(call.inputs):
+            if tensor.dim():
+                groups.setdefault(tensor.shape[0], []).append(tensor)
+        for number, (length, tensors) in enumerate(groups.items()):
+            rows = found.setdefault(number, Counter[bytes]())
+            for row in range(length):
+                digest = hashlib.sha256()
+                for tensor in tensors:
+                    digest.update(_bytes(tensor[row]))
+                rows[digest.digest()] += 1
     return found
+
+
+def unordered_digest(tensor: Tensor) -> bytes:
+    """Return a digest of a tensor's values that does not depend on their order."""
+    values = tensor.detach().cpu().reshape(-1)
+    return hashlib.sha256(_bytes(values.double().sort().values)).digest()
 
 
 def _bytes(row: Tensor) -> bytes:

@@ -13,7 +13,7 @@ from torch import Tensor
 from meshmark.check.overwritten import Earlier
 from meshmark.check.pieces import CannotTellError, Piece, assembled
 from meshmark.check.recorder import sketch
-from meshmark.check.recording import Facts, Folder, Step
+from meshmark.check.recording import Call, Facts, Folder, Step
 from meshmark.check.tensor_parallel import check_inputs
 from meshmark.check.wrappers import NAMES, REFUSED
 
@@ -94,6 +94,19 @@ class Run:
     def trained(self) -> list[str]:
         return self.facts[0].trained
 
+    def known_factors(self, micro: int) -> dict[str, float]:
+        """Return the factors by which gradients of a step of `micro` micro-batches are often wrong, by name."""
+        world = len(self.readers)
+        known: dict[str, float] = {}
+        if world > 1:
+            known |= {"the number of ranks": float(world), "1 / the number of ranks": 1 / world}
+        if micro > 1:
+            known |= {"the number of micro-batches": float(micro), "1 / the number of micro-batches": 1 / micro}
+        if world > 1 and micro > 1:
+            both = float(world * micro)
+            known |= {"ranks x micro-batches": both, "1 / (ranks x micro-batches)": 1 / both}
+        return known
+
     def check(self) -> None:
         """Raise `CannotTellError` if the run cannot be judged."""
         for f in self.facts:
@@ -130,6 +143,9 @@ class Run:
     def moment(self, number: int) -> Moment:
         """Return a step. Steps must be asked for in order."""
         ranks = [self.folder.step(f.rank, number) for f in self.facts]
+        for f, step in zip(self.facts, ranks, strict=True):
+            for call in step.calls:
+                call.attributes = f.attributes.get(call.root, {}) | call.attributes
         parts = [step.before or last for step, last in zip(ranks, self._last, strict=True)]
         self._last = [step.after for step in ranks]
 
@@ -141,7 +157,7 @@ class Run:
 
         def gradients(tensors: list[dict[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
             found = assembled(dict(enumerate(tensors)), placed, sums)
-            return {owner: found[owner] for owner in dict.fromkeys(self.owners) if owner in found}
+            return {owner: found.get(owner, {}) for owner in dict.fromkeys(self.owners)}
 
         before = whole(parts)
         if not number:
@@ -178,14 +194,15 @@ class Run:
     def _drop_skipped(self, ranks: list[Step]) -> int:
         """Leave out calls of a step that all ranks have skipped, and return how many there were.
 
-        Their gradients were cleared, and the calls after that are as many as steps usually have.
+        Their gradients were cleared, and the calls after that are as many as steps usually have. Calls for the
+        gradients of inputs, as in adversarial training, are no part of the step.
         """
         cleared = {step.cleared for step in ranks}
+        if len(cleared) > 1 or 0 in cleared:
+            return 0
         usual = [_most_common(f.num_calls) for f in self.facts]
-        if (
-            len(cleared) > 1
-            or 0 in cleared
-            or any(len(step.calls) - step.cleared != number for step, number in zip(ranks, usual, strict=True))
+        if not all(call.of_inputs for step in ranks for call in step.calls[: step.cleared]) and any(
+            len(step.calls) - step.cleared != number for step, number in zip(ranks, usual, strict=True)
         ):
             return 0
         for step in ranks:
@@ -207,6 +224,11 @@ class Run:
             values = {name: moment.after[owner][name] for name in names}
             found.append(Earlier(when=f"after step {earlier}", values=values))
         return found
+
+
+def num_micro_batches(calls: Sequence[Call]) -> int:
+    """Return how often a step called the model that it called most."""
+    return max(Counter(call.root for call in calls).values(), default=0)
 
 
 def _most_common(numbers: Sequence[int]) -> int:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+UPDATES_NOT_JUDGED = "updates are not judged"
+"""Class of the finding that an optimizer's rule is not known."""
+
 
 class Outcome(StrEnum):
     """The result of `check` in one word."""
@@ -52,6 +55,15 @@ class Verdict:
     lines: dict[str, str] = field(default_factory=dict)
     """Results by the subject that was checked."""
 
+    def has(self, *faults: str) -> bool:
+        """Return whether there is a finding of one of these classes."""
+        return any(finding.fault in faults for finding in self.findings)
+
+    def add(self, level: Level, fault: str, text: str, step: int | None = None) -> None:
+        """Add a finding, unless there is one of the same class. The first is the nearest to the cause."""
+        if not self.has(fault):
+            self.findings.append(Finding(level=level, fault=fault, text=text, step=step))
+
     @property
     def outcome(self) -> Outcome:
         levels = {f.level for f in self.findings}
@@ -65,7 +77,9 @@ class Verdict:
     def text(self) -> str:
         """About ten lines of text, with the diagnosis first."""
         headline = f"{self.outcome.upper()}: {self.script}"
-        if self.outcome is Outcome.RIGHT:
+        if self.outcome is Outcome.RIGHT and self.has(UPDATES_NOT_JUDGED):
+            headline += " has the gradients of one process in float64"
+        elif self.outcome is Outcome.RIGHT:
             headline += " trains as one process would in float64"
         lines = [headline]
         order = list(Level)

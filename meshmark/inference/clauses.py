@@ -236,7 +236,9 @@ def seeds(context: ClauseContext) -> CaseVerdict:
     found = context.judge.logprobs(sampled, drawn.completions, context.noise)
     if not found.passed:  # two runs that serve nothing agree as well
         return dataclasses.replace(found, name="seeds", text=f"log probabilities: {found.text}")
-    return context.judge.same("seeds", sampled, (drawn, again), context.noise)
+    later = context.judge.later_draws(sampled, drawn.completions)
+    same = context.judge.same("seeds", sampled, (drawn, again), context.noise)
+    return dataclasses.replace(same, passed=same.passed and later.passed, text=f"{same.text}; {later.text}")
 
 
 def _drawn(lengths: Sequence[int], seed: int) -> list[Request]:

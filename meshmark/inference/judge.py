@@ -329,6 +329,22 @@ class Judge:
         )
         return CaseVerdict(name="temperature", passed=passed, text=text, numbers={"chi_square": max(off)})
 
+    def later_draws(self, requests: Sequence[Request], completions: Sequence[Completion]) -> CaseVerdict:
+        """Judge the third token of each request and those after it in the way in which `draws` judges the first two.
+
+        An engine may decode later tokens by other code, such as one that decodes several steps at once.
+        """
+        drawn, where = np.random.default_rng(0), list[float]()
+        for request, completion in _pairs(requests, completions):
+            begin = len(request.prompt) + 1
+            rows = self.truth.logprobs([*request.prompt, *completion.tokens])[begin:-1]
+            for row, token in zip((rows / request.temperature).softmax(-1), completion.tokens[2:], strict=True):
+                where.append(float(row[row > row[token]].sum() + row[token] * drawn.random()))
+        table = np.bincount(np.minimum((np.array(where) * BINS).astype(int), BINS - 1), minlength=BINS)
+        off, limit = float(np.square(table - table.mean()).sum() / table.mean()), float(chi2.isf(RARE, BINS - 1))
+        text = f"chi-square of {len(where)} later tokens {off:.1f} ({limit:.1f} fails)"
+        return CaseVerdict(name="later draws", passed=off <= limit, text=text, numbers={"chi_square": off})
+
 
 def chance_of_parting(one: Tensor, other: Tensor) -> float:
     """Return how likely the same random numbers draw different tokens from two distributions, given as logits.

@@ -319,6 +319,9 @@ class FailedStep:
                 if other != batch.total_weight:
                     name = f"the {unit} of this step / those of the step {which}"
                     known |= {name: batch.total_weight / other}
+        scales = self.trace.loss_scales
+        if self.step < len(scales) and (scale := scales[self.step]) not in (0.0, 1.0):
+            known |= {"the loss scale": scale, "1/the loss scale": 1 / scale}
         clip, gradients = self.case.workload.optimizer.clip_norm, self.trace.gradients[self.step]
         if clip is not None and (norm := global_norm(self.exact)):
             known |= {"clip_norm / global norm": clip / norm, "global norm / clip_norm": norm / clip}
@@ -363,8 +366,13 @@ class Fit:
         return found if left <= self.allowed else None
 
     def fitted(self, *candidates: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
-        """Return the best weights, and the norm of what they leave unexplained."""
+        """Return the best weights, and the norm of what they leave unexplained: all, if a candidate is not finite.
+
+        In fp16 a hypothesis may overflow where the run did not.
+        """
         basis = np.stack(candidates, axis=1)
+        if not np.isfinite(basis).all():
+            return np.zeros(len(candidates)), math.inf
         found = np.asarray(np.linalg.lstsq(basis, self.own, rcond=None)[0])
         return found, float(np.linalg.norm(self.own - basis @ found))
 

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from meshmark.algorithms.contract import Tensors
+from meshmark.judge.deviation import global_norm
 from meshmark.judge.failed_step import LEFT_OVER, SAME, Explanation, FailedStep, Fit, block_of
 from meshmark.judge.faults import MOST_NAMES, Fault, named_factor
 from meshmark.judge.function_faults import (
@@ -35,6 +36,7 @@ from meshmark.judge.partial_faults import (
     FEW,
     altered_weight,
     describe_region,
+    elements_of_neighbours,
     in_other_places,
     in_region,
     old_block,
@@ -43,6 +45,7 @@ from meshmark.judge.partial_faults import (
     other_mask,
     other_mask_in_rows,
     other_reduction,
+    part_of_other_block,
     replaced,
     shifted_targets,
     wrong_region,
@@ -147,6 +150,8 @@ def explain_gradients(failed: FailedStep) -> Explanation | None:
     """Return the first hypothesis that fits all wrong tensors together, or None."""
     own = failed.trace.gradients[failed.step]
     if absent := [name for name in failed.names if name not in own or not np.any(own[name])]:
+        if len(absent) < len(failed.names) and (found := elements_of_neighbours(failed, own, failed.exact)):
+            return found
         wrong = pluralize(len(failed.names), "wrong gradient")
         return Fault.MISSING, f"{len(absent)} of {wrong} {'is' if len(absent) == 1 else 'are'} absent or all zero"
     if not all(np.isfinite(own[name]).all() for name in failed.names):
@@ -168,7 +173,9 @@ def explain_gradients(failed: FailedStep) -> Explanation | None:
         other_mask_in_rows,
         other_reduction,
         old_weights_on_ranks,
+        part_of_other_block,
         in_region,
+        _of_neighbours,
         old_block,
         _fitted_in_region,
         other_objective,
@@ -217,6 +224,10 @@ def _later_factors(failed: FailedStep) -> Iterator[float]:
 
 def _in_other_places(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
     return in_other_places(failed, failed.trace.gradients[failed.step], exact)
+
+
+def _of_neighbours(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
+    return elements_of_neighbours(failed, failed.trace.gradients[failed.step], exact)
 
 
 def _another_tensor_added(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
@@ -331,7 +342,38 @@ def read_weights(weights: NDArray[np.float64], failed: FailedStep, batch: Batch)
         means = np.array([w[~np.isnan(w)].mean() for w in weights.reshape(parts, -1)[totals > 0]]) * totals[totals > 0]
         if parts > 1 and np.ptp(means) < SAME * np.abs(means).max():
             return Fault.UNEVEN, f"a mean of the means of {parts} {name} with unequal numbers of {unit}; {listed}"
+    if told := _of_micro_batches(failed, grid):
+        return Fault.UNEVEN, f"{told}; {listed}"
     return Fault.UNEVEN, listed
+
+
+def _of_micro_batches(failed: FailedStep, grid: NDArray[np.float64]) -> str:
+    """Return how often micro-batches count, if all sequences of one count the same, on all ranks. Empty otherwise.
+
+    `grid` holds the weights of sequences by rank and micro-batch.
+    """
+    layout, clip = failed.case.layout, failed.case.workload.optimizer.clip_norm
+    low, high = np.nanmin(grid, axis=(0, 2)), np.nanmax(grid, axis=(0, 2))
+    if layout.num_micro_batches < 2 or not np.all(high - low < SAME * np.abs(high)):
+        return ""
+    degrees = {"dp": layout.dp, "tp": layout.tp, "cp": layout.cp, "num_micro_batches": layout.num_micro_batches}
+    known = {name: float(n) for name, n in degrees.items() if n > 1}
+    numbers = np.arange(grid.size).reshape(grid.shape)
+    told, ends = list[str](), set[str]()
+    for micro, weight in enumerate(low):
+        if abs(weight - 1) < SAME:
+            continue
+        parts = [failed.row_parts[i] for i in numbers[:, micro].ravel()]
+        norm = global_norm({n: np.sum([part[n] for part in parts], axis=0) for n in parts[0]})
+        own = known | ({_CLIPPED_ALONE: clip / norm} if clip is not None and norm else {})
+        named = named_factor(float(weight), own)
+        told.append(f"micro-batch {micro} counts {named} times")
+        ends |= {"clipped before the next one is added?"} if _CLIPPED_ALONE in named else set()
+        ends |= {"reduced again with a later one?"} if layout.dp > 1 and abs(weight - layout.dp) < SAME else set()
+    return f"{', '.join(told)} on every rank{f' ({ends.pop()})' if ends else ''}" if told else ""
+
+
+_CLIPPED_ALONE = "clip_norm / the norm of its own gradient"
 
 
 def _fitted_in_region(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:

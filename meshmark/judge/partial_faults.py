@@ -40,6 +40,16 @@ _MOST_LIKELY = 16
 """The same where the loss tells which are likely."""
 _SHARP = 1e-5
 """Share of a tensor's norm up to which a tolerance tells its values from others of the same distribution."""
+_RUN = 16
+"""Number of elements that are looked for in other tensors together."""
+_ALIKE, _APART = 0.1, 0.5
+"""Distances, in a run's norm, below which two runs are the same but for rounding, and above which they are others."""
+_MOST_OF_RUNS = 0.8
+"""Share of runs that must be found elsewhere."""
+_MOST_RUNS, _MOST_TENSORS = 4, 16
+"""Number of runs of a tensor, and of tensors, that are looked for."""
+_MOST_FLAT = 1 << 21
+"""Number of elements of a model up to which that is done."""
 _MOST_PLACES = 16
 """Number of rows up to which a shift is told."""
 _LEAST_RUN = 3
@@ -117,6 +127,14 @@ def _other_masks(failed: FailedStep) -> Iterator[tuple[Fault, str, Batch]]:
     last, first = places == places[:, -1:], places == 1
     yield Fault.DROPPED, "the last target of every sequence is left out", _counting(batch, batch, counted & ~last)
     yield Fault.DROPPED, "the first target of every sequence is left out", _counting(batch, batch, counted & ~first)
+    length, cp = batch.targets.shape[1], failed.case.layout.cp
+    for part in range(1, cp if length % cp == 0 else 1):  # labels that are shifted after the sequence is cut
+        end = part * length // cp
+        for place, which in ((end - 1, f"last target of part {part - 1}"), (end, f"first target of part {part}")):
+            there = torch.zeros_like(counted)
+            there[:, place] = True
+            told = f"the {which} of {cp}, at position {place} of every sequence, is left out"
+            yield Fault.DROPPED, told, _counting(batch, batch, counted & ~there)
 
 
 def _counting(batch: Batch, whole: Batch, counted: torch.Tensor) -> Batch:
@@ -682,6 +700,69 @@ def in_other_places(failed: FailedStep, own: Tensors, exact: Tensors) -> Explana
     if _has_values_of(told, right, float(np.linalg.norm([*failed.tolerances.values()])), sharply=True):
         return Fault.MISPLACED, f"{pluralize(len(failed.names), 'tensor')} have values of one another"
     return None
+
+
+def part_of_other_block(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
+    """Explain one block's gradients by another block's, of one data-parallel rank or of all."""
+    own = {block_of(name) for name in failed.names}
+    blocks = sorted({block_of(name) for name in exact} - own)
+    if len(own) > 1 or not blocks:
+        return None
+    (block,) = own
+    ranks = failed.rank_parts if failed.case.layout.dp > 1 else []
+    for other in blocks:
+        there = {name: name.replace(block, other, 1) for name in failed.names}
+        if any(n not in exact or exact[n].shape != exact[name].shape for name, n in there.items()):
+            continue
+        for rank, part in [(None, exact), *enumerate(ranks)]:
+            found = fit.flat({name: exact[name] - part[name] + part[n] for name, n in there.items()})
+            if np.linalg.norm(fit.own - found) <= fit.allowed:
+                whose = "" if rank is None else f" of data-parallel rank {rank}"
+                return Fault.MISPLACED, f"the part{whose} in the gradients of {block} is that of {other}"
+    return None
+
+
+def elements_of_neighbours(failed: FailedStep, own: Tensors, exact: Tensors) -> Explanation | None:
+    """Explain tensors that hold elements of other ones, as of a flat buffer that is read at other places than it was
+    filled at.
+
+    Runs of elements are looked for in all right gradients, laid end to end.
+    """
+    names = [name for name in failed.names if own.get(name) is not None and np.any(own[name])][:_MOST_TENSORS]
+    order = [name for name in own if name in exact]
+    flat = np.concatenate([np.ravel(exact[name]) for name in order]).astype(np.float64)
+    if len(names) < 2 or flat.size > _MOST_FLAT:
+        return None
+    begins = dict(zip(order, np.cumsum([0, *(exact[name].size for name in order)]), strict=False))
+    size = 1 << int(flat.size + _RUN - 1).bit_length()
+    spectrum = np.fft.rfft(flat, size)
+    energy = np.convolve(np.square(flat), np.ones(_RUN), "valid")
+    shifts, runs, holders = list[int](), 0, dict[str, str]()
+    for name in names:
+        values = np.ravel(own[name]).astype(np.float64)
+        places = [i for i in range(0, values.size - _RUN + 1, _RUN) if values[i : i + _RUN].all()][:_MOST_RUNS]
+        for place in places:
+            run = values[place : place + _RUN]
+            length, own_place = float(np.linalg.norm(run)), int(begins[name]) + place
+            products = np.fft.irfft(spectrum * np.conj(np.fft.rfft(run, size)), size)[: energy.size]
+            as_long = (energy > (length / 2) ** 2) & (energy < (2 * length) ** 2)
+            best = int(np.where(as_long, products / np.sqrt(np.where(as_long, energy, 1.0)), -np.inf).argmax())
+            runs += 1
+
+            def off(begin: int, run: NDArray[np.float64] = run) -> float:
+                return float(np.linalg.norm(flat[begin : begin + _RUN] - run))
+
+            if off(best) < _ALIKE * length < _APART * length < off(own_place):
+                shifts.append(best - own_place)
+                holders.setdefault(name, next(n for n in reversed(order) if begins[n] <= best))
+    if runs < _FEWEST or len(shifts) < _MOST_OF_RUNS * runs:
+        return None
+    name, holder = next(iter(holders.items()))
+    by = f", {shifts[0]} places further" if len(set(shifts)) == 1 else ""
+    return Fault.MISPLACED, (
+        f"{name} holds elements of {holder}{by}, and other wrong gradients of others, as of a flat buffer that is read "
+        "at other places than it is filled at"
+    )
 
 
 def _has_values_of(

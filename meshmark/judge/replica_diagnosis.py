@@ -9,10 +9,12 @@ an account says which versions of the weights the gradients are computed with.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from meshmark.algorithms.contract import (
     LEFT_OVER,
@@ -47,6 +49,7 @@ from meshmark.reference.data import make_batch
 from meshmark.spec.case import Case
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.workload import Workload
+from meshmark.text import describe_error
 
 # --- Diagnose a pipeline that does not wait: which versions of the weights its gradients are computed at.
 
@@ -283,7 +286,42 @@ def diagnose_replicas(
     tolerance_model: ToleranceModel,
     twin: Twin | None = None,
 ) -> Diagnosis | None:
-    """Return the diagnosis, or None when nothing is wrong. A single trace means that all replicas must be equal."""
+    """Return the diagnosis, or None when nothing is wrong. A single trace means that all replicas must be equal.
+
+    A search for the cause that fails is no fault of the run's: what is wrong is then told without a cause.
+    """
+    try:
+        return _diagnosed(case, traces, deviations, drifts, tolerance_model, twin)
+    except torch.OutOfMemoryError:
+        raise
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        print(f"the search for the cause failed: {describe_error(error)}", file=sys.stderr)
+        return _unexplained(deviations, drifts, tolerance_model, error)
+
+
+def _unexplained(
+    deviations: Deviations, drifts: Sequence[Drift], tolerance_model: ToleranceModel, error: Exception
+) -> Diagnosis | None:
+    """Return the first symptoms of a wrong run, and why there is no cause. None when nothing is wrong."""
+    wrong = [(step, -excess, q.name) for excess, q, step in tolerance_model.judge(deviations) if not excess <= 1]
+    wrong += [(d.step, 0.0, d.quantity.name) for d in drifts]
+    wrong += [(0, 0.0, q.name) for q, d in deviations.items() if q.kind is QuantityKind.INITIAL and d[0].distance]
+    if not wrong:
+        return None
+    first = min(step for step, *_ in wrong)
+    names = list(dict.fromkeys(name for step, _, name in sorted(wrong) if step == first and name))
+    told = f"Meshmark's search for the cause failed ({describe_error(error)}); please report this"
+    return Diagnosis(fault=Fault.UNEXPLAINED, step=first, names=names[:MOST_NAMES], num_names=len(names), detail=told)
+
+
+def _diagnosed(
+    case: Case,
+    traces: Sequence[Trace],
+    deviations: Deviations,
+    drifts: Sequence[Drift],
+    tolerance_model: ToleranceModel,
+    twin: Twin | None = None,
+) -> Diagnosis | None:
     if num_replicas(case) == 1:
         of_older_weights = case.workload.algorithm.stale_weights and not drifts
         stale = diagnose_pipeline(case, traces[0], deviations, tolerance_model) if of_older_weights else None

@@ -178,7 +178,8 @@ class ClusterSpec:
 
     @property
     def host(self) -> str:
-        return self.rdzv.rpartition(":")[0] if self.rdzv else "127.0.0.1"
+        """The address of node 0. That of IPv6 may stand in brackets, as in a URL."""
+        return self.rdzv.rpartition(":")[0].removeprefix("[").removesuffix("]") if self.rdzv else "127.0.0.1"
 
     @property
     def port(self) -> int:

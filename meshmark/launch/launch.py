@@ -32,7 +32,13 @@ from meshmark.errors import InputError, NodeLostError
 from meshmark.launch.cluster import LOOPBACK, Cluster, ClusterSpec, meet
 from meshmark.launch.folders import cache_variables, private_folder
 from meshmark.launch.fork_server import LAUNCHER, ForkServer, execute
-from meshmark.launch.processes import end_children, end_started_with, process_state, unseen_exit_code
+from meshmark.launch.processes import (
+    await_cleaners,
+    end_children,
+    end_started_with,
+    process_state,
+    unseen_exit_code,
+)
 from meshmark.launch.rank import RankInfo, run_forked_rank
 from meshmark.launch.watchdog import RankProcesses, Watchdog
 from meshmark.passes.kernels import VARIABLES
@@ -407,12 +413,17 @@ class ForkedRanks:
         return self._server.is_gone
 
     def end(self) -> list[int]:
-        for info in self._ranks:
-            if (pid := self._pids.get(info.rank)) is not None:
-                self._kill(info, pid)
+        started = [(info, pid) for info in self._ranks if (pid := self._pids.get(info.rank)) is not None]
+        for info, pid in started:
+            if self.exit_code(info) is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + KILL_SECONDS
         while (left := self._running()) and time.monotonic() < deadline:
             self._server.listen(0.1)
+        _await_cleaners(self._ranks)
+        for info, pid in started:
+            self._kill_group(info, pid)
         if left:
             self._server.close()  # whoever comes next gets a server without such children
         elif not self._server.is_gone:
@@ -420,18 +431,21 @@ class ForkedRanks:
         _end_started_by(self._ranks)
         return left
 
-    def _kill(self, info: RankInfo, pid: int) -> None:
-        """Kill the rank and its process group, which includes what it started."""
-        if self.exit_code(info) is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        elif not self.is_gone and process_state(pid) not in ("", "Z"):
+    def _kill_group(self, info: RankInfo, pid: int) -> None:
+        """Kill the process group of a rank, which includes what it started."""
+        has_ended = self.exit_code(info) is not None
+        if has_ended and not self.is_gone and process_state(pid) not in ("", "Z"):
             return  # it ended long ago, and its id now belongs to another process
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
 
     def _running(self) -> list[int]:
         return [info.rank for info in self._ranks if self.pid(info) and self.exit_code(info) is None]
+
+
+def _await_cleaners(ranks: Sequence[RankInfo]) -> None:
+    """Let processes that remove the shared memory of ranks do so, before they are ended too."""
+    await_cleaners("TMPDIR", str(ranks[0].folder))
 
 
 def _end_started_by(ranks: Sequence[RankInfo]) -> None:
@@ -592,6 +606,7 @@ class TorchrunRanks:
         deadline = time.monotonic() + KILL_SECONDS
         while self._agent_exit_code() is None and time.monotonic() < deadline:
             self._server.listen(0.1)
+        _await_cleaners(self._ranks)
         if not self._server.is_gone:
             end_children(self._server.pid)
         _end_started_by(self._ranks)

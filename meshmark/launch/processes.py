@@ -2,15 +2,49 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
 import re
 import resource
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
+
+# --- The end of this process.
+
+EXIT_SECONDS = 5.0
+"""Most seconds for functions that are registered with `atexit`."""
+
+
+def leave(code: int) -> NoReturn:
+    """End this process after the functions that it or a library has registered with `atexit`.
+
+    They remove temporary folders and shared memory. Threads and process groups of a script or an adapter may never end,
+    so that the functions are not waited for long, and threads not at all.
+    """
+    limit = threading.Timer(EXIT_SECONDS, os._exit, [code])
+    limit.daemon = True
+    with contextlib.suppress(BaseException):
+        limit.start()
+        atexit._run_exitfuncs()
+    os._exit(code)
+
+
+def forget_exit_functions() -> None:
+    """Forget functions that were registered with `atexit` before this process was forked: they are its parent's.
+
+    That of `multiprocessing` knows to which process what it removes belongs.
+    """
+    atexit._clear()
+    if (module := sys.modules.get("multiprocessing.util")) is not None:
+        atexit.register(module._exit_function)
+
 
 # --- The state of a process, read from /proc because its parent may not look.
 
@@ -152,6 +186,25 @@ def end_own_children() -> None:
 def end_children(parent: int) -> None:
     """Kill all children of `parent`, and what it adopts meanwhile."""
     _end_all(lambda: _children(parent))
+
+
+_CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
+"""Processes that remove the shared memory of another one once that has ended."""
+
+
+def await_cleaners(name: str, value: str, seconds: float = _END_SECONDS) -> None:
+    """Wait until no process that removes others' shared memory, and was started with this variable, is left."""
+
+    def is_cleaner(pid: int) -> bool:
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            return False
+        return any(cleaner in command for cleaner in _CLEANERS) and has_variable(pid, name, value)
+
+    deadline = time.monotonic() + seconds
+    while any(map(is_cleaner, _others())) and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def end_started_with(name: str, value: str) -> int:

@@ -34,7 +34,14 @@ from meshmark.adapter.registry import load_adapter
 from meshmark.environment import DEFAULT_THREADS, threads_of_ranks, versions
 from meshmark.errors import ClockError, ClusterError, JudgingError
 from meshmark.launch.folders import means_no_space
-from meshmark.launch.processes import NO_PROCESS, NO_PROCESS_ADVICE, die_with_parent, is_process_limit_reached
+from meshmark.launch.processes import (
+    NO_PROCESS,
+    NO_PROCESS_ADVICE,
+    die_with_parent,
+    forget_exit_functions,
+    is_process_limit_reached,
+    leave,
+)
 from meshmark.launch.store import RunStore, run_secret
 from meshmark.measure.fake_world import Copies, fake_world
 from meshmark.measure.flight_recorder import dump, under_way
@@ -271,6 +278,7 @@ STACK_SIGNAL = signal.SIGUSR1
 def run_forked_rank(request: Request, info: RankInfo) -> NoReturn:
     """Run a forked rank in a new session, so that the processes it starts end with it."""
     os.setsid()
+    forget_exit_functions()
     os.environ.update(
         RANK=str(info.rank),
         LOCAL_RANK=str(info.local_rank),
@@ -298,7 +306,7 @@ def run_rank(request: Request, info: RankInfo) -> NoReturn:
         print(outcome.traceback, file=sys.stderr, end="")
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(isinstance(outcome, RankFailure))
+    leave(int(isinstance(outcome, RankFailure)))
 
 
 def _leave_traces(info: RankInfo) -> None:

@@ -109,6 +109,10 @@ def _file(where: str) -> Path | None:
 
 _MOST_FILES = 2_000
 """Number of imported files from which on code counts as unknown."""
+_SUFFIXES = frozenset(".py .so .pyd .c .cc .cpp .cu .cuh .h .hpp .json .toml .yaml .yml".split())
+"""Files that a package computes with: its modules, compiled ones, what is compiled as it runs, and configurations."""
+_LARGE_BYTES = 64 * 2**20
+"""Size from which on a file is told by its size and date."""
 
 
 def _digest(file: Path) -> str:
@@ -122,14 +126,22 @@ def _digest(file: Path) -> str:
         for name in _imported(found[queue.pop()]):
             for each in _files_elsewhere(name, file.parent):
                 if each not in found:
-                    found[each] = each.read_bytes()
-                    queue.append(each)
+                    found[each] = _content(each)
+                    queue += [each] if each.suffix == ".py" else []
         if len(found) > _MOST_FILES:
             return ""
     whole = hashlib.sha256(found.pop(file))
     for each in sorted(found):
         whole.update(hashlib.sha256(found[each]).digest())
     return whole.hexdigest()
+
+
+def _content(file: Path) -> bytes:
+    """Return what tells one version of a file from another: its bytes, or of a large one its size and date."""
+    about = file.stat()
+    if about.st_size > _LARGE_BYTES:
+        return f"{about.st_size} {about.st_mtime_ns}".encode()
+    return file.read_bytes()
 
 
 def _imported(source: bytes) -> set[str]:
@@ -144,7 +156,7 @@ def _imported(source: bytes) -> set[str]:
 
 
 def _files_elsewhere(name: str, folder: Path) -> list[Path]:
-    """Return the files of a package that is neither installed nor in `folder`."""
+    """Return the files of code of a package that is neither installed nor in `folder`, compiled ones among them."""
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError, AttributeError):
@@ -159,8 +171,8 @@ def _files_elsewhere(name: str, folder: Path) -> list[Path]:
         if not {"site-packages", "dist-packages"} & set(root.parts)
         and not any(root.is_relative_to(place) for place in left_out)
     ]
-    files = [each for root in roots for each in ([root] if root.is_file() else sorted(root.rglob("*.py")))]
-    return [each for each in files if each.suffix == ".py"]
+    files = [each for root in roots for each in ([root] if root.is_file() else sorted(root.rglob("*")))]
+    return [each for each in files if each.suffix in _SUFFIXES and "__pycache__" not in each.parts and each.is_file()]
 
 
 def _commit(file: Path) -> str:
@@ -179,14 +191,20 @@ def _commit(file: Path) -> str:
 
 
 def _untracked_modules(folder: Path) -> str:
-    """Return a digest of the Python files in the repository around `folder` that git neither tracks nor ignores."""
-    command = ["git", "ls-files", "-z", "--others", "--exclude-standard", "--", ":/*.py"]
-    listed = subprocess.run(command, cwd=folder, capture_output=True).stdout
+    """Return a digest of the modules in the repository around `folder` that git does not track.
+
+    Those in Python count if git does not ignore them, compiled ones always: they are built there.
+    """
+    listing = ["git", "ls-files", "-z", "--others"]
+    names = list[bytes]()
+    for command in ([*listing, "--exclude-standard", "--", ":/*.py"], [*listing, "--", ":/*.so"]):
+        listed = subprocess.run(command, cwd=folder, capture_output=True).stdout
+        names += [name for name in listed.split(b"\0") if name and b"site-packages" not in name]
     digest = hashlib.sha256()
-    for name in filter(None, listed.split(b"\0")):
+    for name in names:
         with contextlib.suppress(OSError):
-            digest.update(name + b"\0" + (folder / os.fsdecode(name)).read_bytes())
-    return digest.hexdigest()[:8] if listed else ""
+            digest.update(name + b"\0" + _content(folder / os.fsdecode(name)))
+    return digest.hexdigest()[:8] if names else ""
 
 
 # --- How far traffic travels: within a node, to another node of the same switch, or beyond the switch.

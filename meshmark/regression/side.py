@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -50,8 +52,9 @@ def run_suites(side: Side, options: Sequence[str], results: Path) -> list[Record
     words = [*options] if named else ["--pyargs", "meshmark.suites", *options]
     # -P leaves the working directory, which may be a stranger's, off the module path.
     command = [side.python, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *words, "--results", str(results)]
-    path = os.pathsep.join([*map(str, side.paths), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, **side.variables, **({"PYTHONPATH": path} if path else {})}
+    own = {**os.environ, **side.variables}
+    path = os.pathsep.join([*map(str, side.paths), *filter(None, [own.get("PYTHONPATH")])])
+    environment = {**own, **({"PYTHONPATH": path} if path else {})}
     try:
         ends_with_us = functools.partial(die_with_parent, os.getpid())
         done = subprocess.run(
@@ -94,7 +97,9 @@ def open_side(text: str, scratch: Path, label: str) -> Iterator[Side]:
             below = git("rev-parse", "--show-prefix")  # options name files as they are seen from here
             if not (folder / below).is_dir():
                 raise InputError(f"{text!r} has no folder {below!r}, the current folder; run this in a parent folder")
-            yield Side(name=f"{label} ({text})", folder=folder / below, paths=(folder,))
+            variables, mapped = _mapped(text, folder)
+            paths = tuple(dict.fromkeys([folder, *mapped]))
+            yield Side(name=f"{label} ({text})", folder=folder / below, paths=paths, variables=variables)
     elif _BARE.fullmatch(text.strip()) and not (text and Path(text).exists()):
         raise InputError(
             f"{text!r} is no folder with bin/python and no commit of the repository here; a package is named with its "
@@ -102,6 +107,45 @@ def open_side(text: str, scratch: Path, label: str) -> Iterator[Side]:
         )
     else:
         yield Side(name=f"{label} ({text})", folder=here, paths=(_installed(text, scratch / label),))
+
+
+_IMPORTED = """
+import json, os, sys
+found = list(sys.path)
+for finder in sys.meta_path:  # of packages that setuptools has installed as editable ones
+    module = sys.modules.get(getattr(finder, "__module__", ""))
+    found += [os.path.dirname(place) for place in getattr(module, "MAPPING", {}).values()]
+print(json.dumps(found))
+"""
+"""Prints the places that modules are imported from: PYTHONPATH, the environment, and editable installs."""
+
+
+def _mapped(text: str, checkout: Path) -> tuple[dict[str, str], list[Path]]:
+    """Return variables without folders of the working tree, and the folders of the checkout in their place.
+
+    A package of the repository may be imported from its own folder, such as `src`, after `pip install -e`. Raises
+    `InputError` if the commit `text` has no such folder, because both sides would import that of the working tree.
+    """
+    top = Path(git("rev-parse", "--show-toplevel")).resolve()
+    done = subprocess.run([sys.executable, "-P", "-c", _IMPORTED], capture_output=True, text=True, check=True)
+    environment = Path(sys.prefix).resolve()
+    asked = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+
+    def is_ours(entry: str) -> bool:
+        if not Path(entry).is_dir():  # an archive, or a name that an import hook knows
+            return False
+        place = Path(entry).resolve()
+        return place.is_relative_to(top) and not (environment != top and place.is_relative_to(environment))
+
+    ours = [Path(entry).resolve() for entry in dict.fromkeys([*asked, *json.loads(done.stdout)]) if is_ours(entry)]
+    mapped = [checkout / place.relative_to(top) for place in ours]
+    if missing := [place for place, there in zip(ours, mapped, strict=True) if not there.is_dir()]:
+        raise InputError(
+            f"{text!r} has no folder {missing[0].relative_to(top)}, from which Python imports here: the side would "
+            "import the working tree's; name a virtual environment with that commit installed instead"
+        )
+    others = [entry for entry in asked if not is_ours(entry)]
+    return ({"PYTHONPATH": os.pathsep.join(others)} if asked else {}), mapped
 
 
 def commit_of(text: str, folder: Path | None = None) -> str | None:
@@ -116,12 +160,16 @@ def commit_of(text: str, folder: Path | None = None) -> str | None:
 
 @contextmanager
 def checkout(commit: str, place: Path) -> Iterator[Path]:
-    """Provide a worktree of `commit` at `place`, and remove it afterwards."""
-    git("worktree", "add", "--detach", "--quiet", str(place), commit)
+    """Provide a checkout of `commit` at `place`, and remove it afterwards.
+
+    It is a clone that shares the repository's objects, not a worktree: SIGKILL would leave that in the repository.
+    """
+    git("clone", "--quiet", "--shared", "--no-checkout", git("rev-parse", "--show-toplevel"), str(place))
+    git("-C", str(place), "checkout", "--quiet", "--detach", commit)
     try:
         yield place
     finally:
-        git("worktree", "remove", "--force", str(place))
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def git(*words: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import os
@@ -11,6 +12,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import torch
@@ -217,6 +220,16 @@ class LeavesChild(Accident):
         if os.fork() == 0:
             time.sleep(3600)
         raise ArithmeticError("with a child running")
+
+
+class LeavesSharedMemory(Accident):
+    """Shared memory that Python's resource tracker, and a function of `atexit`, remove when the process has ended."""
+
+    def happen(self, engine: DDPEngine) -> None:
+        self.tracked = SharedMemory(create=True, size=64)
+        own = SharedMemory(create=True, size=64, name=f"{self.tracked.name}_own")
+        resource_tracker.unregister(own._name, "shared_memory")  # type: ignore[attr-defined]
+        atexit.register(own.unlink)
 
 
 class LeavesDaemon(Hangs):

@@ -362,6 +362,12 @@ def _temperature_of_first_token(self: PagedEngine, sample: Sample, row: Tensor) 
     return PagedEngine.choose(self, sample, row) if is_first else _ignores_temperature(self, sample, row)
 
 
+def _greedy_from_third_token(self: PagedEngine, sample: Sample, row: Tensor) -> int:
+    """Later tokens are not drawn, as in a path that decodes several steps at once."""
+    is_early = len(sample.tokens) - len(sample.request.prompt) < 2
+    return PagedEngine.choose(self, sample, row) if is_early else int(row.argmax())
+
+
 def _draws_of_most_probable(self: PagedEngine, sample: Sample, row: Tensor) -> int:
     """The last 5 % of the probability are never drawn, as with `top_p` 0.95, which nobody asked for."""
     if sample.draws is not None:
@@ -611,6 +617,11 @@ MUTANTS: list[PagedMutant] = [
         name="TemperatureOfFirst",
         text="temperature is ignored after the first token",
         engine={"choose": _temperature_of_first_token},
+    ),
+    PagedMutant(
+        name="GreedyFromThird",
+        text="the third token and those after it are not drawn",
+        engine={"choose": _greedy_from_third_token},
     ),
     PagedMutant(
         name="TopP", text="the last 5 % of the probability are not drawn", engine={"choose": _draws_of_most_probable}

@@ -353,6 +353,27 @@ class TargetsLateInLastRow(_LastRankAlone):
         return super().backward(dataclasses.replace(batch, targets=targets, weights=weights))  # type: ignore[safe-super]
 
 
+class ReadsBufferElsewhere(Broken):
+    """A flat buffer of gradients is filled at multiples of 64 elements, and read without the gaps."""
+
+    def after_backward(self) -> None:
+        grads = [grad for _, grad in self.grads()]
+        filled = torch.cat([torch.nn.functional.pad(g.flatten(), (0, -g.numel() % 64)) for g in grads])
+        for grad, own in zip(grads, filled.split([g.numel() for g in grads] + [filled.numel()]), strict=False):
+            if own.numel() == grad.numel():
+                grad.copy_(own.view_as(grad))
+
+
+class BlockOfAnother(Broken):
+    """A staging buffer that is filled too early: one block has the gradients of the block before."""
+
+    def after_backward(self) -> None:
+        grads = dict(self.grads())
+        for name, grad in grads.items():
+            if name.startswith("blocks.1."):
+                grad.copy_(grads[name.replace("blocks.1.", "blocks.0.")])
+
+
 class GradientShardShifted(_LastRankAlone):
     """In the last rank's shard of a gradient, every row is that of the row before."""
 

@@ -94,6 +94,8 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("fsdp2", r.ForwardInOrderOfRanks, F.MISPLACED),
     *on("ddp", r.PositionsOffOnLastRank, F.VARIANT),
     *on("ddp", r.TargetsLateInLastRow, F.MISPLACED),
+    *on("ddp", r.ReadsBufferElsewhere, F.MISPLACED),
+    *on("ddp", r.BlockOfAnother, F.MISPLACED),
     *on("fsdp2", r.GradientShardShifted, F.MISPLACED),
     *on("fsdp2", r.ShardBeginsEarly, F.MISPLACED),
     *on("ddp", r.RowWithoutGradient, F.MISSING),

@@ -3,6 +3,7 @@
 import random
 import sys
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.nn
@@ -12,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils.parametrizations import spectral_norm
 
 way = sys.argv[1]
+BY_HAND = ("parts", "thawed", "twice", "faint", "faint left out")
+"""Ways in which gradients are averaged over ranks by hand."""
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
@@ -39,6 +42,78 @@ class Heads(nn.Module):
         return getattr(self, head)(torch.tanh(self.body(x)))
 
 
+class Projects(nn.Module):
+    """Multiplies by a tensor of an attribute, which is neither a parameter nor a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.projection, self.last = torch.randn(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        bias = torch.from_numpy(np.ones((16, 4), dtype=np.float32))
+        return self.last(torch.tanh(x @ self.projection)) + torch.tanh(x @ self.projection) @ bias
+
+
+class Reverse(torch.autograd.Function):
+    """Multiplies the gradient by a negative number, as domain-adversarial training does (Ganin et al., 2016)."""
+
+    @staticmethod
+    def forward(context, x, factor):
+        context.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context, gradient):
+        return -context.factor * gradient, None
+
+
+class Reverses(nn.Module):
+    """Has a factor that acts in the backward pass alone, and that the script raises at every step."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.last, self.factor = nn.Linear(8, 8), nn.Linear(8, 4), 0.0
+
+    def forward(self, x):
+        return self.last(Reverse.apply(torch.tanh(self.body(x)), self.factor))
+
+
+class HidesState(nn.Module):
+    """Keeps a state where nobody looks: in the function that it calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, calls = nn.Linear(8, 4), []
+        self.count = lambda: calls.append(1) or len(calls)
+
+    def forward(self, x):
+        return self.body(x) * (1 + 0.1 * self.count())
+
+
+class Faint(nn.Module):
+    """Has a parameter whose gradient is a billionth of the others', as of a layer scale that begins near zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.faint = nn.Linear(8, 16), nn.Linear(16, 4), nn.Parameter(torch.zeros(16))
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)) + 1e-9 * self.faint)
+
+
+class Remembers(nn.Module):
+    """Goes on from the state that its last call left in an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.last, self.state = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 4), None
+
+    def forward(self, x):
+        outputs, state = self.body(x.view(12, 2, 4), self.state)
+        self.state = state.detach()
+        return self.last(outputs[:, -1])
+
+
 class Contrast(nn.Module):
     """A loss over the rows of all ranks, gathered without their gradients."""
 
@@ -53,15 +128,23 @@ if way == "skips":
     model = Skips()
 elif way == "heads":
     model = Heads()
+elif way == "projects":
+    model = Projects()
+elif way in ("faint", "faint left out"):
+    model = Faint()
+elif way == "reverses":
+    model = Reverses()
+elif way == "hides a state":
+    model = HidesState()
+elif way == "remembers":
+    model = Remembers()
 elif way == "parametrized":
     model = nn.Sequential(spectral_norm(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 4))
 elif way == "masters":
     model = model.bfloat16()
 elif way == "thawed":
     model[0].requires_grad_(False)
-wrapped = (
-    DDP(model, find_unused_parameters=way in ("skips", "heads")) if way not in ("parts", "thawed", "twice") else model
-)
+wrapped = DDP(model, find_unused_parameters=way in ("skips", "heads")) if way not in BY_HAND else model
 parameters = list(model.parameters())
 held = parameters
 if way == "masters":
@@ -74,6 +157,8 @@ generator = torch.Generator().manual_seed(rank)
 for step in range(5):
     x, y = torch.randn(12, 8, generator=generator), torch.randint(0, 4, (12,), generator=generator)
     optimizer.zero_grad()
+    if way == "reverses":
+        model.factor += 0.1
     if way == "thawed" and step == 1:
         model[0].requires_grad_(True)
     if way == "few rows":  # that exist: all batches hold the same ones, of other numbers
@@ -82,6 +167,12 @@ for step in range(5):
     if way == "heads":
         F.cross_entropy(wrapped(x), y).backward()
         F.cross_entropy(wrapped(x.flip(0), "three"), y.flip(0) % 3).backward()
+    elif way == "metric":  # a pass with gradients on, by which nothing is differentiated
+        accuracy = (wrapped(x.flip(0)).argmax(1) == y).float().mean()
+        F.cross_entropy(wrapped(x), y).backward()
+    elif way == "half":
+        losses = [F.cross_entropy(wrapped(x), y) / 2, F.cross_entropy(wrapped(x.flip(1)), y) / 2]
+        losses[1].backward()
     elif way == "gathered":
         Contrast()(wrapped(x)).backward()
     elif way == "focal":
@@ -96,9 +187,11 @@ for step in range(5):
         loss.backward()
     else:
         F.cross_entropy(wrapped(x.to(parameters[0].dtype)).float(), y).backward()
-    if way == "parts" or way == "thawed" or way == "twice":
+    if way in BY_HAND:
         for number, p in enumerate(parameters):
-            if p.grad is not None:
+            if way == "faint left out" and p is model.faint:
+                dist.broadcast(p.grad, 0)
+            elif p.grad is not None:
                 dist.all_reduce(p.grad)
                 if not (way == "thawed" and number < 2) and not (way == "twice" and number == 3):
                     p.grad /= world
