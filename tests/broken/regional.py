@@ -359,9 +359,9 @@ class ReadsBufferElsewhere(Broken):
     def after_backward(self) -> None:
         grads = [grad for _, grad in self.grads()]
         filled = torch.cat([torch.nn.functional.pad(g.flatten(), (0, -g.numel() % 64)) for g in grads])
-        for grad, own in zip(grads, filled.split([g.numel() for g in grads] + [filled.numel()]), strict=False):
-            if own.numel() == grad.numel():
-                grad.copy_(own.view_as(grad))
+        sizes = [g.numel() for g in grads]
+        for grad, own in zip(grads, filled[: sum(sizes)].split(sizes), strict=True):
+            grad.copy_(own.view_as(grad))
 
 
 class BlockOfAnother(Broken):

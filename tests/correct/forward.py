@@ -16,10 +16,10 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from meshmark.adapter.engine import RankContext
+from meshmark.adapter.engine import AUTOCAST, RankContext
 from meshmark.adapters.ddp import DDP, DDPEngine
 from meshmark.models.transformer.module import Attention, Block, FeedForward
-from meshmark.reference.data import Batch
+from meshmark.reference.data import IGNORED, Batch
 from meshmark.spec.case import Case
 from meshmark.theory.recipe import TrainingRecipe
 
@@ -298,6 +298,33 @@ class MeanOfMicroBatch(DDPEngine):
 class WideLoss(DDPEngine):
     def loss_share(self, outputs: Tensor, batch: Batch) -> Tensor:
         return super().loss_share(outputs.double(), batch).float()
+
+
+class HeadInChunks(DDPEngine):
+    """Logits and loss of eight positions at a time, computed again in the backward pass, so that none are kept."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        head = self.module.module.head
+        kept, head.output = head.output, nn.Identity()
+        try:
+            return super().forward(inputs)
+        finally:
+            head.output = kept
+
+    def loss_share(self, outputs: Tensor, batch: Batch) -> Tensor:
+        parts = zip(outputs.split(8, 1), batch.targets.split(8, 1), strict=True)
+        shares = [checkpoint(self._summed, hidden, targets, use_reentrant=False) for hidden, targets in parts]
+        return torch.stack(shares).sum() / batch.total_weight
+
+    def _summed(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        dtype = AUTOCAST.get(self.case.precision.compute)
+        with torch.autocast(hidden.device.type, dtype=dtype, enabled=dtype is not None):
+            logits = self.module.module.head.output(hidden)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+class HeadInChunksDDP(OtherParts):
+    engine = HeadInChunks
 
 
 class LossByHandDDP(OtherParts):
