@@ -119,9 +119,15 @@ def _together(found: list[Objective]) -> Objective:
 
 
 def _kinds(step: Step) -> list[str]:
-    """Return what tells calls apart that are no micro-batches of one loss: the number of classes, and repeated rows."""
+    """Return what tells calls apart that are no micro-batches of one loss: the number of classes, repeated rows, or a
+    target that all rows have.
+    """
     found, seen = [], list[Tensor]()
     for call in _last_calls(step):
+        constants = [t.constant for t in call.terms if t.constant is not None and t.scored.numel() >= _TELLING]
+        if constants and len(constants) == len(call.terms):
+            found.append(f"targets {constants}")
+            continue
         scores = [g for _, g in call.used_gradients if g.dim() == 2 and g.shape[1] > 1]
         if len(scores) != 1:
             found.append("")
@@ -144,9 +150,12 @@ def _only(step: Step, kind: str) -> Step:
 def _last_calls(step: Step) -> list[Call]:
     """Return the calls whose outputs entered a loss, not only another model, as an encoder's enter a decoder.
 
-    Nor do outputs that nothing was differentiated by, as of a pass for a metric.
+    Nor do outputs that nothing was differentiated by, as of a pass for a metric, where those of other calls of the same
+    model were.
     """
-    return [call for call in step.calls if (call.used_gradients and not call.feeds) or _differentiated(call)]
+    used = {call.root for call in step.calls if call.used_gradients}
+    calls = [call for call in step.calls if call.used_gradients or call.root not in used or _differentiated(call)]
+    return [call for call in calls if not call.feeds or _differentiated(call)]
 
 
 def _differentiated(call: Call) -> list[Term]:

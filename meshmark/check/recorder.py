@@ -104,6 +104,9 @@ class Recorder:
         self.thread = threading.get_ident()
         self.trains_at_first: dict[int, dict[str, bool]] = {}
         self.attributes_at_first: dict[int, dict[tuple[str, ...], Any]] = {}
+        self.blind = False
+        """Whether a model in training was called with gradients switched off since the last step."""
+        self.blind_steps = 0
         """By outermost module, whether each parameter required a gradient when it was first called."""
         self.aliases: dict[str, str] = {}
         """Names of parameters that an outermost module shares with an earlier one, and what they are called there."""
@@ -233,6 +236,7 @@ class Recorder:
                 call = self._begin(number, module, args, kwargs)
             else:
                 self._root(module)
+                self.blind = module.training
         self.depth, self.inside_model = self.depth + 1, True
         try:
             outputs = original(module, *args, **kwargs)
@@ -443,6 +447,10 @@ class Recorder:
         return tuple(changed(a) for a in args), {key: changed(a) for key, a in kwargs.items()}
 
     def _record_step(self, optimizer: Optimizer) -> None:
+        if self.active and self.step is None and self.blind:
+            self.blind, self.blind_steps = False, self.blind_steps + 1
+            if self.blind_steps >= self.steps:
+                self._stop()
         if not self.active or self.step is None:
             return
         with self._timed():
@@ -833,6 +841,9 @@ class Recorder:
             reduction=reduction,
             scored=_kept(counted),
             targets=unordered_digest(target),
+            constant=float(target.reshape(-1)[0])
+            if target.numel() and bool((target == target.reshape(-1)[0]).all())
+            else None,
             weighted=weight is not None,
             inside=self.inside_model,
         )
@@ -953,6 +964,7 @@ class Recorder:
             record_seconds=self.record_seconds,
             num_steps=self.number,
             num_calls=self.num_calls,
+            blind_steps=self.blind_steps,
         )
 
     # Tensors of this rank
@@ -1178,6 +1190,12 @@ def install(recorder: Recorder) -> None:
     _observe_steps(recorder)
     for owner in (nn.Module, Optimizer):
         owner.zero_grad = _observed_clear(recorder, owner.zero_grad)  # type: ignore[method-assign]
+
+
+def _constant(tensor: Tensor) -> float | None:
+    """Return the value of all elements, or None if there are several."""
+    values = tensor.detach().reshape(-1)
+    return float(values[0]) if values.numel() and bool((values == values[0]).all()) else None
 
 
 def _is_copy(module: nn.Module, other: nn.Module) -> bool:

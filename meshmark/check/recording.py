@@ -31,6 +31,8 @@ class Term:
     """Which targets count, as booleans in the shape of the targets."""
     targets: bytes = b""
     """Digest of the targets, whatever their order."""
+    constant: float | None = None
+    """Value of all targets, if it is one, as in a loss of real or of made-up images."""
     weighted: bool = False
     """Whether classes or targets have weights of their own."""
     gradient: Tensor | None = None
@@ -275,6 +277,8 @@ class Facts:
     num_steps: int = 0
     num_calls: list[int] = field(default_factory=list)
     """Number of calls of each step."""
+    blind_steps: int = 0
+    """Number of steps of an optimizer after calls with gradients switched off alone. They are not among `num_steps`."""
 
 
 class Folder:

@@ -504,8 +504,12 @@ def _check_outputs(outputs: list[Tensor], right: Product, draws: list[Product], 
 
 
 def _is_lost(call: Call) -> bool:
-    """Return whether a loss of a call in training is computed and never differentiated."""
-    return bool(call.terms) and any(call.training) and not call.used_gradients
+    """Return whether a loss of a call in training is computed and never differentiated.
+
+    It is noted with the last call before it, which may be of another model, such as a teacher.
+    """
+    is_differentiated = bool(call.used_gradients) or any(term.gradient is not None for term in call.terms)
+    return bool(call.terms) and any(call.training) and not is_differentiated
 
 
 def _has_rows_of_its_own(step: Step) -> bool:

@@ -44,8 +44,9 @@ class Judge:
         run, verdict = self.run, self.verdict
         micro = 0
         try:
-            run.check()
-            micro = self._judge_steps()
+            if not self._is_blind():
+                run.check()
+                micro = self._judge_steps()
         except CannotTellError as reason:
             if isinstance(reason, CommunicatesError):  # its ranks may hold other parts by design
                 verdict.findings = [f for f in verdict.findings if f.fault != Fault.DRIFT]
@@ -63,6 +64,18 @@ class Judge:
         verdict.setting = f"{pluralize(run.num_steps, 'step')} of {pluralize(run.world, 'rank')} ({wrapped})" + (
             f", {micro} micro-batches a step" if micro > 1 else ""
         )
+
+    def _is_blind(self) -> bool:
+        """Add a finding, and return True, if some ranks alone step after calls with gradients switched off."""
+        blind = [f.rank for f in self.run.facts if f.blind_steps and not f.num_steps]
+        if not blind or len(blind) == self.run.world:
+            return False
+        self.verdict.add(
+            Level.WRONG, Fault.DROPPED,
+            f"rank {blind[0]} calls the model with gradients switched off and steps its optimizer, others with "
+            "gradients (an evaluation's torch.no_grad that it has not left?)", 0,
+        )  # fmt: skip
+        return True
 
     def _judge_steps(self) -> int:
         """Judge all steps, and fill the verdict's lines. Returns the number of micro-batches of the first step."""
