@@ -312,40 +312,35 @@ class Recorder:
         norm_type: float = 2.0,
         *,
         by_value: bool = False,
-    ) -> None:
+    ) -> Clip | None:
+        """Record a clipping, and return the record. None if it is none, or is not observed."""
         if not self.active or self.step is None or self.clips_inside:
-            return
+            return None
         if not by_value and max_norm == math.inf:  # asks for the norm alone
-            return
+            return None
         with self._timed():
             given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             names = self._held(given)
             if not names:
-                return
+                return None
             if all(p.grad is None for p in given):
                 self.step.clipped_nothing += names
-                return
+                return None
             if not self.step.clips:
                 self._note_edits(names)
             named = {name for clip in self.step.clips for name in clip.names}
             is_part = bool(named) and named.isdisjoint(names)  # as in a loop over parameters
-            self.step.clips.append(
-                Clip(
-                    names=names,
-                    gradients=self._gradients(names if is_part else self.parameters),
-                    max_norm=float(max_norm),
-                    norm_type=float(norm_type),
-                    by_value=by_value,
-                    scaled=1.0 if self.unscaled else self.scale,
-                    num_calls=len(self.step.calls),
-                )
+            clip = Clip(
+                names=names,
+                gradients=self._gradients(names if is_part else self.parameters),
+                max_norm=float(max_norm),
+                norm_type=float(norm_type),
+                by_value=by_value,
+                scaled=1.0 if self.unscaled else self.scale,
+                num_calls=len(self.step.calls),
             )
-
-    def after_clip(self, norm: Any) -> None:  # noqa: ANN401
-        """Note whether the last clipping has changed gradients, given the norm that it has returned."""
-        if self.active and self.step is not None and self.step.clips and not self.clips_inside:
-            clip = self.step.clips[-1]
-            clip.acts = not float(norm) <= clip.max_norm
+            self.step.clips.append(clip)
+            return clip
 
     def saw_clear(self) -> None:
         """Note that gradients are cleared, which a script does without a step where it skips a batch."""
@@ -1157,9 +1152,10 @@ def install(recorder: Recorder) -> None:
     @functools.wraps(clip)
     def observed_clip(parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        recorder.before_clip(parameters, max_norm, norm_type)
+        recorded = recorder.before_clip(parameters, max_norm, norm_type)
         norm = clip(parameters, max_norm, norm_type, *args, **kwargs)
-        recorder.after_clip(norm)
+        if recorded is not None and type(norm) is Tensor:  # that of sharded gradients is not added up over ranks yet
+            recorded.acts = not float(norm) <= max_norm
         return norm
 
     nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_ = observed_clip

@@ -75,7 +75,15 @@ class Difference:
         wanted = "none"
         if self.expected:
             wanted = f"{self.expected_bytes:,} in {_calls(self.expected.fewest, self.expected.most)}"
+            times = _multiple(self.measured_bytes, self.expected_bytes)
+            wanted += f" ({times} as many)" if times else ""
         return f"{kind} over ranks {over} on rank {self.rank}: {found}, expected {wanted}"
+
+
+def _multiple(own: int, expected: int) -> str:
+    """Return by what simple factor a number is off, as by elements of another size or a message that is sent again."""
+    factors = {"half": own * 2 == expected, "twice": own == expected * 2, "four times": own == expected * 4}
+    return next((name for name, fits in factors.items() if fits and own), "")
 
 
 @dataclass(frozen=True, kw_only=True)
