@@ -94,9 +94,12 @@ class Explainer:
         if any(wrong.own[name].any() for name in wrong.own) or not any(x.any() for x in wrong.exact.values()):
             return None
         told = "are all zero" if wrong.own else "are absent"
+        replicas = wrong.moment.gradients
+        cleared = [rank for rank, own in replicas.items() if not any(g.any() for g in own.values())]
+        where = "" if len(cleared) == len(replicas) else f" on rank {cleared[0]}"
         self.verdict.add(
             Level.WRONG, Fault.MISSING,
-            f"gradients {told} when the optimizer steps (cleared after the backward pass, or never reduced?)",
+            f"gradients {told}{where} when the optimizer steps (cleared after the backward pass, or never reduced?)",
             wrong.moment.number,
         )  # fmt: skip
         return wrong.comparison
