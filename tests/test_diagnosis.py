@@ -488,9 +488,24 @@ def test_an_optimizer_that_a_checkpoint_did_not_bring_back() -> None:
                     state["exp_avg_sq"].zero_()
         trace.parameters[2] = {n: p.astype(np.float32) for n, p in after.items()}
 
+    def exchanging(trace: Trace) -> None:
+        taken = ExactOptimizer(spec)
+        for step in range(STEPS - 1):
+            after = taken.step(trace.parameters[step], trace.gradients[step])
+            assert taken.optimizer is not None
+            if step == 0:
+                one, other = (taken.optimizer.state[taken.parameters[name]] for name in pair)
+                for moment in ("exp_avg", "exp_avg_sq"):
+                    one[moment], other[moment] = other[moment], one[moment]
+        trace.parameters[2] = {n: p.astype(np.float32) for n, p in after.items()}
+
+    pair = ("blocks.0.attention.q.weight", "blocks.0.attention.k.weight")
+
     def start(trace: Trace) -> None:
         trace.parameters[2] = trace.parameters[0]
 
+    told = found(exchanging, Fault.MISPLACED, 1).detail
+    assert told.startswith("with the moments of ") and all(name in told for name in pair)
     assert found(forgetful, Fault.UPDATE, 1).detail == "moments forgotten before this step"
     assert "back at their initial values" in found(start, Fault.UPDATE, 1).detail
 

@@ -107,6 +107,10 @@ def update_hypotheses(
             )
             yield UpdateHypothesis(fault=Fault.UPDATE, detail=detail, optimizer=_StepsOften(spec, times))
     yield from _hypotheses_of_memory(spec, failed_step)
+    if len(wrong) == 2 and failed_step:
+        exchanged = _ExchangesMoments(spec, failed_step, (wrong[0], wrong[1]))
+        detail = f"with the moments of {wrong[0]} and {wrong[1]} exchanged before this step"
+        yield UpdateHypothesis(fault=Fault.MISPLACED, detail=detail, optimizer=exchanged)
     yield from _hypotheses_of_kind(spec)
     yield UpdateHypothesis(
         fault=Fault.STALE_GRADIENT,
@@ -537,6 +541,23 @@ class _TakesMoments(_ForgetsNow):
             for index, own in enumerate(parameters):
                 for name, moment in kept[(index + self.places) % len(parameters)].items():
                     self.optimizer.state[own][name].copy_(moment)
+
+
+class _ExchangesMoments(_ForgetsNow):
+    """Once exchanges the moments of two parameters, as where a checkpoint's are read under one another's names."""
+
+    def __init__(self, spec: OptimizerSpec, step: int, pair: tuple[str, str]) -> None:
+        super().__init__(spec, step, _MOMENTS[spec.kind])
+        self.pair = pair
+
+    def change_all(self) -> None:
+        assert self.optimizer is not None
+        if not self.parameters.keys() >= set(self.pair):
+            return
+        one, other = (self.optimizer.state.get(self.parameters[name], {}) for name in self.pair)
+        for name in set(self.names) & one.keys() & other.keys():
+            if one[name].shape == other[name].shape:
+                one[name], other[name] = other[name], one[name]
 
 
 class _CountsAgain(_ForgetsNow):
