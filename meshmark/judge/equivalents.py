@@ -29,8 +29,6 @@ from meshmark.reference.data import Batch
 
 _HANDS = 3
 """Number of ways to write attention by hand."""
-_CHUNKINGS = 3
-"""Number of ways to take the head's positions in chunks: in two, four or eight."""
 _MOST_SPLITS = 3
 """Number of ways to split a product: in two, three or four parts."""
 
@@ -47,7 +45,7 @@ def with_equivalents(twin: Twin, run: int) -> Twin:
     rows, times = within, _groupings(twin) if regroups else []
     if times:
         rows = dataclasses.replace(twin, arrange=_Rows(twin, run, anyhow=True), times=times[run % len(times)])
-    others = {ways.reordered: within, ways.chunks: dataclasses.replace(twin, rewrite=_ChunkHead(run))}
+    others = {ways.reordered: within}
     if ways.regrouped and times:
         others[ways.regrouped] = rows
     if not case.workload.routes:  # one flipped rounding may send a token to another expert
@@ -113,38 +111,6 @@ class _Rewrite:
             module.run, module.other_forward = self.run, self.forward  # type: ignore[assignment]
             if isinstance(module, _Product):
                 module.parts = self.parts
-
-
-@dataclasses.dataclass(frozen=True)
-class _ChunkHead:
-    """Replaces a model's last linear layer, its head, by one that takes some positions at a time.
-
-    Logits of a whole batch are the largest tensor of many a model. A loss that is computed in chunks never holds them.
-    """
-
-    run: int
-
-    def __call__(self, model: Model) -> None:
-        heads = [module for module in model.modules() if type(module) is nn.Linear]
-        for module in heads[-1:]:
-            module.__class__ = _Chunked
-            module.run = self.run  # type: ignore[assignment]
-
-
-class _Chunked(nn.Linear):
-    """A linear layer that takes some positions at a time, each with a cast of its weight or all with one."""
-
-    run: int
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = x.chunk(2 ** (1 + self.run % _CHUNKINGS), dim=-2)
-        device = x.device.type
-        if not (self.run // _CHUNKINGS % 2 and torch.is_autocast_enabled(device)):
-            return torch.cat([F.linear(part, self.weight, self.bias) for part in parts], dim=-2)
-        kind = torch.get_autocast_dtype(device)
-        bias = None if self.bias is None else self.bias.to(kind)
-        with torch.autocast(device, enabled=False):
-            return torch.cat([F.linear(part.to(kind), self.weight.to(kind), bias) for part in parts], dim=-2)
 
 
 class _Product(nn.Linear):

@@ -300,7 +300,6 @@ class Ways:
 
     reordered: QuantityKind
     regrouped: QuantityKind | None = None
-    chunks: QuantityKind
     sums: QuantityKind
     split: QuantityKind
     products: QuantityKind
@@ -308,7 +307,7 @@ class Ways:
 
     @property
     def kinds(self) -> list[QuantityKind]:
-        found = (self.chunks, self.reordered, self.regrouped, self.sums, self.split, self.products, self.forward)
+        found = (self.reordered, self.regrouped, self.sums, self.split, self.products, self.forward)
         return [kind for kind in found if kind]
 
 
@@ -316,7 +315,6 @@ WAYS = {
     Casting.AUTOCAST: Ways(
         reordered=QuantityKind.REORDERED,
         regrouped=QuantityKind.REGROUPED,
-        chunks=QuantityKind.CHUNKS,
         sums=QuantityKind.SUMS,
         split=QuantityKind.SPLIT,
         products=QuantityKind.PRODUCTS,
@@ -324,7 +322,6 @@ WAYS = {
     ),
     Casting.WEIGHTS: Ways(
         reordered=QuantityKind.CAST_REORDERED,
-        chunks=QuantityKind.CAST_CHUNKS,
         sums=QuantityKind.CAST_SUMS,
         split=QuantityKind.CAST_SPLIT,
         products=QuantityKind.CAST_PRODUCTS,
@@ -335,7 +332,6 @@ _ALL_WAYS = frozenset(kind for ways in WAYS.values() for kind in ways.kinds)
 WAY_NAMES = {
     "reordered": "rows in another order",
     "regrouped": "other micro-batches",
-    "chunks": "the head's product for some positions at a time",
     "sums": "another order of products' inner sums",
     "split": "products in parts",
     "products": "fused products",

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from meshmark import rank_progress
 from meshmark.algorithms.contract import GradientRule, Tensors
 from meshmark.errors import AdapterError
+from meshmark.judge.chunked_head import with_chunked_head
 from meshmark.judge.deviation import (
     Deviation,
     Deviations,
@@ -219,6 +220,8 @@ def assess_replicas(
             reduced = algorithm.reported([t.gradients for t in twins])
             for replica, (trace, t) in enumerate(zip(traces, twins, strict=True)):
                 whole = replace(t, gradients=reduced[replica])
+                if len(traces) == 1:
+                    whole = with_chunked_head(twin, whole, trace, here[0], algorithm.part(batch, 0), step)
                 for quantity, value in whole.deviations(trace, step, right[replica]).items():
                     note(replica, quantity, value)
             for way, other in twin.others.items():

@@ -318,6 +318,11 @@ class Twin:
                 part.register_forward_pre_hook(_give_nodes if by_block else _give_nodes_by_place, with_kwargs=True)
         return model
 
+    @property
+    def linear_layers(self) -> list[str]:
+        """Names of the model's linear layers, in their order."""
+        return [name for name, module in self._model.named_modules() if isinstance(module, nn.Linear)]
+
     @cached_property
     def _buffers(self) -> dict[str, Tensor]:
         """The initial buffers: tables that modules read, and statistics, which training only writes."""

@@ -143,7 +143,7 @@ FORMAT = 14
 
 Raise it when anything that affects the noise changes: model, data, objective, truth, this file.
 """
-_FILE_FORMAT = 4
+_FILE_FORMAT = 3
 """Part of every key. Raise it when a file holds other fields."""
 
 

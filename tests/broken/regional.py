@@ -364,6 +364,15 @@ class ReadsBufferElsewhere(Broken):
             grad.copy_(own.view_as(grad))
 
 
+class HeadRounded(Broken):
+    """The head's gradient is rounded to bf16, as chunks of a loss would round it, but only once."""
+
+    def after_backward(self) -> None:
+        for name, grad in self.grads():
+            if name == "head.output.weight":
+                grad.copy_(grad.bfloat16())
+
+
 class BlockOfAnother(Broken):
     """A staging buffer that is filled too early: one block has the gradients of the block before."""
 

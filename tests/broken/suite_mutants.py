@@ -96,6 +96,7 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp", r.TargetsLateInLastRow, F.MISPLACED),
     *on("ddp", r.ReadsBufferElsewhere, F.MISPLACED),
     *on("ddp", r.BlockOfAnother, F.MISPLACED),
+    *on("ddp", r.HeadRounded, F.PRECISION),
     *on("fsdp2", r.GradientShardShifted, F.MISPLACED),
     *on("fsdp2", r.ShardBeginsEarly, F.MISPLACED),
     *on("ddp", r.RowWithoutGradient, F.MISSING),

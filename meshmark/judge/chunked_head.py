@@ -1,0 +1,103 @@
+"""Heads that take some positions at a time, in 16 bits.
+
+Logits of a whole batch are the largest tensor of many a model. A loss that is computed in chunks never holds them. The
+gradient of the head's weight is then a sum of products that are each rounded to 16 bits, and all other gradients are
+those of the twin. The sum can be computed for the usual chunks, so that no noise needs to be allowed for: a run's
+gradient is that of one of them, or it is wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshmark.algorithms.contract import Tensors
+from meshmark.judge.trace import Trace
+from meshmark.judge.twin import Twin, TwinStep
+from meshmark.models.module import Model
+from meshmark.reference.data import Batch
+
+SAME = 1e-6
+"""Distance, relative to a gradient, up to which it is the twin's but for the order of sums."""
+_NUMBERS = (2, 3, 4, 6, 8, 16)
+"""Numbers of chunks that are tried."""
+
+
+def with_chunked_head(
+    twin: Twin, found: TwinStep, trace: Trace, parameters: Tensors, batch: Batch, step: int
+) -> TwinStep:
+    """Return the twin's step, with the gradients of a chunked head if these are the run's.
+
+    Chunks are looked for only if the head's gradients are the only ones that are not the twin's.
+    """
+    names, own = _of_head(twin), trace.gradients[step]
+    off = {name for name in found.gradients if _distance(own, found.gradients, name) > SAME}
+    if not off or not off <= names:
+        return found
+    for rewrite in _rewrites(batch):
+        other = dataclasses.replace(twin, rewrite=rewrite).step_of(trace, parameters, batch, step)
+        if all(_distance(own, other.gradients, name) <= SAME for name in off):
+            chunked = {name: other.gradients[name] for name in off}
+            return dataclasses.replace(found, gradients={**found.gradients, **chunked})
+    return found
+
+
+def _distance(own: Tensors, exact: Tensors, name: str) -> float:
+    if name not in own:
+        return float("inf")
+    size = float(np.linalg.norm(exact[name])) or 1.0
+    return float(np.linalg.norm(np.asarray(own[name], dtype=np.float64) - exact[name])) / size
+
+
+def _of_head(twin: Twin) -> set[str]:
+    """Return the names of the parameters of the model's last linear layer. Empty where no rounding is 16 bits wide."""
+    if not twin.case.precision.is_mixed:
+        return set()
+    head = next(reversed(twin.linear_layers), "")
+    return {f"{head}.weight", f"{head}.bias"} if head else set()
+
+
+def _rewrites(batch: Batch) -> Iterator[_ChunkHead]:
+    lengths = (1, batch.inputs.shape[1]) if batch.inputs.dim() > 1 else (1,)
+    for of_rows, number, alone in itertools.product((False, True), _NUMBERS, (True, False)):
+        if of_rows or number <= lengths[-1]:
+            yield _ChunkHead(number, dim=0 if of_rows else -2, alone=alone)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ChunkHead:
+    """Replaces a model's last linear layer by one that takes positions or rows in chunks."""
+
+    number: int
+    dim: int
+    alone: bool
+    """Whether each chunk has a cast of the weight of its own, so that their gradients are added in float32."""
+
+    def __call__(self, model: Model) -> None:
+        module = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
+        module.__class__ = _Chunked
+        module.number, module.dim, module.alone = self.number, self.dim, self.alone  # type: ignore[assignment]
+
+
+class _Chunked(nn.Linear):
+    number: int
+    dim: int
+    alone: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts, device = x.chunk(self.number, dim=self.dim), x.device.type
+        if not (self.alone and torch.is_autocast_enabled(device)):
+            return torch.cat([F.linear(part, self.weight, self.bias) for part in parts], dim=self.dim)
+        kind = torch.get_autocast_dtype(device)
+        with torch.autocast(device, enabled=False):
+            found = [
+                F.linear(part.to(kind), self.weight.to(kind), None if self.bias is None else self.bias.to(kind))
+                for part in parts
+            ]
+        return torch.cat(found, dim=self.dim)
