@@ -88,6 +88,8 @@ _OTHERS = {
     "_activation_checkpointing_kwargs",
     "_allocate_or_extend_buffers",
     "_actions",
+    "_clear",
+    "_exit_function",
     "_format_config",
     "_forward_module",
     "_fsdp_kwargs",
@@ -111,7 +113,7 @@ _OTHERS = {
     "_set_world_ranks",
     "_to_copy",
 }
-"""Private names of argparse, atexit, os, sys, ctypes; of Transformers, DeepSpeed, Fabric, FairScale; autograd, ATen."""
+"""Private names of argparse, atexit, multiprocessing, os, sys, ctypes; of Transformers, DeepSpeed, Fabric, FairScale; autograd, ATen."""
 _MISSING = ("ruptures", "plotly", "itables", "deepspeed", "fairscale", "lightning_fabric", "megatron", "jsonschema")
 """Packages that Meshmark can use, and that such a machine lacked."""
 
