@@ -113,7 +113,8 @@ _OTHERS = {
     "_set_world_ranks",
     "_to_copy",
 }
-"""Private names of argparse, atexit, multiprocessing, os, sys, ctypes; of Transformers, DeepSpeed, Fabric, FairScale; autograd, ATen."""
+"""Private names of argparse, atexit, multiprocessing, os, sys, ctypes; of Transformers, DeepSpeed, Fabric, FairScale;
+autograd, ATen."""
 _MISSING = ("ruptures", "plotly", "itables", "deepspeed", "fairscale", "lightning_fabric", "megatron", "jsonschema")
 """Packages that Meshmark can use, and that such a machine lacked."""
 
