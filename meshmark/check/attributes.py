@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshmark.check.pieces import bare_modules
+from meshmark.check.tree import with_tensors
 
 MOST_ELEMENTS = 1 << 16
 """Number of elements from which on a tensor is not recorded."""
@@ -44,13 +45,7 @@ def plain_attributes(model: nn.Module) -> dict[Path, Any]:
 
 def kept(value: Any) -> Any:  # noqa: ANN401
     """Return a copy that what happens later does not change."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu().clone()
-    if isinstance(value, dict):
-        return {key: kept(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(kept, value))
-    return value
+    return with_tensors(value, lambda tensor: tensor.detach().cpu().clone())
 
 
 def is_same(own: Any, other: Any) -> bool:  # noqa: ANN401
@@ -68,23 +63,17 @@ def is_same(own: Any, other: Any) -> bool:  # noqa: ANN401
 
 def set_attributes(model: nn.Module, values: Mapping[Path, Any], dtype: torch.dtype | None) -> None:
     """Give attributes back their recorded values. Tensors of float32 get `dtype`, if there is one."""
+
+    def copied(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype, copy=True) if dtype is not None and tensor.dtype is torch.float32 else tensor.clone()
+
     modules = dict(bare_modules(model))
     for (prefix, *names), value in values.items():
         holder: Any = modules.get(prefix)
         for name in names[:-1]:
             holder = vars(holder).get(name) if holder is not None else None
         if holder is not None:
-            vars(holder)[names[-1]] = _in_dtype(kept(value), dtype)
-
-
-def _in_dtype(value: Any, dtype: torch.dtype | None) -> Any:  # noqa: ANN401
-    if isinstance(value, Tensor):
-        return value.to(dtype) if dtype is not None and value.dtype is torch.float32 else value
-    if isinstance(value, dict):
-        return {key: _in_dtype(inner, dtype) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_in_dtype(inner, dtype) for inner in value)
-    return value
+            vars(holder)[names[-1]] = with_tensors(value, copied)
 
 
 def _is_plain(value: Any) -> bool:  # noqa: ANN401

@@ -36,7 +36,9 @@ def with_chunked_head(
 
     Chunks are looked for only if the head's gradients are the only ones that are not the twin's.
     """
-    names, own = _of_head(twin), trace.gradients[step]
+    if not (names := _of_head(twin)):
+        return found
+    own = trace.gradients[step]
     off = {name for name in found.gradients if _distance(own, found.gradients, name) > SAME}
     if not off or not off <= names:
         return found

@@ -90,8 +90,8 @@ class GradientJudge:
     """A penalty on weights that the loss holds."""
     num_micro: int = 0
     """Number of micro-batches of the first step."""
-    lost: list[bool] = field(default_factory=list)
-    """Whether calls whose losses are never differentiated have rows of their own, by step that has such calls."""
+    lost: list[tuple[str, bool]] = field(default_factory=list)
+    """Calls whose losses no rank differentiates, in words, and whether they have rows of their own, by step."""
     factor: float = 1.0
     """Factor by which the reduction multiplies each rank's gradient."""
 
@@ -173,14 +173,23 @@ class GradientJudge:
             told += f", most of them on rank {rank} (no backward pass there?)"
             self.verdict.add(Level.WRONG, Fault.DROPPED, told, moment.number)
             return
-        self.lost.append(all(_has_rows_of_its_own(step) for step in moment.readers))
-        if len(self.lost) == self.run.num_steps and all(self.lost):
+        self.lost.append((told, all(_has_rows_of_its_own(step) for step in moment.readers)))
+
+    def judge_lost(self) -> None:
+        """Report losses that no rank has differentiated, after the last step.
+
+        Of rows that no other call has, at every step, they are a part of the batch; of others they may be for a log.
+        """
+        if not self.lost:
+            return
+        told, _ = self.lost[0]
+        if len(self.lost) == self.run.num_steps and all(has_rows for _, has_rows in self.lost):
             told += (
                 ", at every step, and no other call has their rows (a backward pass after the loop over micro-batches?)"
             )
             self.verdict.add(Level.WRONG, Fault.DROPPED, told, 0)
-        elif moment.number == self.run.num_steps - 1:
-            self.verdict.add(Level.NOTE, "losses without a backward pass", f"{told} (losses for a log?)", moment.number)
+        else:
+            self.verdict.add(Level.NOTE, "losses without a backward pass", f"{told} (losses for a log?)")
 
     def note_hidden(self) -> None:
         """Note errors that rounding would hide."""

@@ -128,6 +128,7 @@ class Judge:
         data.judge()
         updates.judge_end(moment)
         updates.report_unknown()
+        gradients.judge_lost()
         if not_finite := verdict.has(_NOT_FINITE):
             verdict.lines["objective"] = "not judged: nothing is, from the step on that is not finite"
         else:
