@@ -11,7 +11,7 @@ import torch
 
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.single import Single
-from meshmark.judge.beginning import Beginning, Direction, Point, describe
+from meshmark.judge.beginning import Beginning, Direction, Point, Rows, describe
 from meshmark.passes.observe import begins
 from meshmark.records.request import Request, Task
 from meshmark.run.runner import is_open_and_short
@@ -20,7 +20,7 @@ from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload, workload
 from tests.broken.engine import breaks
-from tests.broken.modules import ONE_MODULE, OneModule
+from tests.broken.modules import ONE_MODULE, OneModule, TokensDropped
 from tests.factories import make_good, make_verdict
 
 GPT = workload("gpt-mini")
@@ -56,21 +56,45 @@ def test_a_correct_run_deviates_nowhere(name: str, tmp_path: Path) -> None:
     assert found_in(None, tmp_path, workload(name)) is None
 
 
+ONE = Beginning(
+    rank=2,
+    step=1,
+    micro_batch=0,
+    place=7,
+    module="layers.3.mlp.down",
+    direction=Direction.BACKWARD,
+    point=Point.INPUT_GRADIENT,
+    ratio=12.0,
+)
+
+
 def test_the_sentence_names_the_first_of_all_ranks_and_who_deviates_alike() -> None:
-    one = Beginning(
-        rank=2,
-        step=1,
-        micro_batch=0,
-        place=7,
-        module="layers.3.mlp.down",
-        direction=Direction.BACKWARD,
-        point=Point.INPUT_GRADIENT,
-        ratio=12.0,
-    )
-    later = dataclasses.replace(one, rank=0, place=9, module="layers.2")
-    told = describe([later, one, dataclasses.replace(one, rank=3)], world_size=4)
+    later = dataclasses.replace(ONE, rank=0, place=9, module="layers.2")
+    told = describe([later, ONE, dataclasses.replace(ONE, rank=3)], world_size=4)
     assert told.startswith("forward right everywhere; backward first wrong at layers.3.mlp.down, on ranks 2 and 3,")
     assert "reduction" in describe([], world_size=4)
+
+
+@pytest.mark.parametrize(
+    "rows, told",
+    [
+        (Rows(number=256, off=12, zero=9), "in micro-batch 0 of step 1, in 12 of 256 rows, 9 of them zero: 12 x"),
+        (Rows(number=256, off=12, zero=0), "in micro-batch 0 of step 1, in 12 of 256 rows: 12 x"),
+        (Rows(number=256, off=256, zero=9), "in micro-batch 0 of step 1, in all rows, 9 of them zero: 12 x"),
+        (Rows(number=256, off=256, zero=256), "in micro-batch 0 of step 1, where it is zero: 12 x"),
+        (Rows(number=256, off=256, zero=0), "in micro-batch 0 of step 1: 12 x"),
+    ],
+)
+def test_the_sentence_tells_which_rows_are_off(rows: Rows, told: str) -> None:
+    assert told in describe([dataclasses.replace(ONE, rows=rows)], world_size=4)
+
+
+def test_rows_that_a_module_drops_are_counted(tmp_path: Path) -> None:
+    """A mixture of experts that drops the tokens beyond an expert's capacity is wrong in their rows alone."""
+    found = found_in(TokensDropped, tmp_path, workload("gpt-moe-mini"))
+    assert found is not None and found.rows is not None
+    assert found.module == "blocks.0.feed_forward"
+    assert 0 < found.rows.off < found.rows.number / 2
 
 
 @pytest.mark.parametrize(

@@ -142,8 +142,8 @@ def test_of_a_mesh_what_fits_is_a_case_and_what_does_not_a_misfit() -> None:
         )
 
     case, misfit = matrix({"piped": Piped}, [4], [WORKLOADS["gpt-tiny"]], [Precision.FP32])
-    assert isinstance(case, Case) and case.layout.id == "pp4.mb4"
-    assert isinstance(misfit, InvalidLayout) and misfit.layout.id == "pp4.interleaved.v2.mb4"
+    assert isinstance(case, Case) and case.layout.id == "pp4.mb6"
+    assert isinstance(misfit, InvalidLayout) and misfit.layout.id == "pp4.interleaved.v2.mb8"
     assert "pp 8 stages are more than 4 layers" in misfit.reason
 
 
@@ -153,18 +153,18 @@ def test_accumulation_is_part_of_every_case(cases: list[Case]) -> None:
 
 def test_a_world_that_does_not_fit_names_every_misfit(adapters: dict[str, type[Adapter]]) -> None:
     chosen = {name: adapters[name] for name in ("ddp", "fsdp2")}
-    cells = matrix(chosen, [3], [WORKLOADS["gpt-tiny"]], [Precision.FP32])
-    with pytest.raises(LayoutError, match="(?s)ddp: layout dp3.*dp 3 x 2 micro-batches; fsdp2: layout dp3"):
+    cells = matrix(chosen, [5], [WORKLOADS["gpt-tiny"]], [Precision.FP32])
+    with pytest.raises(LayoutError, match="(?s)ddp: layout dp5.*dp 5 x 2 micro-batches; fsdp2: layout dp5"):
         expect_fit(cells)
 
 
 def test_what_fits_is_run_and_what_does_not_keeps_its_reason(adapters: dict[str, type[Adapter]]) -> None:
-    cells = matrix({"ddp": adapters["ddp"]}, [2, 3], [WORKLOADS["gpt-tiny"]], [Precision.FP32])
+    cells = matrix({"ddp": adapters["ddp"]}, [2, 5], [WORKLOADS["gpt-tiny"]], [Precision.FP32])
     expect_fit(cells)
     fits, misfit = cells
     assert isinstance(fits, Case) and fits.world_size == 2
-    assert isinstance(misfit, InvalidLayout) and misfit.id == "ddp-dp3.mb2-gpt-tiny-fp32"
-    assert "not divisible by dp 3 x 2 micro-batches" in misfit.reason
+    assert isinstance(misfit, InvalidLayout) and misfit.id == "ddp-dp5.mb2-gpt-tiny-fp32"
+    assert "not divisible by dp 5 x 2 micro-batches" in misfit.reason
 
 
 def test_a_case_that_cannot_be_is_refused_when_it_is_made() -> None:

@@ -113,8 +113,8 @@ def test_cases_lists_the_matrix(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cases", *chosen]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "10 cases"
-    assert lines[0] == "single-one.mb2-gpt-tiny-fp32"
-    assert {"ddp-dp4.mb2-gpt-tiny-bf16", "fsdp2-dp2.zero3.mb2-gpt-tiny-fp32"} <= set(lines)
+    assert lines[0] == "single-one.mb3-gpt-tiny-fp32"
+    assert {"ddp-dp4.mb3-gpt-tiny-bf16", "fsdp2-dp2.zero3.mb3-gpt-tiny-fp32"} <= set(lines)
 
 
 def test_cases_says_what_would_be_skipped(capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,7 +235,7 @@ def test_report_of_records_that_cannot_be_read_ends_with_2(tmp_path: Path, capsy
         (["cases", "--precision", "fp23"], ["unknown precision 'fp23': did you mean 'fp32'"]),
         (["cases", "--world", "two"], ["--world 'two': expected a whole number"]),
         (["cases", "--world", "0"], ["--world '0': expected a whole number of at least 1"]),
-        (["cases", "--adapters", "ddp", "--world", "3"], ["8 sequences is not divisible by dp 3"]),
+        (["cases", "--adapters", "ddp", "--world", "5"], ["24 sequences is not divisible by dp 5"]),
     ],
     ids=lambda value: " ".join(value),
 )

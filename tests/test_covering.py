@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 
-from meshmark.adapter.matrix import AUTO, combinations, covering, matrix, supported
+from meshmark.adapter.matrix import AUTO, combinations, covering, distinct, matrix, supported
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.cli.commands import main
 from meshmark.spec.layout import Layout, Schedule
@@ -49,9 +50,42 @@ def test_auto_takes_the_place_of_the_matrix_and_tells_how_many_there_are(capsys:
     adapters = {name: load_adapter(builtin_adapters()[name]) for name in ("ddp", "single")}
     cells = matrix(adapters, [2, 4], [GPT], [Precision.FP32], AUTO)
     assert {cell.layout.id for cell in cells if cell.adapter == "ddp"} == {
-        f"dp{n}.mb2{again}" for n in (2, 4) for again in ("", ".recompute_full")
+        f"dp{n}.mb3{again}" for n in (2, 4) for again in ("", ".recompute_full")
     }
     assert main(["cases", "--adapters", "ddp", "--world", "2,4", "--layouts", "auto"]) == 0
     exist = sum(len(list(combinations(n))) for n in (2, 4))
     told = f"layouts of 1 adapter: {exist:,} combinations exist, 4 are supported, 4 are chosen"
     assert told in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "degrees, rows, count",
+    [
+        ({"dp": 2}, 24, 3),
+        ({"dp": 4}, 24, 3),
+        ({"dp": 8}, 24, 3),
+        ({"tp": 2, "dp": 2, "pp": 2}, 24, 6),
+        ({"tp": 3, "dp": 2}, 24, 4),
+        ({"dp": 2}, 8, 4),
+        ({"tp": 4}, 8, 8),
+        ({"dp": 4}, 8, 2),
+        ({"dp": 2}, 4, 2),
+        ({"dp": 5}, 24, 2),
+        ({"dp": 8}, 8, 2),
+    ],
+)
+def test_no_degree_is_as_large_as_the_number_of_micro_batches(degrees: dict[str, int], rows: int, count: int) -> None:
+    """As far as the rows allow it."""
+    plain = Layout(**degrees, num_micro_batches=4 if "pp" in degrees else 2)
+    found = distinct(plain, dataclasses.replace(GPT, global_batch=rows))
+    assert found == dataclasses.replace(plain, num_micro_batches=count)
+
+
+def test_interleaving_keeps_a_multiple_of_its_stages() -> None:
+    plain = Layout(pp=4, num_micro_batches=4, schedule=Schedule.INTERLEAVED, virtual_stages=2)
+    assert distinct(plain, GPT).num_micro_batches == 8
+
+
+def test_rows_that_affect_each_other_are_divided_no_further() -> None:
+    coupled = next(workload for workload in WORKLOADS.values() if workload.couples_rows)
+    assert distinct(Layout(dp=2, num_micro_batches=2), coupled).num_micro_batches == 2

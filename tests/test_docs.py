@@ -60,7 +60,7 @@ def test_an_adapter_s_module_brings_workloads(
     (tmp_path / "mine.py").write_text(f"{adapter}\n{textwrap.dedent(shown)}")
     chosen = ["cases", "--adapter", f"{tmp_path}/mine.py:First", "--workload", "gpt-mini-loose"]
     assert main(chosen) == 0
-    assert "first-dp2.mb2-gpt-mini-loose-fp32" in capsys.readouterr().out
+    assert "first-dp2.mb4-gpt-mini-loose-fp32" in capsys.readouterr().out
 
 
 def test_every_page_is_in_the_site() -> None:

@@ -74,7 +74,7 @@ def test_the_checkout_s_adapters_and_suites_are_found_from_anywhere(tmp_path: Pa
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert [line for line in done.stdout.splitlines() if not line.startswith("layouts of 1 adapter: ")] == [
-        "ddp-dp2.mb2-gpt-tiny-fp32",
+        "ddp-dp2.mb3-gpt-tiny-fp32",
         "1 case",
     ]
     assert not marker.exists()

@@ -186,7 +186,7 @@ def test_what_a_gpu_run_takes_does_without_packages_that_may_be_missing(tmp_path
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])},
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "test_equivalence[ddp-dp2.mb2-gpt-tiny-fp32]" in done.stdout and "test_profile[" in done.stdout
+    assert "test_equivalence[ddp-dp2.mb3-gpt-tiny-fp32]" in done.stdout and "test_profile[" in done.stdout
     assert (tmp_path / "report.md").is_file()
 
 

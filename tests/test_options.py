@@ -105,10 +105,10 @@ def test_cuda_where_there_is_none_is_a_usage_error(pytester: pytest.Pytester) ->
     "options, message",
     [
         (["--workload", "gpt-tny"], "unknown workload 'gpt-tny': did you mean 'gpt-tiny'"),
-        (["--adapters", "ddp", "--world", "3"], "8 sequences is not divisible by dp 3 x 2 micro-batches"),
+        (["--adapters", "ddp", "--world", "5"], "24 sequences is not divisible by dp 5 x 2 micro-batches"),
         (
             ["--adapters", "ddp,single", "--world", "2,6", "--nnodes", "4", "--rdzv", "a:1"],
-            "1 or 2 ranks cannot be spread evenly over 4 nodes: --world takes multiples of 4 here; or start one task",
+            "1 or 2 or 6 ranks cannot be spread evenly over 4 nodes: --world takes multiples of 4 here; or start one",
         ),
     ],
     ids=["selection", "matrix", "nodes"],
@@ -127,7 +127,7 @@ def test_every_suite_runs_every_case(pytester: pytest.Pytester) -> None:
     result = collect(pytester, "--adapters", "ddp,single", "--world", "2,4", "-k", "single or dp4")
     found = re.findall(r"::test_(\w+)\[(.*)\]", result.stdout.str())
     suites = ("equivalence", "memory", "communication", "throughput")
-    cases = ("ddp-dp4.mb2-gpt-tiny-fp32", "single-one.mb2-gpt-tiny-fp32")
+    cases = ("ddp-dp4.mb3-gpt-tiny-fp32", "single-one.mb3-gpt-tiny-fp32")
     assert sorted(found) == sorted((suite, case) for suite in suites for case in cases)
 
 
@@ -146,7 +146,7 @@ def test_conformance_is_collected_when_it_is_asked_for(pytester: pytest.Pytester
     assert collected(str(ROOT / "suites"), "--profile") == matrix_alone | {"profile"}
     one = str(ROOT / "suites" / "test_memory.py")
     assert collected(one, "--profile", "--conformance") == {"memory", "profile", "conformance"}
-    assert collected(f"{one}::test_memory[ddp-dp2.mb2-gpt-tiny-fp32]", "--profile") == {"memory", "profile"}
+    assert collected(f"{one}::test_memory[ddp-dp2.mb3-gpt-tiny-fp32]", "--profile") == {"memory", "profile"}
     assert collected("--pyargs", "meshmark.suites.test_memory", "--profile") == {"memory", "profile"}
     assert collected(str(ROOT / "suites"), file) == matrix_alone | {"conformance"}
     assert collected(file) == {"conformance"}
@@ -166,10 +166,10 @@ def test_every_suite_collects_at_every_world(pytester: pytest.Pytester, world: s
 def test_a_layout_that_does_not_fit_is_a_skip_with_its_reason(pytester: pytest.Pytester) -> None:
     """Beside one that does; nothing is launched, for -k leaves the skips alone."""
     result = pytester.runpytest_inprocess(
-        *CORE, "--adapters", "ddp", "--world", "2,3", "-k", "dp3 and memory", "-rs", str(ROOT / "suites")
+        *CORE, "--adapters", "ddp", "--world", "2,5", "-k", "dp5 and memory", "-rs", str(ROOT / "suites")
     )
     result.assert_outcomes(skipped=1, deselected=7)
-    result.stdout.fnmatch_lines(["SKIPPED*8 sequences is not divisible by dp 3 x 2 micro-batches; choose another*"])
+    result.stdout.fnmatch_lines(["SKIPPED*24 sequences is not divisible by dp 5 x 2 micro-batches; choose another*"])
 
 
 def test_conformance_keeps_the_batch_and_the_corpus_that_it_is_told(pytester: pytest.Pytester) -> None:
@@ -201,7 +201,7 @@ def test_adapters_worlds_and_precisions_make_the_cases(pytester: pytest.Pytester
     found = ids(pytester, "--adapters", "ddp, fs*p2", "--world", "2,4", "--precision", "fp32,bf16")
     assert sorted(found) == sorted(
         f"{layout}-gpt-tiny-{precision}"
-        for layout in ("ddp-dp2.mb2", "ddp-dp4.mb2", "fsdp2-dp2.zero3.mb2", "fsdp2-dp4.zero3.mb2")
+        for layout in ("ddp-dp2.mb3", "ddp-dp4.mb3", "fsdp2-dp2.zero3.mb3", "fsdp2-dp4.zero3.mb3")
         for precision in ("fp32", "bf16")
     )
 
@@ -218,7 +218,7 @@ def test_a_case_named_twice_is_one_case(pytester: pytest.Pytester) -> None:
         "--workload",
         "gpt-tiny,gpt-tiny",
     ]
-    assert ids(pytester, *options) == ["ddp-dp2.mb2-gpt-tiny-fp32"]
+    assert ids(pytester, *options) == ["ddp-dp2.mb3-gpt-tiny-fp32"]
 
 
 def test_steps_are_those_of_both_passes(pytester: pytest.Pytester) -> None:
@@ -241,19 +241,19 @@ def test_a_case_is_named_after_its_corpus(pytester: pytest.Pytester) -> None:
         ids(pytester, "--adapters", "ddp", "--global-batch", "16", "--corpus", f"{folder}/my text; rm -é.txt")[0]
         for folder in ("one", "two", "three")
     )
-    assert re.fullmatch(r"ddp-dp2\.mb2-gpt-tiny\.b16\.my_text_rm\.[0-9a-f]{8}-fp32", one)
+    assert re.fullmatch(r"ddp-dp2\.mb4-gpt-tiny\.b16\.my_text_rm\.[0-9a-f]{8}-fp32", one)
     assert one != two and one == three
 
 
 def test_an_outside_adapter_runs_alone(pytester: pytest.Pytester) -> None:
     (pytester.path / "mine.py").write_text(OUTSIDE)
-    assert ids(pytester, "--adapter", "mine.py:Mine") == ["mine-dp2.mb2-gpt-tiny-fp32"]
+    assert ids(pytester, "--adapter", "mine.py:Mine") == ["mine-dp2.mb3-gpt-tiny-fp32"]
 
 
 def test_an_outside_adapter_joins_those_that_are_named(pytester: pytest.Pytester) -> None:
     (pytester.path / "mine.py").write_text(OUTSIDE)
     found = ids(pytester, "--adapters", "ddp", "--adapter", "mine.py:Mine")
-    assert sorted(found) == ["ddp-dp2.mb2-gpt-tiny-fp32", "mine-dp2.mb2-gpt-tiny-fp32"]
+    assert sorted(found) == ["ddp-dp2.mb3-gpt-tiny-fp32", "mine-dp2.mb3-gpt-tiny-fp32"]
 
 
 MOVES = f"import os; os.chdir(os.path.dirname(__file__) + '/elsewhere')\n{OUTSIDE}"
@@ -303,4 +303,4 @@ def test_two_adapters_of_one_name_are_refused(pytester: pytest.Pytester, targets
 
 
 def test_an_adapter_that_runs_in_one_process_joins_whatever_the_world(pytester: pytest.Pytester) -> None:
-    assert ids(pytester, "--adapters", "single", "--world", "4") == ["single-one.mb2-gpt-tiny-fp32"]
+    assert ids(pytester, "--adapters", "single", "--world", "4") == ["single-one.mb3-gpt-tiny-fp32"]

@@ -53,7 +53,7 @@ def test_with_a_checkout_the_plugin_is_registered_once(tmp_path: Path, where: st
     run = subprocess.run([*command, *asked], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stdout + run.stderr
     ids = [line.partition("::")[2] for line in run.stdout.splitlines() if "::" in line]
-    assert ids == ["test_memory[ddp-dp2.mb2-gpt-tiny-fp32]", "test_memory[ddp-dp4.mb2-gpt-tiny-fp32]"]
+    assert ids == ["test_memory[ddp-dp2.mb3-gpt-tiny-fp32]", "test_memory[ddp-dp4.mb3-gpt-tiny-fp32]"]
 
 
 ENDS = """

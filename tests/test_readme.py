@@ -81,7 +81,7 @@ def own_model() -> str:
 
 def prepare(folder: Path) -> None:
     """Make the files that the pages mention."""
-    case = make_case(workload=workload("gpt-tiny"))
+    case = make_case(layout=Layout(dp=2, num_micro_batches=3), workload=workload("gpt-tiny"))
     about = {"case": case, "environment": describe("cpu", "gloo", 1)}
     timing = make_timing(rank_step_seconds=[[0.5] * 16] * 2)
     large = [chosen_workloads("gpt-1.3b", None, 2 * ranks)[0] for ranks in (8, 16)]

@@ -205,7 +205,7 @@ def test_foreign_packages_called_adapters_and_suites_are_let_be(tmp_path: Path) 
     )
     run = subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (0, "")
-    assert "ddp-dp2.mb2-gpt-tiny-fp32" in run.stdout.splitlines()
+    assert "ddp-dp2.mb3-gpt-tiny-fp32" in run.stdout.splitlines()
 
 
 @pytest.fixture
@@ -230,7 +230,7 @@ def test_an_installed_distribution_brings_its_adapter(
     (tmp_path / "theirs_of_test_registry.py").write_text(GOOD)
     assert known_adapters() == {**builtin_adapters(), "theirs": "theirs_of_test_registry:Mine"}
     assert main(["cases", "--adapters", "theirs"]) == 0
-    assert "theirs-one.mb2-gpt-tiny-fp32" in capsys.readouterr().out
+    assert "theirs-one.mb3-gpt-tiny-fp32" in capsys.readouterr().out
     assert main(["doctor"]) == 0
     assert re.search(r"^  theirs +one process; fp32; ready$", capsys.readouterr().out, re.MULTILINE)
 

@@ -153,7 +153,7 @@ def test_tests_that_were_not_run_are_named(tmp_path: Path) -> None:
     page = report(tmp_path)
     assert NOTHING not in page
     assert "This run ended early, with exit code 1:" in page and "-k 'equivalence or throughput'" in page
-    assert "- `suites/test_throughput.py::test_throughput[norefusal-dp2.mb2-gpt-mini-fp32]`: unfinished" in page
+    assert "- `suites/test_throughput.py::test_throughput[norefusal-dp2.mb4-gpt-mini-fp32]`: unfinished" in page
     assert "1 test failed:" in page
 
 

@@ -45,8 +45,8 @@ def test_collection_lists_stable_ids_and_imports_no_framework() -> None:
         " & {'deepspeed', 'accelerate', 'fairscale', 'megatron', 'scipy'}))"
     )
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120).stdout
-    assert "suites/test_equivalence.py::test_equivalence[ddp-dp2.mb2-gpt-tiny-fp32]" in out
-    assert "suites/test_throughput.py::test_throughput[gpipe-pp4.mb4-gpt-tiny-fp32]" in out
+    assert "suites/test_equivalence.py::test_equivalence[ddp-dp2.mb3-gpt-tiny-fp32]" in out
+    assert "suites/test_throughput.py::test_throughput[gpipe-pp4.mb6-gpt-tiny-fp32]" in out
     assert out.strip().splitlines()[-1] == "[]"
 
 
@@ -68,11 +68,11 @@ def test_a_run_leaves_records_junit_and_benchmark_data(tmp_path: Path) -> None:
     assert benchmark["stats"]["data"] == timed.timing.step_seconds
     assert benchmark["extra_info"]["tokens_per_second"] > 0
     names = [case.get("name") for case in ElementTree.parse(tmp_path / "junit.xml").iter("testcase")]
-    assert "test_equivalence[ddp-dp2.mb2-gpt-mini-fp32]" in names
+    assert "test_equivalence[ddp-dp2.mb4-gpt-mini-fp32]" in names
     told = {one.get("name"): one.get("value") for one in ElementTree.parse(tmp_path / "junit.xml").iter("property")}
     assert int(told["peak_bytes"] or 0) == max(reading.peak.total for reading in observed.memory.readings)
     assert float(told["tokens_per_second"] or 0) == benchmark["extra_info"]["tokens_per_second"]
-    assert "[1/2] observe ddp-dp2.mb2-gpt-mini-fp32" in done.stdout
+    assert "[1/2] observe ddp-dp2.mb4-gpt-mini-fp32" in done.stdout
     assert "record_property is incompatible" not in done.stdout
 
 
@@ -129,9 +129,9 @@ def test_a_broken_adapter_from_outside_fails_the_equivalence_suite_and_has_no_sp
     kept = tmp_path / "bench.json"
     done = suites(*broken, "--results", tmp_path, "-k", "equivalence or throughput", f"--benchmark-json={kept}")
     assert done.returncode == 1
-    assert "FAILED suites/test_equivalence.py::test_equivalence[ddp_noreduction-dp2.mb2-gpt-mini-fp32]" in done.stdout
+    assert "FAILED suites/test_equivalence.py::test_equivalence[ddp_noreduction-dp2.mb4-gpt-mini-fp32]" in done.stdout
     assert "x its noise" in done.stdout
-    assert "FAILED suites/test_throughput.py::test_throughput[ddp_noreduction-dp2.mb2-gpt-mini-fp32]" in done.stdout
+    assert "FAILED suites/test_throughput.py::test_throughput[ddp_noreduction-dp2.mb4-gpt-mini-fp32]" in done.stdout
     assert "trains wrongly, so its speed counts for nothing" in done.stdout
     assert not kept.exists() or not kept.read_text() or not json.loads(kept.read_text())["benchmarks"]
 

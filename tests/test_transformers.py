@@ -43,7 +43,7 @@ def test_one_command_judges_a_config_under_two_frameworks(tmp_path: Path) -> Non
     command += ["-k", "equivalence or memory or communication", "--world", "2", "--results", str(tmp_path)]
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    for adapter in ("ddp-dp2.mb2", "fsdp2-dp2.zero3.mb2"):
+    for adapter in ("ddp-dp2.mb4", "fsdp2-dp2.zero3.mb4"):
         assert re.search(rf"{adapter}-llama\.\w+-fp32 +yes +as planned +as planned", done.stdout), done.stdout
 
 

@@ -161,7 +161,7 @@ def test_an_adapter_of_ones_own_is_run_in_an_empty_folder(installed: Installed, 
     said = installed.run(tmp_path, "python", "-m", "pytest", *asked, *SUITES)
     assert said.returncode == 0, said.stdout + said.stderr
     record = only_record(tmp_path / "out")
-    assert record.case.id == "first-dp2.mb2-gpt-mini-fp32"
+    assert record.case.id == "first-dp2.mb4-gpt-mini-fp32"
     assert [verdict.passed for verdict in record.verdicts] == [True, True, True]
     assert record.environment.commit == ""
     reported = installed.run(tmp_path, "meshmark", "report", "out")
@@ -264,7 +264,7 @@ def test_the_command_line_works_in_an_empty_folder(installed: Installed, tmp_pat
         )
     assert re.search(r"^  mine +dp, ZeRO 1; bf16, fp16, fp32, fp64; ready$", doctor, re.MULTILINE)
     *chosen, told, count = cases.splitlines()
-    assert chosen == ["ddp-dp2.mb2-gpt-tiny-fp32", "mine-dp2.zero1.mb2-gpt-tiny-fp32"]
+    assert chosen == ["ddp-dp2.mb3-gpt-tiny-fp32", "mine-dp2.zero1.mb3-gpt-tiny-fp32"]
     assert told.endswith("2 are chosen") and count == "2 cases"
     assert re.search(r"^dp64\.\S+ +\d+ +[\d.]+ +[\d.]+%", plan, re.MULTILINE)
     assert list(tmp_path.iterdir()) == []

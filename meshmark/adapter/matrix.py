@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
@@ -35,9 +36,11 @@ _ORDERS: tuple[Order, ...] = (
 NO_ORDER: Order = (Schedule.GPIPE, 1, False)
 """Schedule of a single stage."""
 ACCUMULATED = 2
-"""Micro-batches of layouts without a pipeline: enough for accumulation to go wrong."""
+"""Fewest micro-batches of layouts without a pipeline: enough for accumulation to go wrong."""
+DISTINCT = 3
+"""Micro-batches of layouts without a pipeline, where the batch has the rows: the third may differ from the second."""
 PIPELINED = 4
-"""Micro-batches of pipelines; more where a schedule needs as many as there are stages."""
+"""Fewest micro-batches of pipelines; more where a schedule needs as many as there are stages."""
 _CHOICES = (*AXES, "zero_stage", "schedule", "folded", "sequence_parallel", "recompute", "offload")
 """Fields of a layout that are taken two by two."""
 Choice = tuple[str, object]
@@ -66,11 +69,11 @@ def supported(
         if adapter.capabilities.beyond(layout):
             continue
         try:
-            case = Case(adapter=name, workload=workload, layout=layout, precision=precision)
+            case = Case(adapter=name, workload=workload, layout=distinct(layout, workload), precision=precision)
         except LayoutError:
             continue
         if takes(adapter, case):
-            found.append(layout)
+            found.append(case.layout)
     return found
 
 
@@ -116,6 +119,24 @@ def laid(layout: Layout, order: Order) -> Layout:
     count = max(count, 2 * layout.pp) if folded else count
     laid_out = dataclasses.replace(layout, schedule=schedule, virtual_stages=virtual_stages, num_micro_batches=count)
     return dataclasses.replace(laid_out, folded=folded)
+
+
+def distinct(layout: Layout, workload: Workload) -> Layout:
+    """Return `layout` with at least three micro-batches, and not as many as any degree, or product of degrees, has.
+
+    With equal numbers, a gradient that is divided by one of them in the place of another is right by accident, and no
+    diagnosis can tell the two apart. The count divides a replica's rows; too few rows leave less choice, or none. Rows
+    that affect each other, as under a batch norm, stay in as few micro-batches as they were.
+    """
+    rows, left = divmod(workload.global_batch, layout.dp)
+    step = layout.pp if layout.schedule is Schedule.INTERLEAVED else 1
+    counts = [n for n in range(layout.num_micro_batches, rows + 1) if rows % n == 0 and n % step == 0]
+    if left or not counts or workload.couples_rows:
+        return layout
+    degrees = [getattr(layout, axis) for axis in AXES]
+    products = {math.prod(some) for size in range(2, len(AXES) + 1) for some in itertools.combinations(degrees, size)}
+    best = min(counts, key=lambda n: (n in degrees, n < DISTINCT, n in products, n))
+    return dataclasses.replace(layout, num_micro_batches=best)
 
 
 # --- The matrix.
@@ -202,10 +223,11 @@ def _tried(
         each = cell(adapter=name, workload=workload, layout=layout, precision=precision)
         return isinstance(each, Case) and takes(adapter, each)
 
-    own = list(layouts(adapter, world_size))
+    own = [distinct(layout, workload) for layout in layouts(adapter, world_size)]
     if "dp" not in adapter.capabilities.degrees or any(map(taken, own)):
         return own
-    replicas = filter(taken, variants(adapter.capabilities, Layout(dp=world_size)))
+    replicas = variants(adapter.capabilities, Layout(dp=world_size))
+    replicas = filter(taken, (distinct(layout, workload) for layout in replicas))
     return list(dict.fromkeys([*own, *replicas]))
 
 

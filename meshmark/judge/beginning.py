@@ -54,6 +54,23 @@ class Point(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rows:
+    """How many rows of the first tensor that deviates are off. Rows run over all dimensions but the last."""
+
+    number: int
+    off: int
+    zero: int
+    """Rows that are off because they are zero and should not be."""
+
+    def __str__(self) -> str:
+        """A phrase, empty where all rows are off in the same way."""
+        zero = f"{self.zero} of them zero" if self.zero else ""
+        if self.off == self.number:
+            return f"in all rows, {zero}" if 0 < self.zero < self.off else ("where it is zero" if zero else "")
+        return f"in {self.off:,} of {self.number:,} rows" + (f", {zero}" if zero else "")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Beginning:
     """The first deviation of one rank."""
 
@@ -69,6 +86,8 @@ class Beginning:
     parameter: str = ""
     ratio: float
     """Distance from the truth, in tolerances."""
+    rows: Rows | None = None
+    """None for a tensor without rows."""
 
     @property
     def what(self) -> tuple[str, str, str]:
@@ -90,8 +109,10 @@ def describe(found: Sequence[Beginning], world_size: int) -> str:
     which = f" (its gradient of {first.parameter})" if first.parameter else ""
     before = "forward right everywhere; " if first.direction is Direction.BACKWARD else ""
     count = f"micro-batch {first.micro_batch} of step {first.step}"
+    extent = f", {rows}" if (rows := str(first.rows or "")) else ""
     return (
-        f"{before}{first.direction} first wrong at {where}{which}, on {who}, in {count}: {first.ratio:.3g} x tolerance"
+        f"{before}{first.direction} first wrong at {where}{which}, on {who}, in {count}{extent}: "
+        f"{first.ratio:.3g} x tolerance"
     )
 
 
@@ -230,7 +251,8 @@ def first_deviation(
                 found = _named(key, ratio)
                 if found.parameter and is_off((found.module, Point.INPUT_GRADIENT, key[2], 0)):
                     found = dataclasses.replace(found, parameter="")  # all that its backward pass computes
-                return dataclasses.replace(found, rank=rank, step=step, micro_batch=number, place=place)
+                rows = _rows(call.notes, exact, noise, key)
+                return dataclasses.replace(found, rank=rank, step=step, micro_batch=number, place=place, rows=rows)
     return None
 
 
@@ -244,6 +266,24 @@ def _ratio(
     distance = _distance(told, x)
     allowed = ALLOWED * max(_distance(run[key], x) for run in noise) + _ROUNDED * float(x.norm())
     return distance / allowed if allowed else (float("inf") if distance else 0.0)
+
+
+def _rows(
+    notes: Mapping[Key, Tensor], exact: Mapping[Key, Tensor], noise: Sequence[Mapping[Key, Tensor]], key: Key
+) -> Rows | None:
+    """Count the rows of a tensor that are off. Returns None for a vector or a number."""
+
+    def rows_of(values: Mapping[Key, Tensor]) -> Tensor:
+        return values[key].double().cpu().flatten(0, -2)
+
+    if exact[key].dim() < 2:
+        return None
+    own, x = rows_of(notes), rows_of(exact)
+    norms = x.norm(dim=1)
+    spread = torch.stack([(rows_of(run) - x).norm(dim=1) for run in noise]).amax(dim=0)
+    off = ~((own - x).norm(dim=1) <= ALLOWED * spread + _ROUNDED * norms)  # NaN is off
+    zero = off & (own == 0).all(dim=1)
+    return Rows(number=len(off), off=int(off.sum()), zero=int(zero.sum()))
 
 
 def _is_given(key: Key) -> bool:

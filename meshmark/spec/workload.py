@@ -206,9 +206,10 @@ WORKLOADS: dict[str, Workload] = {
         Workload(name="gpt-mini-muon", model=MODELS["gpt-mini"], optimizer=_MUON),
         Workload(name="gpt-mini-lars", model=MODELS["gpt-mini"], optimizer=_LARS),
         Workload(name="gpt-mini-lamb", model=MODELS["gpt-mini"], optimizer=_LAMB),
-        Workload(name="gpt-tiny", model=MODELS["gpt-tiny"], optimizer=_TINY_OPTIMIZER),
+        # The default. Its rows divide into three micro-batches on up to eight replicas.
+        Workload(name="gpt-tiny", model=MODELS["gpt-tiny"], optimizer=_TINY_OPTIMIZER, global_batch=24),
         Workload(name="llama-mini", model=MODELS["llama-mini"], optimizer=_TINY_OPTIMIZER),
-        Workload(name="llama-tiny", model=MODELS["llama-tiny"], optimizer=_TINY_OPTIMIZER),
+        Workload(name="llama-tiny", model=MODELS["llama-tiny"], optimizer=_TINY_OPTIMIZER, global_batch=24),
         Workload(name="bert-mini", model=MODELS["bert-mini"], dataset=Dataset.MASKED_TEXT, optimizer=_TINY_OPTIMIZER),
         Workload(name="gpt-moe-mini", model=MIXTURE_MINI, optimizer=_TINY_OPTIMIZER),
         *(digits(name, model) for name, model in digit_models().items()),

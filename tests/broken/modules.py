@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -172,6 +173,27 @@ class ResidualForgotten(OneModule):
             return out
 
         return other
+
+
+class TokensDropped(OneModule):
+    """Experts take no more tokens than 1.1 times an even share. For a mixture of experts."""
+
+    module_name, direction = "blocks.0.feed_forward", Direction.FORWARD
+
+    def instead(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def capped(x: Tensor) -> Tensor:
+            tokens = x.flatten(0, 1)
+            scores = module.gate(tokens)
+            chosen = module.route(scores)
+            weights = module.weigh(scores.gather(1, chosen))
+            out = torch.zeros_like(tokens)
+            capacity = math.ceil(1.1 * chosen.numel() / len(module.experts))
+            for index, expert in enumerate(module.experts):
+                token, place = ((chosen == index).nonzero(as_tuple=True)[i][:capacity] for i in (0, 1))
+                out = out.index_add(0, token, expert(tokens[token]) * weights[token, place, None])
+            return out.view_as(x)
+
+        return capped
 
 
 ONE_MODULE: tuple[type[OneModule], ...] = (
