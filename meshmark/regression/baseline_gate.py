@@ -15,12 +15,13 @@ from meshmark.regression.change import Change, incomparable
 from meshmark.regression.conditions import _joined, conditions, conditions_here, hinders, without
 from meshmark.regression.exact import exact_changes
 from meshmark.regression.gate import Gate
-from meshmark.regression.runs import CaseRuns, Key, by_case, few, key_of, of_last_code
+from meshmark.regression.runs import CaseRuns, Key, by_case, key_of, of_last_code
 from meshmark.regression.samples import STEP, Sample, samples
 from meshmark.regression.times import ALPHA, SAME_WITHIN, change_of, scatter_of, test_of
 from meshmark.regression.times import Key as TestKey
 from meshmark.regression.verdicts import verdict_changes
 from meshmark.spec.case import Case
+from meshmark.text import some_of
 
 
 def suite_of(metric: str) -> str:
@@ -113,6 +114,6 @@ def expect_cases(keeper: BaselineGate, cases: Collection[str]) -> None:
     known = sorted({key[0] for key in keeper.cases})
     if cases and not set(cases) & set(known):
         raise ResultsError(
-            f"baseline {str(keeper.folder)!r} holds no case of this session ({few(sorted(cases))}): it holds "
-            f"{few(known)}; choose those cases, or accept a baseline of these"
+            f"baseline {str(keeper.folder)!r} holds no case of this session ({some_of(sorted(cases))}): it holds "
+            f"{some_of(known)}; choose those cases, or accept a baseline of these"
         )

@@ -13,11 +13,12 @@ from meshmark.records.request import Task
 from meshmark.regression.change import Change, ChangeOutcome, Kind, incomparable
 from meshmark.regression.conditions import differences, expect_alike
 from meshmark.regression.exact import exact_changes
-from meshmark.regression.runs import CaseRuns, Key, by_case, few, names
+from meshmark.regression.runs import CaseRuns, Key, by_case, names
 from meshmark.regression.samples import BUILD, LAUNCH, STEP, samples
 from meshmark.regression.times import SAME_WITHIN, Pair, time_changes
 from meshmark.regression.times import Key as TestKey
 from meshmark.regression.verdicts import clause_changes, verdict_changes
+from meshmark.text import some_of
 
 _ALONE = " (records of fake worlds are held to the plan alone, and compared with nothing)"
 
@@ -77,7 +78,7 @@ def compare(
 
 
 def _some(cases: dict[Key, CaseRuns]) -> str:
-    return few([key[0] for key in cases]) or "none of the matrix"
+    return some_of([key[0] for key in cases]) or "none of the matrix"
 
 
 def _records(cases: dict[Key, CaseRuns], keys: Sequence[Key]) -> list[Record]:

@@ -12,7 +12,7 @@ from meshmark.records.record_file import OTHER_RECORD, Reading
 from meshmark.records.request import Task
 from meshmark.report.table import one_line, visible
 from meshmark.spec.case import Case
-from meshmark.text import pluralize
+from meshmark.text import pluralize, some_of
 
 Key = tuple[str, str, str]
 """Case, device, corpus."""
@@ -59,11 +59,6 @@ def names(keys: Sequence[Key]) -> dict[Key, str]:
     return {key: key[0] if ids.count(key[0]) == 1 else " ".join(filter(None, key)) for key in keys}
 
 
-def few(cases: Sequence[str]) -> str:
-    """Return the first few cases in words."""
-    return f"{', '.join(cases[:3])}{', ...' if len(cases) > 3 else ''}"
-
-
 def of_last_code(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
     """Split records into those of the code that ran last, and others, because launches of two commits are not one
     sample.
@@ -101,7 +96,7 @@ def left_out(kept: Sequence[Record], others: Sequence[Record]) -> str:
     """Return a message about the records of other code in a folder."""
     (last,) = {_commit(record) for record in kept[-1:]}
     commits = dict.fromkeys(commit for record in others if (commit := _commit(record)) != last)
-    told = few(list(commits)) or "other changes"
+    told = some_of(list(commits)) or "other changes"
     return f"left out {pluralize(len(others), 'record')} of other code ({told}); what counts is the last, {last}"
 
 
