@@ -18,6 +18,7 @@ from pathlib import Path
 
 import meshmark
 from meshmark.errors import InputError
+from meshmark.installed_code import code_digest
 from meshmark.text import pluralize
 
 PACKAGES = (
@@ -89,6 +90,8 @@ class Environment:
     """
     project_date: str = ""
     """Date of that commit, UTC, ISO 8601."""
+    packages_digest: str = ""
+    """Digest of the code of `PACKAGES` as it is installed. Empty in older records."""
 
 
 def describe(device: str, backend: str, nnodes: int, command: Iterable[str] | None = None) -> Environment:
@@ -109,6 +112,7 @@ def describe(device: str, backend: str, nnodes: int, command: Iterable[str] | No
         omp_num_threads=os.environ.get("OMP_NUM_THREADS", DEFAULT_THREADS),
         project_commit=project.commit,
         project_date=project.date,
+        packages_digest=code_digest(PACKAGES),
     )
 
 

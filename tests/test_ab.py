@@ -332,7 +332,24 @@ def test_what_cannot_be_run_is_passed_over_and_told(repository: list[str], capsy
     bad = commit("wrong behind the broken one", {"correct": False})
     assert main(["bisect", "--good", repository[0], "--bad", bad, "--", "-k", "x"]) == 1
     said = capsys.readouterr().out
-    assert "wrong behind the broken one" in said and f"or one of these, which cannot be run: {repository[1]}" in said
+    assert (
+        "wrong behind the broken one" in said
+        and f"or one of these, which cannot be run or are worse in another way: {repository[1]}" in said
+    )
+
+
+def test_a_commit_that_is_worse_in_another_way_is_passed_over(
+    repository: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says nothing about what is wrong with the bad one."""
+    subprocess.run(["git", "checkout", "-q", repository[0]], check=True)
+    larger = commit("larger", {"activations": 2000})
+    bad = commit("wrong, and no larger", {"correct": False})
+    asked = ["bisect", "--good", repository[0], "--bad", bad, "--fail-on", "wrong,bigger:1%", "--", "-k", "x"]
+    assert main(asked) == 1
+    said = capsys.readouterr().out
+    assert "skipped, for it is worse in another way: " in said and "activations on rank 1" in said
+    assert "first bad: " in said and "wrong, and no larger" in said[said.index("first bad: ") :] and larger in said
 
 
 def test_mistakes_are_told(repository: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,6 +104,20 @@ def test_values_are_clipped_losses_weighed_and_buffers_compared() -> None:
     assert "takes 2 steps for one of the optimizer" in printed, printed
 
 
+@pytest.mark.parametrize(
+    "way, code, words",
+    [
+        ("restarted", 0, "note: a new optimizer (from step 3 on)"),
+        pytest.param("restored", 0, "note: optimizer state set by the script (from step 3 on)", marks=pytest.mark.slow),
+        pytest.param("in_turn", 0, "RIGHT", marks=pytest.mark.slow),
+        pytest.param("every_step", 1, "the optimizer is a new object at every step", marks=pytest.mark.slow),
+    ],
+)
+def test_optimizers_that_follow_each_other(way: str, code: int, words: str) -> None:
+    ended, printed = check("--nproc", 2, "--steps", 6, SCRIPTS / "optimizers.py", way)
+    assert ended == code and words in printed, printed
+
+
 @pytest.mark.slow
 def test_a_buffer_that_the_first_rank_broadcasts_is_that_of_all() -> None:
     code, printed = check("--nproc", 2, SCRIPTS / "two_losses.py", "broadcast")

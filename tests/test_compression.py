@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -134,6 +135,23 @@ def bias_of_removed_channels(model: nn.Module) -> None:
     bias.copy_(bias + 1e-4)
 
 
+def wrong_for_few_rows(model: nn.Module) -> None:
+    """As a kernel of its own for few rows may be."""
+    for layer in linears(model).values():
+        layer.register_forward_hook(lambda _layer, _inputs, out: out * 1.1 if out.shape[0] < 8 else out)
+
+
+def another_row_of_the_embedding(model: nn.Module) -> None:
+    """Of a token that the held-out text may not have."""
+    weight = dict(model.named_parameters())["embedding.tokens.weight"]
+    weight[3] *= 2
+
+
+def wrong_from_the_fourth_call_on(model: nn.Module) -> None:
+    calls = itertools.count()
+    layer_of(model).register_forward_hook(lambda _layer, _inputs, out: out * 1.1 if next(calls) > 3 else out)
+
+
 MUTANTS: list[tuple[str, Broken, str]] = [
     ("torchao-int8", scale_off_by_one_row, "weights"),
     ("torchao-int8", scale_of_127, "weights"),
@@ -147,6 +165,9 @@ MUTANTS: list[tuple[str, Broken, str]] = [
     ("weight-masks", original_kept, "bytes"),
     ("weight-masks", one_weight_wrongly_masked, "layers"),
     ("weight-masks", not_a_number_in_the_first_layer, "weights"),
+    ("torchao-int8", wrong_for_few_rows, "layers"),
+    ("torchao-int8", another_row_of_the_embedding, "weights"),
+    ("torchao-int8", wrong_from_the_fourth_call_on, "logits"),
     ("torch-pruning", channels_of_down_in_another_order, "weights"),
     ("torch-pruning", bias_of_removed_channels, "logits"),
 ]

@@ -220,6 +220,21 @@ def test_code_that_an_adapter_imports_from_another_folder_is_part_of_its_digest(
     assert without == hashlib.sha256(adapter.read_bytes()).hexdigest(), "torch is installed: its version tells"
 
 
+def test_a_configuration_beside_the_adapter_is_part_of_its_commit(tmp_path: Path) -> None:
+    """Though git does not track it."""
+    (tmp_path / "adapter.py").write_text("import json\n")
+    for command in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    found = {record_module._commit(tmp_path / "adapter.py")}
+    for text in ("1", "2"):
+        (tmp_path / "settings.json").write_text(text)
+        found.add(record_module._commit(tmp_path / "adapter.py"))
+    assert len(found) == 3
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "bench.json").write_text("{}")
+    assert record_module._commit(tmp_path / "adapter.py") in found, "what a run leaves elsewhere is no code"
+
+
 def test_a_module_that_is_compiled_beside_the_adapter_is_part_of_its_commit(tmp_path: Path) -> None:
     """Git ignores what is built in place."""
     (tmp_path / "adapter.py").write_text("import kernel\n")

@@ -156,9 +156,10 @@ class Updates:
         self.rank = rank
         self.exact: dict[int, Rule] = {}
         self.noisy: dict[int, list[Rule]] = {}
-        self.previous: dict[str, int] = {}
-        self.renewed: list[str] = []
-        """Parameters that a new optimizer object steps although another one did before."""
+        self.optimizers: dict[str, set[int]] = {}
+        """By parameter, the optimizers that have stepped it."""
+        self.renewed: list[int] = []
+        """Numbers of steps in which a new optimizer object, without a state, steps what another one did before."""
         self.worst = 0.0
         self.hidden = 0.0
         """Largest error of a step, relative to the step, that the rounding of weights would hide."""
@@ -169,8 +170,8 @@ class Updates:
         self.forgotten = 0
         """Number of steps before which the script has emptied the state."""
 
-    def compare(self, step: Step, before: Mapping[str, Tensor]) -> dict[str, tuple[float, Tensor]]:
-        """Return the parameters whose update is wrong: by how many tolerances, and the right value."""
+    def compare(self, number: int, step: Step, before: Mapping[str, Tensor]) -> dict[str, tuple[float, Tensor]]:
+        """Return the parameters whose update in step `number` is wrong: by how many tolerances, and the right value."""
         wrong, self.restored = {}, []
         tolerances, moves, own, ruled, small = 0.0, 0.0, list[Tensor](), list[Tensor](), dict[str, Tensor]()
         in_float32 = [g for g in step.groups if g.cls in _COMPILED_ADAM or (g.is_compiled and "betas" in g.options)]
@@ -184,9 +185,10 @@ class Updates:
             self.restored += self.exact[which].restored
             draws = [rule.step(step, which, before) for rule in self.noisy[which]]
             for name, x in right.items():
-                if self.previous.setdefault(name, which) != which:
-                    self.renewed.append(name)
-                    self.previous[name] = which
+                known = self.optimizers.setdefault(name, {which})
+                if which not in known and not step.state.get(name) and number not in self.renewed:
+                    self.renewed.append(number)
+                known.add(which)
                 y = step.after[name].double()
                 if not y.numel():
                     continue

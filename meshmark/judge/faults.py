@@ -42,6 +42,8 @@ class Fault(StrEnum):
     OBJECTIVE = "gradient of another loss"
     """Gradients are those of the loss with one more term. The detail names it."""
     PRECISION = "precision lower than asked"
+    LOSS_SCALE = "loss scale forgotten"
+    """Loss scaling begins a step with a scale that is known to overflow, and skips batches until it has lowered it."""
     DRIFT = "replicas drifted apart"
     NEVER_UPDATED = "never updated"
     CLIPPING = "clipping by a wrong norm"

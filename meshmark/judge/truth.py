@@ -18,6 +18,7 @@ and is an error.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -470,6 +471,8 @@ def norm_deviation(told: float, tensors: Tensors) -> Deviation:
     if not exact or not in_float32 or abs(told / exact - 1) <= _ROUNDING:
         return found
     flat = float(torch.linalg.vector_norm(torch.cat([torch.from_numpy(t).flatten() for t in tensors.values()])))
+    if not 0 < flat < math.inf:  # the squares are beyond float32
+        return scalar_deviation(exact, exact) if told == flat else found
     is_flat = abs(told / flat - 1) <= _ROUNDING and abs(flat / exact - 1) <= _FLAT_SHORT
     return scalar_deviation(told, flat) if is_flat else found
 

@@ -332,6 +332,26 @@ class Twin:
             for name, buffer in self._model.named_buffers()
         }
 
+    def loss_of(self, parameters: Tensors, batch: Batch, change: Change = UNCHANGED) -> float:
+        """Return the loss of `batch` at `parameters` alone, which takes a third of a step's time."""
+        micro_batches = self.arrange(batch).micro_batches(self._num_micro_batches(len(batch)))
+        weights = self._weights(parameters)
+        return sum(float(self._share(self._model, weights, part.to(self.device), change)) for part in micro_batches)
+
+    def _share(self, model: Model, weights: Mapping[str, Tensor], part: Batch, change: Change) -> Tensor:
+        """Return the share of the loss of one micro-batch, which is on the device."""
+        model.skipped_block = part.skipped_block
+        buffers = {name: value.clone() for name, value in self._buffers.items()}
+        low = self._autocast
+        with torch.autocast(self.device.type, dtype=low, enabled=low is not None), change.within(model):
+            outputs = torch.func.functional_call(model, {**weights, **buffers}, (part.inputs,))
+        return change.loss(outputs, part) if change.loss else self._loss_share(outputs, part)
+
+    @property
+    def _autocast(self) -> torch.dtype | None:
+        """The dtype that products are cast to by autocast, or None."""
+        return AUTOCAST.get(self.case.precision.compute) if self.arithmetic.casting is Casting.AUTOCAST else None
+
     def _part(
         self,
         model: Model,
@@ -342,21 +362,16 @@ class Twin:
         change: Change,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return loss and gradients of one micro-batch, the latter scaled as the run's are before they are reduced."""
-        model.skipped_block = part.skipped_block
-        buffers = {name: value.clone() for name, value in self._buffers.items()}
-        part = part.to(self.device)
-        low = AUTOCAST.get(self.case.precision.compute) if self.arithmetic.casting is Casting.AUTOCAST else None
         before = {name: weights[name].detach().clone() for name in changed}
-        casts = _Casts({name: weights[name] for name in changed})
-        with torch.autocast(self.device.type, dtype=low, enabled=low is not None), casts, change.within(model):
-            outputs = torch.func.functional_call(model, {**weights, **buffers}, (part.inputs,))
-        share = change.loss(outputs, part) if change.loss else self._loss_share(outputs, part)
+        with _Casts({name: weights[name] for name in changed}) as casts:
+            share = self._share(model, weights, part.to(self.device), change)
         casts.overwrite({name: torch.from_numpy(value) for name, value in changed.items()})
         scaled = (share * self.case.layout.dp if self.arithmetic.averages else share) * loss_scale
         if self.arithmetic.divides:
             scaled = scaled * self.case.layout.num_micro_batches / self.case.layout.num_micro_batches
         trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
         # Outside autocast, but for products of Megatron-LM's layers, which on a CPU need it in their backward too.
+        low = self._autocast
         inside = low is not None and self.arithmetic.splits_products and self.device.type == "cpu"
         with torch.autocast(self.device.type, dtype=low, enabled=inside):
             found = torch.autograd.grad(scaled, list(trained.values()), allow_unused=True)

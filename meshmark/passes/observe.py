@@ -13,6 +13,7 @@ import functools
 import gc
 import hashlib
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +35,8 @@ from meshmark.errors import AdapterError, TrafficError
 from meshmark.judge.beginning import Beginning, Recorder, first_deviation
 from meshmark.judge.deviation import Deviations, Drift, replica_of, replicas_of_ranks
 from meshmark.judge.diagnosis import diagnose_sample
-from meshmark.judge.faults import Diagnosis
+from meshmark.judge.faults import Diagnosis, Fault
+from meshmark.judge.hidden_faults import hidden_fault
 from meshmark.judge.layered import all_cores, assess_pieces
 from meshmark.judge.pristine import pristine
 from meshmark.judge.replica_diagnosis import diagnose_replicas
@@ -64,7 +66,7 @@ from meshmark.reference.objective import ChunkedCrossEntropy
 from meshmark.spec.case import Attention, Case, Matmul
 from meshmark.spec.precision import LossScaling
 from meshmark.spec.workload import Workload
-from meshmark.text import describe_error
+from meshmark.text import describe_error, pluralize
 from meshmark.theory.traffic import METERED_STEP
 
 # --- Train a failed case again, and find the module in which it begins to deviate.
@@ -235,6 +237,8 @@ MOST_LEFT_OUT = 24
 """Largest number of attempts at one step. Each halves the loss scale; GradScaler starts at 2^16, which is then far
 below one.
 """
+MOST_GROWTH = 4
+"""Largest factor by which dynamic loss scaling may raise its scale from one step to the next. The usual one is 2."""
 
 
 class Notebook(Protocol):
@@ -275,6 +279,10 @@ class Observer:
         """Error of `holdings()`, if any. Losses, gradients and parameters do not depend on it."""
         self.left_out = 0
         """Number of steps that dynamic loss scaling skipped, and that were tried again."""
+        self.scale_fault: Diagnosis | None = None
+        """Raised loss scales by more than `MOST_GROWTH` at once, so that gradients overflowed. None if it did not."""
+        self._taken_scale = math.inf
+        """Loss scale of the last step that was taken."""
         self.sources: Sequence[TrafficSource] = ()
         """Sources of the last step's traffic."""
         if request.assess:
@@ -304,6 +312,7 @@ class Observer:
         if self.request.evaluate:
             self.trace.evaluations.append(float(self.engine.evaluate(batch)))
         attempt, left_out = self._attempt(batch, step, watch, meter()), 0
+        first_scale = attempt.loss_scale
         while left_out < MOST_LEFT_OUT and self._judges(step) and self._is_left_out(attempt):
             left_out += 1
             if not self.retries:
@@ -311,6 +320,13 @@ class Observer:
             if watch:
                 watch.forget(step)
             attempt = self._attempt(batch, step, watch, meter())
+        if left_out and not self.scale_fault and first_scale > MOST_GROWTH * self._taken_scale:
+            detail = (
+                f"step {step - 1} was taken with a loss scale of {self._taken_scale:g}, and step {step} begins with "
+                f"{first_scale:g}: its gradients overflow {pluralize(left_out, 'time')} before it is taken"
+            )
+            self.scale_fault = Diagnosis(fault=Fault.LOSS_SCALE, step=step, detail=detail)
+        self._taken_scale = attempt.loss_scale
         self.left_out += left_out
         self.trace.left_out.append(left_out)
         self._note(attempt, self._judges(step))
@@ -444,7 +460,7 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
         misled=judged.misled,
         moved=moved(traces) if request.assess else [],
         drifts=drifts,
-        diagnosis=assessment.diagnosis,
+        diagnosis=assessment.diagnosis or seen.scale_fault,
         memory=seen.memory,
         traffic=seen.traffic,
         steps=seen.steps,
@@ -490,6 +506,7 @@ class _RunResults:
     steps: StepReadings | None
     dtypes: dict[str, str]
     left_out: int
+    scale_fault: Diagnosis | None
     tuned: dict[str, str]
     unmeasured: dict[str, str]
 
@@ -532,6 +549,7 @@ def _train(request: Request, adapter: Adapter, context: RankContext, notebook: N
         steps=_steps(watch, sources) if watch else None,
         dtypes=dtypes,
         left_out=observer.left_out,
+        scale_fault=observer.scale_fault,
         tuned=tuned,
         unmeasured={
             suite: why for suite, why in (("memory", observer.unheld), ("communication", missing_failures)) if why
@@ -573,6 +591,8 @@ def _assess(
     diagnosis, assessed = None, time.monotonic()
     if tolerance_model and (drifts or not tolerance_model.accepts(compared)):
         diagnosis = diagnose_replicas(case, traces, compared, drifts, tolerance_model, twin)
+    elif tolerance_model and twin and len(traces) == 1:
+        diagnosis = hidden_fault(traces[0], compared, tolerance_model, twin)
     return Assessment(
         deviations=compared,
         rounded=rounded_gradients(traces[0], twin) if twin and len(traces) == 1 else [],

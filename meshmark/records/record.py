@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from meshmark.environment import Environment, project_of
+from meshmark.environment import PACKAGES, Environment, project_of
+from meshmark.installed_code import code_digest, distributions_of
 from meshmark.judge.deviation import Deviations, Drift, ObservedPath, Quantity, QuantityKind, Sample
 from meshmark.judge.faults import Diagnosis
 from meshmark.judge.tolerance_model import Comparisons, ToleranceModel, Way
@@ -46,7 +47,7 @@ class Source:
     target: str
     """Target as a command names it, "file.py:Class" or "package.module:Class", without the folder."""
     sha256: str
-    """Hash of the file, and of what it imports from other folders that are no installed packages, when this session
+    """Hash of the file, and of what it imports from other folders and from installed distributions, when this session
     first read them. Empty if it cannot be read."""
     commit: str
     """Commit of the repository that tracks the file, as in `Environment.project_commit`. Empty if none does."""
@@ -116,14 +117,15 @@ _LARGE_BYTES = 64 * 2**20
 
 
 def _digest(file: Path) -> str:
-    """Return a hash of a file and of what it imports from other folders, such as an editable installation.
+    """Return a hash of a file and of what it imports from other folders: installed distributions, editable ones too.
 
-    Not of what is next to it, which `_commit` covers, nor of installed packages, whose versions the environment has.
-    Empty if that is too much. Raises `OSError` if the file cannot be read.
+    Not of what is next to it, which `_commit` covers. Empty if that is too much. Raises `OSError` if the file cannot be
+    read.
     """
-    found, queue = {file: file.read_bytes()}, [file]
+    found, queue, distributions = {file: file.read_bytes()}, [file], set[str]()
     while queue:
         for name in _imported(found[queue.pop()]):
+            distributions.update(distributions_of(name))
             for each in _files_elsewhere(name, file.parent):
                 if each not in found:
                     found[each] = _content(each)
@@ -133,6 +135,8 @@ def _digest(file: Path) -> str:
     whole = hashlib.sha256(found.pop(file))
     for each in sorted(found):
         whole.update(hashlib.sha256(found[each]).digest())
+    if others := distributions - {"meshmark", *PACKAGES}:  # the environment has a digest of those
+        whole.update(code_digest(others).encode())
     return whole.hexdigest()
 
 
@@ -191,13 +195,18 @@ def _commit(file: Path) -> str:
 
 
 def _untracked_modules(folder: Path) -> str:
-    """Return a digest of the modules in the repository around `folder` that git does not track.
+    """Return a digest of what git does not track of the modules in the repository around `folder`.
 
-    Those in Python count if git does not ignore them, compiled ones always: they are built there.
+    Those in Python count if git does not ignore them, compiled ones always: they are built there. Configurations count
+    in `folder` itself.
     """
     listing = ["git", "ls-files", "-z", "--others"]
+    configurations = [f":(glob)*{suffix}" for suffix in (".json", ".toml", ".yaml", ".yml")]
     names = list[bytes]()
-    for command in ([*listing, "--exclude-standard", "--", ":/*.py"], [*listing, "--", ":/*.so"]):
+    for command in (
+        [*listing, "--exclude-standard", "--", ":/*.py", *configurations],
+        [*listing, "--", ":/*.so"],
+    ):
         listed = subprocess.run(command, cwd=folder, capture_output=True).stdout
         names += [name for name in listed.split(b"\0") if name and b"site-packages" not in name]
     digest = hashlib.sha256()
@@ -433,6 +442,12 @@ class EquivalenceEvidence:
     @property
     def tolerance_model(self) -> ToleranceModel:
         return ToleranceModel(noise=self.noise, factors=self.factors, ways=self.ways)
+
+    @property
+    def fitted_tolerances(self) -> ToleranceModel:
+        """The tolerance model, fitted to the way in which the run computes. A run with a diagnosis has no such way."""
+        fitted = self.tolerance_model.fitted_to(self.deviations)
+        return self.tolerance_model.declared(None) if fitted.way and self.diagnosis else fitted
 
     @property
     def wrong_start(self) -> list[Quantity]:

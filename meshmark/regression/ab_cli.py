@@ -99,7 +99,7 @@ def _bisect(parsed: argparse.Namespace) -> int:
     for change in found.changes:
         print(f"  {change}")
     if found.skipped:
-        print(f"  or one of these, which cannot be run: {', '.join(found.skipped)}")
+        print(f"  or one of these, which cannot be run or are worse in another way: {', '.join(found.skipped)}")
     return FAILED if found.skipped else 0
 
 

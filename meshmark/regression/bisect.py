@@ -37,7 +37,7 @@ class BisectResult:
     changes: list[Change]
     """Changes for the worse between the good commit and this one."""
     skipped: list[str]
-    """Steps that could not be run, so that the first bad one may be among them."""
+    """Steps that could not be run, or were worse in another way, so that the first bad one may be among them."""
 
 
 def steps_between(good: str, bad: str) -> list[str]:
@@ -59,7 +59,10 @@ def steps_between(good: str, bad: str) -> list[str]:
 
 
 def bisect(good: str, steps: Sequence[str], search: Search, say: Callable[[str], None] = print) -> BisectResult:
-    """Search `steps` for the first one that is worse than `good`. Steps that cannot be run are skipped.
+    """Search `steps` for the first one that is worse than `good` as the last one is.
+
+    Steps that cannot be run are skipped, and so are those that are worse in another way, such as by a crash, which say
+    nothing about what is wrong with the last.
 
     Raises `InputError` when the last one is not bad, and `ResultsError` when `good` cannot be run.
     """
@@ -68,7 +71,7 @@ def bisect(good: str, steps: Sequence[str], search: Search, say: Callable[[str],
     if not changes:
         raise InputError(f"{steps[-1]} is not worse than {good} by {_limits(search.gate)}: there is nothing to find")
     say(f"bad: {_one_line(steps[-1])}: {changes[0]}")
-    low, high, skipped = 0, len(steps) - 1, list[str]()
+    wanted, low, high, skipped = _metrics(changes), 0, len(steps) - 1, list[str]()
     while low < high:
         candidates = sorted(range(low, high), key=lambda i: abs(i - (low + high) // 2))
         middle = next((i for i in candidates if steps[i] not in skipped), None)
@@ -80,6 +83,10 @@ def bisect(good: str, steps: Sequence[str], search: Search, say: Callable[[str],
             skipped.append(steps[middle])
             say(f"cannot be run: {_one_line(steps[middle])}: {str(error)[:500]}")
             continue
+        if worse and not wanted & _metrics(worse):
+            skipped.append(steps[middle])
+            say(f"skipped, for it is worse in another way: {_one_line(steps[middle])}: {worse[0]}")
+            continue
         say(f"{'bad' if worse else 'good'}: {_one_line(steps[middle])}{f': {worse[0]}' if worse else ''}")
         if worse:
             high, changes = middle, worse
@@ -87,6 +94,10 @@ def bisect(good: str, steps: Sequence[str], search: Search, say: Callable[[str],
             low = middle + 1
     unknown = [step for step in skipped if step in steps[low:high]]
     return BisectResult(first_bad=steps[high], subject=_one_line(steps[high]), changes=changes, skipped=unknown)
+
+
+def _metrics(changes: Sequence[Change]) -> set[tuple[str, str]]:
+    return {(change.case, change.metric) for change in changes}
 
 
 def _records(text: str, search: Search, label: str) -> list[Record]:

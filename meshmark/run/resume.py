@@ -68,4 +68,4 @@ def _about(environment: Environment) -> tuple[object, ...]:
     """Return the facts about an environment that a record's numbers depend on."""
     e = environment
     where = (e.machine, e.num_cpus, e.memory_bytes, e.device, e.backend, e.nnodes, e.omp_num_threads)
-    return (*where, e.commit, e.versions)
+    return (*where, e.commit, e.versions, e.packages_digest)

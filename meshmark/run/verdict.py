@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from meshmark.adapter.contract import Adapter
 from meshmark.errors import MeshmarkError
 from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind
+from meshmark.judge.faults import Fault
 from meshmark.judge.tolerance_model import (
     MULTIPLES,
     TWINS,
@@ -600,7 +601,7 @@ def judge_equivalence(record: Record) -> Verdict:
     equal. The verdict is *not decided* if the noise hides too much, or is not a number.
     """
     found = record.equivalence
-    tolerance_model, run = found.tolerance_model.fitted_to(found.deviations), compare(found.deviations)
+    tolerance_model, run = found.fitted_tolerances, compare(found.deviations)
     excesses = list(tolerance_model.judge(found.deviations))
     if not excesses:
         raise MeshmarkError("nothing of this run was compared: the report of its first rank holds no deviations")
@@ -638,7 +639,8 @@ def judge_equivalence(record: Record) -> Verdict:
     }
     if found.diagnosis:
         evidence["diagnosis"] = found.diagnosis.text
-    wrong = bool(found.wrong_start or found.drifts or (told and not excess <= 1))
+    forgets_scale = found.diagnosis is not None and found.diagnosis.fault is Fault.LOSS_SCALE
+    wrong = bool(found.wrong_start or found.drifts or (told and not excess <= 1) or forgets_scale)
     unrounded = _is_unrounded(record.case)
     most = BLIND_UNROUNDED if unrounded else BLIND
     undecided = not wrong and (
@@ -685,6 +687,8 @@ def _what_is_wrong(record: Record, tolerance_model: ToleranceModel, quantity: Qu
     if found.drifts and ratio <= tolerance_model.factor_of(quantity):
         first = found.drifts[0]
         return f"replicas differ: {first.quantity} at step {first.step} on ranks {first.ranks}"
+    if ratio <= tolerance_model.factor_of(quantity) and found.diagnosis:
+        return found.diagnosis.text
     multiple = _worst(record, quantity)[step].factor
     reference = "the twin's" if quantity.kind in TWINS else "the truth"
     return f"{quantity} at step {step} is {ratio:.3g} x its noise, {multiple:.9g} x {reference}"
@@ -712,7 +716,7 @@ def hidden_step(record: Record) -> float:
     Zero where it is not known how far steps moved the parameters.
     """
     evidence = record.equivalence
-    tolerance_model = evidence.tolerance_model.fitted_to(evidence.deviations)
+    tolerance_model = evidence.fitted_tolerances
     quantities = [q for q in evidence.deviations if q.kind is QuantityKind.PARAMETERS and q in tolerance_model.noise]
     if not quantities:
         return 0.0
@@ -732,7 +736,7 @@ def detection_limits(record: Record) -> dict[str, Limit]:
     truth or the twin, whichever detects more.
     """
     deviations = record.equivalence.deviations
-    tolerance_model = record.equivalence.tolerance_model.fitted_to(deviations)
+    tolerance_model = record.equivalence.fitted_tolerances
     limits = _limits(tolerance_model, deviations, QuantityKind.GRADIENTS)
     if tolerance_model.twin_excess(deviations) <= 1:
         for subject, limit in _limits(tolerance_model, deviations, QuantityKind.TWIN).items():

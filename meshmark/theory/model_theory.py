@@ -289,6 +289,8 @@ class CountedTheory(UnknownTheory):
 
     def trained_and_frozen(self, layout: Layout, rank: int) -> tuple[int, int] | None:
         model = self.model
+        if model.unused:  # frameworks differ in whether they hold gradients and states for these, and send zeros
+            return None
         if not model.has_frozen:
             return super().trained_and_frozen(layout, rank)
         # Where a frozen parameter goes if the model is split or cut is not counted.
@@ -311,12 +313,13 @@ class CountedTheory(UnknownTheory):
         """Unplanned cases depend on how often a framework gathers weights.
 
         If a block runs several times, a framework may gather it each time or keep it. It is also unknown how often
-        recomputed modules gather when values choose between them.
+        recomputed modules gather when values choose between them. Some frameworks send zeros as the gradients of
+        parameters that the loss does not depend on, and some send nothing.
         """
         planned = layout.tp == 1 or bool(self.model.split and self.model.split.is_planned)
         recomputes = layout.recompute is not Recompute.NONE
         unknown = layout.zero_stage == 3 and (self.model.repeats or (self.model.chooses and recomputes))
-        return planned and not unknown
+        return planned and not unknown and not self.model.unused
 
     def table_bytes(self, layout: Layout, rank: int, precision: Precision) -> float:
         if layout.pp > 1:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
+from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
 from tests.broken.engine import Broken
@@ -82,6 +83,34 @@ def _finite(engine: Broken) -> None:
     with torch.no_grad():
         for _, grad in engine.grads():
             grad.nan_to_num_(0.0, 0.0, 0.0)
+
+
+class CopyNotRefreshed(Broken):
+    """The final norm computes with a copy of its weights that no update refreshes."""
+
+    def prepare(self) -> None:
+        self.first = {name: held.detach().clone() for name, held in self.named() if name.startswith("head.norm.")}
+
+    def backward(self, batch: Batch) -> Tensor:
+        held = [(held, self.first[name]) for name, held in self.named() if name in self.first]
+        now = [weight.detach().clone() for weight, _ in held]
+        for weight, first in held:
+            weight.data.copy_(first)
+        loss = super().backward(batch)
+        for (weight, _), value in zip(held, now, strict=True):
+            weight.data.copy_(value)
+        return loss
+
+
+class ForgetsScale(Broken):
+    """After every step that it takes, loss scaling begins anew."""
+
+    def update(self) -> Tensor | None:
+        before = [held.detach().clone() for _, held in self.named()]
+        norm = super().update()
+        if not all(torch.equal(old, held) for old, (_, held) in zip(before, self.named(), strict=True)):
+            self.scaler = torch.amp.GradScaler(self.context.device.type, init_scale=2.0**30)
+        return norm
 
 
 class NeverSkips(Broken):

@@ -10,6 +10,7 @@ from meshmark.models.config import Dataset
 from meshmark.spec.precision import Precision
 from tests.broken import gradients as g
 from tests.broken import mixed as m
+from tests.broken import pipelines as p
 from tests.broken import regional as r
 from tests.broken import variants as x
 from tests.broken.algorithms.local_sgd import MUTANTS as LOCAL_SGD_MUTANTS
@@ -53,4 +54,6 @@ NARROW_MUTANTS: list[Mutant] = [
         if mutant.suite == "equivalence" and mutant.precision == Precision.FP32 and _runs_in_bf16(mutant)
     ),
     *on("ddp fsdp2", m.ReduceDtypeOfAnother, Fault.PRECISION, precision=Precision.BF16),
+    *on("ddp", m.CopyNotRefreshed, Fault.STALE_WEIGHTS, precision=Precision.BF16),
+    *on("pipeline", p.RoundsMessages, Fault.PRECISION, precision=Precision.BF16),
 ]

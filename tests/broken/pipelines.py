@@ -76,6 +76,16 @@ class LastStageClipsAlone(BrokenPipeline):
         return total.sqrt()
 
 
+class RoundsMessages(BrokenPipeline):
+    """What a stage sends to the next, and the gradient of it, goes through bf16."""
+
+    def prepare(self) -> None:
+        for stage in self.stages:
+            if not stage.is_last:
+                forward = stage.submod.forward
+                stage.submod.forward = lambda x, forward=forward: forward(x).bfloat16().float()
+
+
 class StaleBoundary(BrokenPipeline):
     """The last stage reads, in the last micro-batch, what it received for that one in the step before."""
 

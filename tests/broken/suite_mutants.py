@@ -97,6 +97,7 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp", r.ReadsBufferElsewhere, F.MISPLACED),
     *on("ddp", r.BlockOfAnother, F.MISPLACED),
     *on("ddp", r.HeadRounded, F.PRECISION),
+    *on("ddp", m.ForgetsScale, F.LOSS_SCALE, precision=Precision.FP16),
     *on("fsdp2", r.GradientShardShifted, F.MISPLACED),
     *on("fsdp2", r.ShardBeginsEarly, F.MISPLACED),
     *on("ddp", r.RowWithoutGradient, F.MISSING),

@@ -31,7 +31,7 @@ class UpdateJudge:
         step, own = moment.ranks[rank], self.ranks[rank]
         before = moment.before_parts[rank] | step.stepped_from
         with pristine():  # an optimizer's class is judged by PyTorch's own code of it
-            wrong = own.compare(step, before)
+            wrong = own.compare(moment.number, step, before)
         if own.restored and moment.number:
             self.verdict.add(
                 Level.NOTE, "optimizer state set by the script",
@@ -47,10 +47,16 @@ class UpdateJudge:
         """Report optimizers that forget their state, after the last step."""
         stateful = [g.cls for g in moment.ranks[0].groups if not g.cls.endswith(".SGD") or g.options.get("momentum")]
         first = self.ranks[0]
-        if first.renewed and stateful:
+        if stateful and len(first.renewed) == self.run.num_steps - 1 > 1:
             self.verdict.add(
                 Level.WRONG, Fault.UPDATE,
                 "the optimizer is a new object at every step, so that its moments are forgotten",
+            )  # fmt: skip
+        elif stateful and first.renewed:
+            self.verdict.add(
+                Level.NOTE, "a new optimizer",
+                "a new optimizer steps parameters that another one did before, and begins without its moments",
+                first.renewed[0],
             )  # fmt: skip
         elif stateful and first.forgotten == self.run.num_steps - 1 > 1:
             self.verdict.add(
