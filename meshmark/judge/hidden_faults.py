@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshmark import rank_progress
 from meshmark.adapter.contract import Casting
 from meshmark.algorithms.contract import Tensors
 from meshmark.judge.deviation import Deviations, QuantityKind, deviation
@@ -28,27 +30,43 @@ from meshmark.judge.trace import Trace
 from meshmark.judge.twin import UNCHANGED, Change, Twin, TwinStep, known_parameters
 from meshmark.models.module import Model, parameter_shapes
 from meshmark.reference.data import Batch, make_batch
+from meshmark.text import describe_error
 
 SEARCH_SECONDS = 30.0
 """Budget of the search, on a `Stopwatch`."""
+CLOCK_SECONDS = 90.0
+"""Most seconds by the clock that the search takes on a busy machine."""
 
 
 def hidden_fault(trace: Trace, deviations: Deviations, tolerance_model: ToleranceModel, twin: Twin) -> Diagnosis | None:
     """Return the diagnosis of a run that passes only as an equivalent of the twin, and has the bits of a wrong one.
 
-    None if there is no such run, or if the search finds nothing within its budget.
+    None if there is no such run, or if the search finds nothing within its budget. A search that fails is no fault of
+    the run's.
     """
+    try:
+        return _search(trace, deviations, tolerance_model, twin)
+    except torch.OutOfMemoryError:
+        raise
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        print(f"the search for hidden faults failed: {describe_error(error)}", file=sys.stderr)
+        return None
+
+
+def _search(trace: Trace, deviations: Deviations, tolerance_model: ToleranceModel, twin: Twin) -> Diagnosis | None:
     last = len(trace.gradients) - 1
     if last < 1 or not tolerance_model.fitted_to(deviations).way:
         return None
+    rank_progress.begin(rank_progress.Phase.EXPLAIN)
     run = _Run(trace=trace, tolerance_model=tolerance_model, twin=twin)
     if run.has(run.right(last), last):
         return None
     layout = twin.case.layout
     forward_is_right, watch = run.has_right_loss(last), Stopwatch()
     for wrong in itertools.chain(_rounded_messages(twin), _older_weights(trace, twin)):
-        if watch.seconds > SEARCH_SECONDS:
+        if watch.seconds > SEARCH_SECONDS or watch.clock_seconds > CLOCK_SECONDS:
             return None
+        rank_progress.advance()
         if wrong.backward_only is not forward_is_right:
             continue
         for ranks in run.ranks_of(wrong, last):
