@@ -78,11 +78,11 @@ def test_it_is_in_the_report_and_no_verdict(without_noise: tuple[Path, str]) -> 
     assert NOTHING not in page
     head = page.splitlines()[2]
     assert head.startswith("**Correctness was not judged in this run**")
-    assert "ended by what stands outside their ranks: `ddp-dp2.mb2-gpt-mini-fp32`" in head
+    assert "ended by what stands outside their ranks: `ddp-dp2.mb4-gpt-mini-fp32`" in head
     assert "wrong or failed" not in head
     assert "; 2 tests failed" in head
     assert "| **unfinished** " in page
-    assert "**ddp-dp2.mb2-gpt-mini-fp32** (observe): unfinished: " in page and "FileExistsError: " in page
+    assert "**ddp-dp2.mb4-gpt-mini-fp32** (observe): unfinished: " in page and "FileExistsError: " in page
     assert "2 tests failed:" in page and "test_throughput[" not in page.partition("## Where the time")[0]
 
 

@@ -44,7 +44,7 @@ def test_a_suite_file_is_a_run_of_pytest_for_each_of_its_cases() -> None:
         "meshmark.suites.test_communication",
     )
     assert set(first[4:]) == {"--device=cpu", "--results=results/ci", "--adapters=ddp,fsdp2", "--world=2"}
-    assert {"--layouts=dp2.zero3.mb2", "--timing-budget=5"} <= set(second)
+    assert {"--layouts=dp2.zero3.mb3", "--timing-budget=5"} <= set(second)
     compared = ("compare", "baselines/main", "results/ci")
     assert suite.gate == (*compared, "--fail-on", "wrong,bigger:1%,slower:3%")
 
