@@ -15,7 +15,7 @@ OUTER = ("adapters", "suites", "studies")
 """Folders at the top that use the core; the first two are links inside the package too."""
 FRONT = "front"
 """The modules of the core outside its folders that bring these together: what users call."""
-BASE = {"environment", "errors", "import_target", "installed_code", "rank_progress", "serial", "text"}
+BASE = {"environment", "errors", "import_target", "rank_progress", "serial", "text"}
 """Modules that everyone may import; not drawn."""
 
 QUESTIONS: dict[str, tuple[str, ...]] = {

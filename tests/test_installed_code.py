@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from meshmark import installed_code
+from meshmark import environment
 from meshmark.environment import PACKAGES
 
 
@@ -29,8 +29,8 @@ def install(site: Path, factor: str) -> Path:
 
 
 def digest() -> str:
-    installed_code._digest.cache_clear()
-    return installed_code.code_digest(["scaler"])
+    environment._digest.cache_clear()
+    return environment.code_digest(["scaler"])
 
 
 def test_a_reinstalled_or_edited_distribution_has_another_digest(
@@ -51,6 +51,6 @@ def test_a_reinstalled_or_edited_distribution_has_another_digest(
 
 
 def test_packages_of_this_environment_have_a_digest() -> None:
-    assert installed_code.code_digest(PACKAGES) != installed_code.code_digest([])
-    assert installed_code.distributions_of("torch") == ["torch"]
-    assert installed_code.distributions_of("nowhere") == []
+    assert environment.code_digest(PACKAGES) != environment.code_digest([])
+    assert environment.distributions_of("torch") == ["torch"]
+    assert environment.distributions_of("nowhere") == []

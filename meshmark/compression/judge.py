@@ -49,7 +49,7 @@ def judge(
             full[name] = stored[name]
         else:
             full[name] = Layer(weight=layer.full, bias=layer.full_bias, rounds_inputs=rounds)
-    yield _layers(compressed, stored, _shapes(batch.tokens))
+    yield _layers(compressed, stored, _parts_of(batch.tokens))
     with pristine():
         truth = network(original, full, torch.float64)(batch.tokens)
         twins = [network(original, full, torch.float32, way)(batch.tokens) for way in WAYS]
@@ -95,7 +95,7 @@ def _weights(
     return CaseVerdict(name="weights", passed=off <= allowed, text=text, numbers=numbers)
 
 
-def _shapes(tokens: Tensor) -> list[Tensor]:
+def _parts_of(tokens: Tensor) -> list[Tensor]:
     """Return the batch and parts of it: one row, a few, and one token. Libraries have other kernels for few rows."""
     return [tokens, tokens[:1], tokens[:3, :5], tokens[:1, :1]]
 

@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from meshmark.environment import PACKAGES, Environment, project_of
-from meshmark.installed_code import code_digest, distributions_of
+from meshmark.environment import PACKAGES, Environment, code_digest, distributions_of, project_of
 from meshmark.judge.deviation import Deviations, Drift, ObservedPath, Quantity, QuantityKind, Sample
 from meshmark.judge.faults import Diagnosis
 from meshmark.judge.tolerance_model import Comparisons, ToleranceModel, Way
