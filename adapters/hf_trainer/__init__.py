@@ -202,8 +202,8 @@ class HFTrainerDeepSpeedGiven(HFTrainerDeepSpeed):
     def recipe(cls, case: Case) -> TrainingRecipe:
         """Return the recipe of `HFTrainerDeepSpeed`, but for the peak of stage 2.
 
-        With few rows in a micro-batch, one rank's peak is then 24 kB above the plan (gpt-mini, four micro-batches). What
-        these bytes are is not known. Other peaks are as planned.
+        With few rows in a micro-batch, the peak is then 24 kB above the plan (one rank, gpt-mini, four micro-batches).
+        What these bytes are is not known. Other peaks are as planned.
         """
         using = super().recipe(case)
         return dataclasses.replace(using, peak_known=False) if case.layout.zero_stage == 2 else using
