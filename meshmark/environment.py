@@ -316,19 +316,12 @@ def _digest(name: str) -> str:
     text = found.read_text("RECORD")
     if not text:
         return ""
-    root = str(found.locate_file(""))
-    installed_ns = max(
-        (_mtime_ns(os.path.join(root, row[0])) for row in csv.reader(text.splitlines()) if _is_record(row)), default=0
-    )
-    digest = hashlib.sha256()
-    for row in sorted(row for row in csv.reader(text.splitlines()) if len(row) == 3 and row[0].endswith(_CODE)):
-        path, listed, size = row
+    root, rows = str(found.locate_file("")), [row for row in csv.reader(text.splitlines()) if len(row) == 3]
+    records = [os.path.join(root, path) for path, *_ in rows if path.endswith(".dist-info/RECORD")]
+    installed_ns, digest = max(map(_mtime_ns, records), default=0), hashlib.sha256()
+    for path, listed, size in sorted(row for row in rows if row[0].endswith(_CODE)):
         digest.update(f"{path}\0{_hash(os.path.join(root, path), listed, size, installed_ns)}\n".encode())
     return digest.hexdigest()
-
-
-def _is_record(row: list[str]) -> bool:
-    return bool(row) and row[0].endswith(".dist-info/RECORD")
 
 
 def _mtime_ns(path: str) -> int:

@@ -6,8 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from meshmark.judge.hidden_faults import _units
+from meshmark.adapter.contract import Arithmetic, Casting
+from meshmark.cli.options import chosen_workloads
+from meshmark.judge.hidden_faults import _rounded_messages, _units
+from meshmark.judge.twin import Twin
 from meshmark.launch.launch import ForkserverLauncher
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
@@ -16,6 +20,7 @@ from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
 
 MUTANTS = Path(__file__).parent / "broken" / "mutants.py"
+EXAMPLE = Path(__file__).parents[1] / "examples" / "workloads" / "diffusion.py"
 NAMES = ("ddp_CopyNotRefreshed_in_bf16", "pipeline_RoundsMessages_in_bf16", "ddp_ForgetsScale")
 
 
@@ -76,3 +81,12 @@ def test_groups_of_weights_that_one_copy_may_hold_are_named_once() -> None:
     assert units["the weights of blocks.1"] == ["blocks.1.norm.weight", "blocks.1.up.weight"]
     assert units["blocks.0.up.weight"] == ["blocks.0.up.weight"]
     assert len({tuple(names) for names in units.values()}) == len(units)
+
+
+def test_messages_of_a_model_with_other_names_are_not_tried() -> None:
+    layout, precision = Layout(pp=2, num_micro_batches=4), Precision.BF16
+    (own,) = chosen_workloads(f"{EXAMPLE}:Diffusion", None, None)
+    for trained, count in ((workload("gpt-mini"), 3), (own, 0)):
+        case = Case(adapter="pipeline", workload=trained, layout=layout, precision=precision)
+        twin = Twin(case=case, arithmetic=Arithmetic(casting=Casting.AUTOCAST), device=torch.device("cpu"))
+        assert len(list(_rounded_messages(twin))) == count

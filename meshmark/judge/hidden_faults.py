@@ -23,8 +23,9 @@ from meshmark import rank_progress
 from meshmark.adapter.contract import Casting
 from meshmark.algorithms.contract import Tensors
 from meshmark.judge.deviation import Deviations, QuantityKind, deviation
-from meshmark.judge.failed_step import Stopwatch
+from meshmark.judge.failed_step import Stopwatch, block_of
 from meshmark.judge.faults import MOST_NAMES, Diagnosis, Fault
+from meshmark.judge.function_faults import returning
 from meshmark.judge.tolerance_model import ToleranceModel
 from meshmark.judge.trace import Trace
 from meshmark.judge.twin import UNCHANGED, Change, Twin, TwinStep, known_parameters
@@ -231,7 +232,10 @@ def _rounded_messages(twin: Twin) -> Iterator[_Wrong]:
     if layout.pp == 1 or twin.arithmetic.casting is not Casting.AUTOCAST:
         return
     stages = model.stage_of_layers(layout.pp * layout.virtual_stages)
+    blocks = set(map(block_of, parameter_shapes(model)))
     ends = [f"blocks.{i}" for i in range(model.num_layers) if stages.get(i + 1) != stages.get(i + 2)]
+    if not blocks.issuperset(ends):  # a model of the user's own has other names
+        return
     narrow = getattr(torch, twin.case.precision.compute)
     for forward, backward in ((True, True), (True, False), (False, True)):
         what = " and ".join(["activations"] * forward + ["their gradients"] * backward)
@@ -248,15 +252,15 @@ def _rounding(
 ) -> Callable[[Model], contextlib.AbstractContextManager[None]]:
     """Return a context in which the outputs of these modules, or their gradients, are rounded."""
 
-    def rounded(_module: object, _inputs: object, output: Tensor) -> Tensor:
+    def rounded(_inputs: object, output: Tensor) -> Tensor:
         result: Tensor = _Rounded.apply(output, narrow, forward, backward)  # type: ignore[no-untyped-call]
         return result
 
     @contextlib.contextmanager
     def within(model: Model) -> Iterator[None]:
-        with contextlib.ExitStack() as hooks:
+        with contextlib.ExitStack() as stack:
             for name in modules:
-                hooks.callback(model.get_submodule(name).register_forward_hook(rounded).remove)
+                stack.enter_context(returning(name, rounded)(model))
             yield
 
     return within
