@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,11 +116,9 @@ class Honest:
             }
 
 
-def measure_honest(num_groups: int, problems: Sequence[Case] = PROBLEMS) -> Honest:
-    """`num_groups` problems, over and over with other seeds, in two processes."""
-    wanted = [varied(problems[i % len(problems)], i) for i in range(num_groups)]
-    with multiprocessing.get_context("spawn").Pool(2, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        return Honest(groups=pool.map(measure_single, wanted, chunksize=1))
+def honest_cases(num_groups: int, problems: Sequence[Case] = PROBLEMS) -> list[Case]:
+    """`num_groups` problems, over and over with other seeds."""
+    return [varied(problems[i % len(problems)], i) for i in range(num_groups)]
 
 
 def measure_single(case: Case) -> Group:

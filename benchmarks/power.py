@@ -11,23 +11,25 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import gzip
 import json
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.honest import measure_honest
-from benchmarks.parallel_trials import NUM_PROCESSES, Parts, make_runner, try_all
+from benchmarks.honest import Honest, honest_cases
+from benchmarks.parallel_trials import Parts, make_runner, measure_groups, try_all
 from benchmarks.power_page import Power, report, write_mutants
-from benchmarks.smallest import find_all, searches, sizes
+from benchmarks.smallest import Smallest, correct_case, find, searches, sizes
+from benchmarks.trials import MutantRunner
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.adapters import ADAPTERS
 from meshmark.environment import describe
 from meshmark.errors import InputError
+from meshmark.records.record import Record
 from meshmark.report.kept_page import keep_page
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.serial import decode, encode
@@ -51,7 +53,7 @@ SEEDED = 6
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.power", description=__doc__.partition("\n")[0])
     parser.add_argument("-k", default="", metavar="TEXT", help="mutants whose name contains TEXT (default: all)")
-    parser.add_argument("--groups", type=int, default=17, help="problems of 64 correct runs each (default: 17)")
+    parser.add_argument("--groups", type=int, default=24, help="problems of 64 correct runs each (default: 24)")
     parser.add_argument("--page", action="store_true", help=f"measure nothing: the page of {MEASURED} once more")
     parser.add_argument("-o", "--output", type=Path, default=Path("reports/power.md"))
     parsed = parser.parse_args(arguments)
@@ -86,7 +88,7 @@ def try_every_defect() -> int:
 
 def measure(names: Sequence[str], num_groups: int) -> Power:
     """Measure the mutants called `names`, and `num_groups` groups of correct runs."""
-    started, here = time.monotonic(), describe("cpu", "gloo", 1)
+    here = describe("cpu", "gloo", 1)
     parts = Parts(MEASURED.with_name("parts.jsonl"), here)
     # Adapters that are not built in are make roster's.
     trials, cells = try_all(names, [key for key in LAYOUTS if key.partition("/")[0] in ADAPTERS], parts)
@@ -96,14 +98,18 @@ def measure(names: Sequence[str], num_groups: int) -> Power:
         launcher,
         folder,
     ):
-        smallest = find_all(mutant_runner)
-        real = [mutant_runner.suites.observe(case) for case in (*real_cases(), *cases_by_other_hands())]
-        algorithms = [mutant_runner.suites.observe(case) for case in algorithm_cases()]
+        correct = functools.cache(mutant_runner.suites.observe)
+        smallest = [
+            parts.once("smallest", f"{kind} {case.id}", functools.partial(_find, mutant_runner, kind, case, correct))
+            for kind, case in ((kind, correct_case(adapter, precision)) for kind, adapter, precision in searches())
+        ]
+        real = _observed(mutant_runner.suites, (*real_cases(), *cases_by_other_hands()), parts)
+        algorithms = _observed(mutant_runner.suites, algorithm_cases(), parts)
         # As the suites run: attention's gradients shrink as training goes on, and with them what can be seen of them.
         suites = Runner(launcher, builtin_adapters(), RunOptions(), folder / "limits")
-        limits = [suites.observe(case) for case in limit_cases()]
+        limits = _observed(suites, limit_cases(), parts, "limits of ")
         suites.close()
-    honest = measure_honest(num_groups)
+    groups = measure_groups(honest_cases(num_groups), parts)
     return Power(
         trials=trials,
         smallest=smallest,
@@ -111,10 +117,22 @@ def measure(names: Sequence[str], num_groups: int) -> Power:
         real=[*real, *limits],
         algorithms=algorithms,
         limits=limits,
-        honest=honest,
-        seconds=time.monotonic() - started + parts.seconds / NUM_PROCESSES,
+        honest=Honest(groups=groups),
+        seconds=parts.seconds,
         environment=here,
     )
+
+
+def _find(runner: MutantRunner, kind: str, case: Case, correct: Callable[[Case], Record]) -> Smallest:
+    return find(runner, kind, correct(case))
+
+
+def _observed(runner: Runner, cases: Iterable[Case], parts: Parts, what: str = "") -> list[Record]:
+    """Records of `cases`, each of which is run at most once a campaign."""
+    return [
+        parts.once("record", f"{what}{case.id} seed {case.workload.seed}", functools.partial(runner.observe, case))
+        for case in cases
+    ]
 
 
 def save(found: Power, path: Path) -> None:

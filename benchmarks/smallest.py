@@ -86,16 +86,6 @@ def find(mutant_runner: MutantRunner, kind: str, correct: Record) -> Smallest:
     return dataclasses.replace(best, survived=candidates[low])
 
 
-def find_all(mutant_runner: MutantRunner) -> list[Smallest]:
-    correct, found = dict[Case, Record](), list[Smallest]()
-    for kind, adapter, precision in searches():
-        case = correct_case(adapter, precision)
-        if case not in correct:
-            correct[case] = mutant_runner.suites.observe(case)
-        found.append(find(mutant_runner, kind, correct[case]))
-    return found
-
-
 def _attempt(mutant_runner: MutantRunner, kind: str, by: float, correct: Record) -> tuple[bool, float, str]:
     """Whether it is caught, what its loss shows, and by what it is caught."""
     name = sized(correct.case.adapter, kind, by)

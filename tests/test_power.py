@@ -126,15 +126,27 @@ def test_what_one_sitting_has_tried_is_not_tried_again_by_the_same_code(tmp_path
     with path.open("a") as file:
         file.write('{"code": ["cut o')
     again = Parts(path, here)
-    assert again.get("ddp_NoReduction", cells=False) == tried and again.get("ddp", cells=True) == judged
-    assert again.get("ddp", cells=False) is None and again.seconds == 5.0
+    assert again.get("trial", "ddp_NoReduction") == tried and again.get("cells", "ddp") == judged
+    assert again.get("trial", "ddp") is None and again.seconds == 2.5, "in two processes"
     assert len(path.read_text().splitlines()) == 2, (
         "the line that was cut off is gone, or the next would be joined to it"
     )
     dirty = dataclasses.replace(here, commit=f"{here.commit}-dirty")
     Parts(path, dirty).add(dataclasses.replace(tried, code=Parts(path, dirty).code))
-    assert Parts(path, dirty).get("ddp_NoReduction", cells=False) is None, "changes that no commit holds have no name"
-    assert Parts(path, here).get("ddp_NoReduction", cells=False) is None
+    assert Parts(path, dirty).get("trial", "ddp_NoReduction") is None, "changes that no commit holds have no name"
+    assert Parts(path, here).get("trial", "ddp_NoReduction") is None
+
+
+def test_correct_runs_of_one_sitting_are_not_run_again_by_the_same_code(tmp_path: Path) -> None:
+    here, path, (before,) = make_environment(), tmp_path / "parts.jsonl", make_power().smallest
+    record, group = make_power().real[0], make_power().honest.groups[0]
+    first = Parts(path, here)
+    for kind, result in (("record", record), ("smallest", before), ("group", group)):
+        assert first.once(kind, "one", lambda result=result: result) is result
+    again = Parts(path, here)
+    for kind, result in (("record", record), ("smallest", before), ("group", group)):
+        assert again.once(kind, "one", lambda: pytest.fail("measured again")) == result
+        assert again.once(kind, "another", lambda result=result: result) is result
 
 
 def test_every_algorithm_is_run_right_too_at_least_200_times_in_all() -> None:
