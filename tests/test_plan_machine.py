@@ -77,7 +77,7 @@ def test_a_machine_is_changed_by_options_or_a_file(tmp_path: Path, capsys: pytes
     assert written["memory_bytes"] + written["headroom_bytes"] <= 40 * GIB  # type: ignore[operator]
     for options, words in (
         (["--rates", "a100", "--link-bandwidth", "1"], "leave out --rates"),
-        (["--gpus-per-node", "0"], "gpus_per_node is 0"),
+        (["--gpus-per-node", "0"], "gpus_per_node is 0, expected a whole number from 1 to"),
         (["--framework", "fdsp2"], "did you mean 'fsdp2'"),
     ):
         assert main(["plan", "--gpus", "8", *options]) == 2

@@ -502,8 +502,14 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert main(["plan", "--gpus", "8", "--max-model"]) == 0
     assert "parameters" in capsys.readouterr().out
     assert main(["plan", "--gpus", "8", "--top", "0"]) == 2
-    assert main(["plan", "--gpus", "8", "--timeline", str(tmp_path)]) == 2
-    assert "cannot write" in capsys.readouterr().err
+    for options, words in (
+        ([str(tmp_path)], "it is a folder"),
+        ([str(tmp_path / "none" / "t.svg")], "there is no folder"),
+        ([str(tmp_path / "t.svg"), "--max-model"], "leave one of them out"),
+    ):
+        assert main(["plan", "--gpus", "8", "--timeline", *options]) == 2
+        printed = capsys.readouterr()
+        assert words in printed.err and not printed.out, "refused before the search"
     assert main(["plan", "--model", "nothing", "--gpus", "8"]) == 2
     assert "unknown model" in capsys.readouterr().err
 

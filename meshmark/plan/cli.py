@@ -125,6 +125,8 @@ def run_plan(arguments: argparse.Namespace) -> Search | None:
     if arguments.gpus is None:
         raise InputError("--gpus is missing: how many GPUs are there?")
     _check_nodes(arguments)
+    if arguments.timeline:
+        _check_timeline(arguments)
     if arguments.max_model:
         _print_max_model(arguments, given, model if arguments.model else plan_model("gpt3-1.3b"))
         return None
@@ -158,6 +160,17 @@ def _check_nodes(arguments: argparse.Namespace) -> None:
     gpus, node = arguments.gpus, arguments.gpus_per_node
     if node is not None and gpus > node and gpus % node:
         raise InputError(f"--gpus {gpus} --gpus-per-node {node}: expected whole nodes, so a multiple of {node} GPUs")
+
+
+def _check_timeline(arguments: argparse.Namespace) -> None:
+    """Raise `InputError` for a --timeline that could not be written, before the search, which takes its time."""
+    if arguments.max_model:
+        raise InputError("--timeline with --max-model: a timeline is drawn of a searched layout; leave one of them out")
+    path: Path = arguments.timeline
+    if path.is_dir():
+        raise InputError(f"--timeline {path}: it is a folder; name a file, such as {path / 'timeline.svg'}")
+    if not path.parent.is_dir():
+        raise InputError(f"--timeline {path}: there is no folder {str(path.parent)!r}; make it first")
 
 
 def _space(arguments: argparse.Namespace, machine: Gpu, model: ModelSpec) -> SearchSpace:

@@ -78,12 +78,12 @@ class Gpu:
         return self.name.startswith("mi")
 
     def __post_init__(self) -> None:
-        for field in ("memory_bytes", "memory_bandwidth", "link_bandwidth", "network_bandwidth", "gpus_per_node"):
+        for field in ("memory_bytes", "memory_bandwidth", "link_bandwidth", "network_bandwidth"):
             if not 0 < (got := getattr(self, field)) < _LARGEST:
                 raise InputError(f"gpu {self.name!r}: {field} is {_short(got)}, expected more than 0, in SI units")
-        if not isinstance(self.gpus_per_node, int) or self.gpus_per_node > MOST_GPUS:
+        if not isinstance(self.gpus_per_node, int) or not 0 < self.gpus_per_node <= MOST_GPUS:
             raise InputError(
-                f"gpu {self.name!r}: gpus_per_node is {_short(self.gpus_per_node)}, expected a whole number of at most "
+                f"gpu {self.name!r}: gpus_per_node is {_short(self.gpus_per_node)}, expected a whole number from 1 to "
                 f"{MOST_GPUS}"
             )
         for field in ("matmul_share", "fp8_share", "attention_share", "memory_share"):
