@@ -20,6 +20,7 @@ from meshmark.models.module import buffer_shapes, parameter_shapes
 from meshmark.models.transformer import Family
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case, Knob
+from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.memory import ExtraMemory
 from meshmark.theory.model_theory import theory_of
@@ -68,6 +69,16 @@ class DDP(Adapter):
         families=frozenset(Family),
         precisions=frozenset(Precision.PRESETS.values()),
         tunings=frozenset(Knob),
+        unfreezes=True,
+    )
+    known_gaps: ClassVar[tuple[KnownGap, ...]] = (
+        KnownGap(
+            clause="unfrozen",
+            symptom="missing reduction (from step 2 on",
+            reason="parameters that are unfrozen after wrapping are not reduced, and replicas drift apart; wrap the "
+            "model again",
+            reproducer="ddp_unfrozen_parameters",
+        ),
     )
     engine: ClassVar[type[DDPEngine]] = DDPEngine
     gradients_are_views: ClassVar[bool] = True

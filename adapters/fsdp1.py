@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -80,19 +80,26 @@ class FSDP1Engine(DataParallelEngine):
         return self._full(lambda handle: handle.flat_param.detach())
 
     def gradients(self) -> Mapping[str, Tensor]:
-        return self._full(lambda handle: handle.sharded_grad)
+        """Of a flat parameter's frozen parts FSDP computes gradients too, and gives them to nobody."""
+        return self._full(lambda handle: handle.sharded_grad, _trained)
 
     def buffers(self) -> Mapping[str, Tensor]:
         return {canonical(name): buffer.detach() for name, buffer in self.module.named_buffers()}
 
-    def _full(self, shard_of: Callable[[Any], Tensor | None]) -> Gathered:
+    def _full(
+        self, shard_of: Callable[[Any], Tensor | None], chosen: Callable[[Any], list[int]] | None = None
+    ) -> Gathered:
         """Return the pieces of every flat parameter or its gradient by canonical name, gathered from all its
-        shards.
+        shards. `chosen` returns the places of the pieces that are wanted, all by default.
         """
         return Gathered(
-            ([canonical(f"{path}.{name}") for name in handle.flat_param._fqns], partial(_pieces, handle, shard))
+            (
+                [canonical(f"{path}.{handle.flat_param._fqns[place]}") for place in places],
+                partial(_pieces, handle, shard, places),
+            )
             for path, handle in _handles(self.module)
             if (shard := shard_of(handle)) is not None
+            for places in [chosen(handle) if chosen else range(len(handle.flat_param._fqns))]
         )
 
     def save(self, folder: Path) -> None:
@@ -102,12 +109,19 @@ class FSDP1Engine(DataParallelEngine):
         load_sharded(folder, self.module, self.optimizer, self.schedule)
 
 
-def _pieces(handle: Any, shard: Tensor) -> list[Tensor]:  # noqa: ANN401
-    """Return the whole tensors of one unit."""
+def _trained(handle: Any) -> list[int]:  # noqa: ANN401
+    """Return the places of the pieces of a flat parameter that are trained."""
+    pieces = handle.flat_param._params
+    return [place for place in range(len(handle.flat_param._fqns)) if pieces is None or pieces[place].requires_grad]
+
+
+def _pieces(handle: Any, shard: Tensor, places: Sequence[int]) -> list[Tensor]:  # noqa: ANN401
+    """Return the whole tensors at some places of one unit."""
     whole = shard.new_empty(shard.numel() * handle.world_size)
     dist.all_gather_into_tensor(whole, shard.contiguous(), group=handle.process_group)
     unpadded = whole[: sum(handle.flat_param._numels_with_padding)]
-    return [piece.detach() for piece in handle._get_unflat_views(unpadded)]
+    whole_pieces = [piece.detach() for piece in handle._get_unflat_views(unpadded)]
+    return [whole_pieces[place] for place in places]
 
 
 def _handles(module: FullyShardedDataParallel) -> Iterator[tuple[str, Any]]:
@@ -137,6 +151,7 @@ class FSDP1(Adapter):
         zero_stages=frozenset({3}),
         families=frozenset(Family),
         precisions=frozenset(Precision.PRESETS.values()) - {Precision.FP64},
+        unfreezes=True,
         lacks={
             Precision.FP64: "its clip_grad_norm_ computes the norm in float32, and raises",
             Feature.MATRIX_WISE: "its optimizer is given flat parts of the parameters",

@@ -86,6 +86,7 @@ class FSDP2(Adapter):
         precisions=frozenset(Precision.PRESETS.values()),
         families=frozenset(Family),
         tunings=frozenset(Knob),
+        unfreezes=True,
         lacks={
             Feature.MATRIX_WISE: "its optimizer is given parts of the parameters, by rows",
             Feature.SCALARS: "`fully_shard` refuses them, for it shards by the first dimension",

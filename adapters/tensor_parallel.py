@@ -152,6 +152,7 @@ class TensorParallel(Adapter):
         families=TEXT_FAMILIES | {Family.OWN},
         precisions=frozenset({Precision.FP64, Precision.FP32}),
         sequence_parallel=True,
+        unfreezes=True,
         lacks={
             Family.IMAGES: "embedding and loss are parallel in a vocabulary; convolutions are not split",
             Family.MIXTURE: "a gate and its experts are not split",

@@ -44,6 +44,7 @@ class DDPZero1(DDP):
         zero_stages=frozenset({1}),
         families=frozenset(Family),
         precisions=DDP.capabilities.precisions,
+        unfreezes=True,
         lacks={Feature.MATRIX_WISE: "its shares are planned for states of the parameters' shapes"},
     )
 

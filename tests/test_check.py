@@ -714,6 +714,28 @@ def test_unusual_ways_are_judged(way: str, code: int, words: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    "way, words",
+    [
+        ("same", ""),
+        ("rows by rank", ""),
+        ("chance", ""),
+        ("temperature", "before its loss rank 0 has a division by 1, and rank 1 has a division by 2"),
+        ("smoothing", "the loss of rank 0 alone has "),
+        ("term", "the loss of rank 0 alone has AddBackward0, MeanBackward0, MulBackward0 and 1 more"),
+        ("class weights", "classes or targets have weights on rank 0 alone"),
+        ("dropout", "2.p is 0.1 on rank 0 and 0.5 on rank 1"),
+    ],
+)
+def test_ranks_that_train_different_functions_are_noted(way: str, words: str) -> None:
+    ended, printed = check("--nproc", 2, SCRIPTS / "rank_functions.py", way)
+    assert ended == 0, printed
+    told = " ".join(printed.split())
+    assert words in told and ("ranks train different functions" in told) == bool(words), printed
+    assert ("trains as one process would" in told) != bool(words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     "way, num_ranks, code, words",
     [
         ("grid", 2, 0, "RIGHT"),

@@ -21,7 +21,12 @@ from meshmark.spec.workload import workload
 
 MUTANTS = Path(__file__).parent / "broken" / "mutants.py"
 EXAMPLE = Path(__file__).parents[1] / "examples" / "workloads" / "diffusion.py"
-NAMES = ("ddp_CopyNotRefreshed_in_bf16", "pipeline_RoundsMessages_in_bf16", "ddp_ForgetsScale")
+NAMES = (
+    "ddp_CopyNotRefreshed_in_bf16",
+    "ddp_CopyRefreshedBySecondUpdates_in_bf16",
+    "pipeline_RoundsMessages_in_bf16",
+    "ddp_ForgetsScale",
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +43,12 @@ def runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactor
     [
         (
             "ddp_CopyNotRefreshed_in_bf16",
+            Layout(dp=2, num_micro_batches=4),
+            Precision.BF16,
+            "the gradient with the weights of head.norm as they were before the ",
+        ),
+        (
+            "ddp_CopyRefreshedBySecondUpdates_in_bf16",
             Layout(dp=2, num_micro_batches=4),
             Precision.BF16,
             "the gradient with the weights of head.norm as they were before the ",

@@ -362,7 +362,7 @@ def test_clauses_vary_ones_own_workload_where_any_workload_has_what_they_vary() 
     assert isinstance(base, Case) and base.workload.model == own.model
     assert base.workload.optimizer == dataclasses.replace(own.optimizer, clip_norm=None)
     refused = {s.name for s in SCENARIOS.values() if "needs the built-in text model" in (s.varied(base)[1] or "")}
-    assert refused == {"uneven", "frozen", "tied", "unused", "dropout", "recomputed dropout"}
+    assert refused == {"uneven", "frozen", "unfrozen", "tied", "unused", "dropout", "recomputed dropout"}
     assert "no_decay names another" in (SCENARIOS["groups"].varied(base)[1] or "")
     varied = {name: SCENARIOS[name].varied(base) for name in ("accumulation", "clipping", "resume", "bf16", "endure")}
     assert not any(reason for _, reason in varied.values())

@@ -5,6 +5,7 @@ Each against a loop written out by hand.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -165,3 +166,20 @@ def test_a_block_that_is_not_there_cannot_be_left_out(changes: dict[str, int], m
 def test_a_negative_warmup_is_refused() -> None:
     with pytest.raises(InputError, match="warmup_steps is -1"):
         OptimizerSpec(warmup_steps=-1)
+
+
+def test_what_is_unfrozen_is_trained_from_its_step_on() -> None:
+    plain = make_workload(frozen=("embedding.",), unfreeze_step=2, optimizer=OptimizerSpec())
+    name = "embedding.tokens.weight"
+    assert [plain.uses(name, step) for step in range(4)] == [False, False, True, True]
+    assert [make_batch(plain, step).trains(name) for step in range(4)] == [False, False, True, True]
+    assert plain.trains(name) and not plain.trains_at_first(name) and plain.uses("head.norm.weight", 0)
+    exact = [exact_gradients(plain, initial_values(plain), make_batch(plain, step)) for step in (1, 2)]
+    assert name in exact[0].unused and name in exact[1].used
+    for changes in (
+        {"frozen": ()},
+        {"unfreeze_step": 0},
+        {"optimizer": dataclasses.replace(plain.optimizer, warmup_steps=2)},
+    ):
+        with pytest.raises(InputError, match="unfreeze_step"):
+            dataclasses.replace(plain, **changes)

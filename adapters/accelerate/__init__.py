@@ -282,6 +282,7 @@ class AccelerateFSDP2(Adapter):
         degrees=frozenset({"dp"}),
         families=frozenset(Family),
         zero_stages=frozenset({3}),
+        unfreezes=True,
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16, Precision.BF16_REDUCE_BF16}),
         lacks={**FSDP2.capabilities.lacks, Precision.FP16: FP16_IS_FP32},
     )

@@ -108,6 +108,7 @@ class Feature(StrEnum):
     TIED_EMBEDDINGS = "tied embeddings"
     DROPOUT = "dropout"
     FROZEN = "frozen parameters"
+    UNFREEZE = "parameters unfrozen while training"
     DECAY_GROUPS = "weight-decay groups"
     SCHEDULE = "a learning-rate schedule"
     BUFFERS = "buffers by replica"
@@ -128,6 +129,7 @@ def features(case: Case) -> frozenset[Feature]:
         Feature.TIED_EMBEDDINGS: workload.model.tied_embeddings,
         Feature.DROPOUT: workload.model.dropout > 0,
         Feature.FROZEN: bool(workload.frozen),
+        Feature.UNFREEZE: workload.unfreeze_step is not None,
         Feature.DECAY_GROUPS: workload.optimizer.groups_decay,
         Feature.SCHEDULE: workload.optimizer.warmup_steps > 0,
         Feature.BUFFERS: workload.couples_rows,
@@ -167,6 +169,8 @@ class Capabilities:
     """Kinds of algorithms that it supports, as in `Algorithm.kind`."""
     compressors: frozenset[str] = frozenset()
     """Kinds of compressors that it has, for algorithms that compress."""
+    unfreezes: bool = False
+    """Whether parameters may be unfrozen between two steps, by `Engine.unfreeze`."""
     dtensors: bool = False
     """Whether its parameters are PyTorch's DTensors."""
     lacks: Mapping[Feature | Precision | Family | Knob, str] = field(default_factory=dict)
@@ -253,7 +257,8 @@ class Capabilities:
 
     def lacking(self, needs: frozenset[Feature]) -> list[str]:
         """Return the missing features among `needs`, each with its reason."""
-        return [f"{feature} ({self.lacks[feature]})" for feature in Feature if feature in self.lacks.keys() & needs]
+        lacks = self.lacks if self.unfreezes else {Feature.UNFREEZE: "not tried", **self.lacks}
+        return [f"{feature} ({lacks[feature]})" for feature in Feature if feature in lacks.keys() & needs]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from meshmark.adapter.contract import Feature
 from meshmark.models.module import Model, Recomputer, build_model, drawn_name, parameter_shapes
-from meshmark.reference.data import Batch
-from meshmark.reference.objective import Schedule, build_schedule, loss_share
+from meshmark.reference.data import Batch, make_batch
+from meshmark.reference.objective import Schedule, build_schedule, loss_share, parameter_groups
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
 from meshmark.spec.own_model import OwnModelConfig
@@ -174,6 +174,13 @@ class Engine(ABC):
         self.update()
         return loss
 
+    def unfreeze(self) -> None:
+        """Train the parameters that the workload froze until now as well. Called between two steps.
+
+        An adapter whose engine has it says so in `Capabilities.unfreezes`.
+        """
+        raise NotImplementedError(_MISSING.format("unfreeze", Feature.UNFREEZE.name))
+
     @abstractmethod
     def parameters(self) -> Mapping[str, Tensor]:
         """Return the full value of every parameter of which this rank holds a part, by canonical name.
@@ -274,7 +281,7 @@ def configure(model: AnyModel, case: Case, recompute: Recomputer = PYTORCHS_CHEC
     Blocks are compiled whole, with whatever wraps them later.
     """
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(case.workload.trains(drawn_name(model.spec, name)))
+        parameter.requires_grad_(case.workload.trains_at_first(drawn_name(model.spec, name)))
     if case.layout.recompute is Recompute.FULL:
         model.recompute = recompute
     if case.tuning.compile:
@@ -286,6 +293,13 @@ def compile_blocks(model: Model) -> None:
     """Compile each block of `model` as one graph, with PyTorch's default compiler."""
     for block in model.blocks.values():
         block.compile(fullgraph=True)
+
+
+def begin_step(engine: Engine, workload: Workload, step: int) -> Batch:
+    """Return the global batch of `step`, and unfreeze what the workload trains from this step on."""
+    if step == workload.unfreeze_step:
+        engine.unfreeze()
+    return make_batch(workload, step)
 
 
 def skip_block(module: nn.Module, batch: Batch, workload: Workload) -> None:
@@ -376,6 +390,15 @@ class DataParallelEngine(Engine):
         if self.schedule and self.scaler.get_scale() >= scale:  # else the step was left out, and the schedule waits
             self.advance_schedule()
         return norm
+
+    def unfreeze(self) -> None:
+        """Give the optimizer the parameters that were frozen, as groups of their own, as in fastai and Lightning."""
+        newly = [(name, p) for name, p in self.named_parameters() if not p.requires_grad]
+        for _, parameter in newly:
+            parameter.requires_grad_()
+        for group in parameter_groups(self.case.workload.optimizer, newly):
+            if group["params"]:
+                self.optimizer.add_param_group(group)
 
     def forget_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)

@@ -124,6 +124,7 @@ def collate(rows: Sequence[Batch]) -> Batch:
         weights=joined(*(row.weights for row in rows)),
         total_weight=first.total_weight,
         skipped_block=first.skipped_block,
+        frozen=first.frozen,
     )
 
 

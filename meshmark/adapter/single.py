@@ -81,6 +81,7 @@ class Single(Adapter):
         precisions=frozenset(Precision.PRESETS.values()),
         families=frozenset(Family),
         tunings=frozenset(Knob),
+        unfreezes=True,
         lacks={Feature.RESHARD: "it runs on one rank alone"},
     )
 

@@ -283,6 +283,7 @@ class Recorder:
             if kwargs.get("create_graph") or (len(args) > 3 and args[3]):
                 self.refuse(DIFFERENTIATES)
             self._look_past_outputs(tensors)
+            self._note_operations(tensors)
             self._look_for_multipliers(tensors)
             if self.step is not None:
                 self.step.losses += [float(t.detach()) for t in tensors if t.numel() == 1]
@@ -849,6 +850,24 @@ class Recorder:
         if self.step is not None and self.step.calls:
             self.step.calls[-1].terms.append(term)
 
+    def _note_operations(self, tensors: Iterable[Tensor]) -> None:
+        """Note what is computed between the model's outputs and what is differentiated."""
+        if self.step is None:
+            return
+        queue = [(t.grad_fn, t.output_nr, False) for t in tensors if t.grad_fn is not None]
+        seen = set[tuple[Any, int, bool]]()
+        while queue and len(seen) < MOST_NODES:
+            node, number, in_term = queue.pop()
+            if (node, number, in_term) in seen:
+                continue
+            seen.add((node, number, in_term))
+            if (id(node), number) in self.ends or hasattr(node, "variable"):
+                continue
+            in_term = in_term or (node, number) in self.terms
+            factor = _factor_of(node)
+            self.step.operations.add((node.name(), float(factor) if in_term and factor is not None else None))
+            queue += [(inner, nr, in_term) for inner, nr in node.next_functions if inner is not None]
+
     def _look_for_multipliers(self, tensors: Iterable[Tensor]) -> None:
         """Note the numbers by which results of loss functions are multiplied on the way to what is differentiated."""
         queue: list[tuple[Any, int, float]] = [
@@ -868,10 +887,8 @@ class Recorder:
                     if term.inside:
                         term.multiplied = product
                 continue
-            if node.name() == "MulBackward0":
-                other = node._saved_other if node.next_functions[1][0] is None else node._saved_self
-                if isinstance(other, Tensor) and other.numel() == 1 and None in (f[0] for f in node.next_functions):
-                    product *= float(other)
+            if node.name() == "MulBackward0" and (factor := _factor_of(node)) is not None:
+                product *= float(factor)
             queue += [(inner, nr, product) for inner, nr in node.next_functions if inner is not None]
 
     def _saw_term_gradient(self, term: Term, gradient: Tensor) -> None:
@@ -1377,3 +1394,11 @@ def _refuse_spawning() -> None:
 
     for name in ("spawn", "start_processes"):
         setattr(mp, name, refused)
+
+
+def _factor_of(node: Any) -> Tensor | None:  # noqa: ANN401
+    """Return the number by which an operation of the autograd graph multiplies or divides, or None."""
+    if node.name() not in ("MulBackward0", "DivBackward0") or None not in (f[0] for f in node.next_functions):
+        return None
+    other = node._saved_other if node.next_functions[1][0] is None else node._saved_self
+    return other if isinstance(other, Tensor) and other.numel() == 1 else None

@@ -190,6 +190,9 @@ class Step:
     """Parameters after the optimizer's step."""
     losses: list[float] = field(default_factory=list)
     """Values of everything that was differentiated."""
+    operations: set[tuple[str, float | None]] = field(default_factory=set)
+    """Names of autograd's operations between the model's outputs and the loss. Those between the outputs and the result
+    of a loss function have the number with which they multiply or divide, if they have one."""
     gathered: str = ""
     """Collective by which the script brought values together between forward and backward, if it did."""
     gathers: list[Gather] = field(default_factory=list)

@@ -7,6 +7,8 @@ from enum import StrEnum
 
 UPDATES_NOT_JUDGED = "updates are not judged"
 """Class of the finding that an optimizer's rule is not known."""
+DIFFERENT_FUNCTIONS = "ranks train different functions"
+"""Class of the finding that the mean of the ranks' gradients is that of no function of one process."""
 
 
 class Outcome(StrEnum):
@@ -79,6 +81,8 @@ class Verdict:
         headline = f"{self.outcome.upper()}: {self.script}"
         if self.outcome is Outcome.RIGHT and self.has(UPDATES_NOT_JUDGED):
             headline += " has the gradients of one process in float64"
+        elif self.outcome is Outcome.RIGHT and self.has(DIFFERENT_FUNCTIONS):
+            headline += " has the gradients of its ranks' losses in float64, and updates by them"
         elif self.outcome is Outcome.RIGHT:
             headline += " trains as one process would in float64"
         lines = [headline]

@@ -154,6 +154,12 @@ CLAUSES: dict[str, Clause] = {
             judge=judges.frozen,
         ),
         Clause(
+            name="unfrozen",
+            statement="Parameters that are unfrozen while training train from that step on.",
+            scenarios=("unfrozen",),
+            judge=judges.frozen,
+        ),
+        Clause(
             name="schedule",
             statement="Every step uses its own learning rate.",
             scenarios=("schedule",),

@@ -148,11 +148,12 @@ def clipping(record: Record) -> Finding:
 
 
 def frozen(record: Record) -> Finding:
+    """Judge that parameters keep their bits while they are frozen, and train as they should otherwise."""
     workload = record.case.workload
     fixed = {
-        q: steps
+        q: steps[: workload.unfreeze_step]
         for q, steps in record.equivalence.deviations.items()
-        if q.kind is QuantityKind.PARAMETERS and not workload.trains(q.name)
+        if q.kind is QuantityKind.PARAMETERS and not workload.trains_at_first(q.name)
     }
     moved = [q for q, steps in fixed.items() if any(d.distance for d in steps)]
     stayed = decide(bool(fixed) and not moved, f"{len(fixed)} frozen parameters, {len(moved)} of them moved")

@@ -152,6 +152,12 @@ def _decaying_by_group(base: Case) -> Case:
     return base
 
 
+def _unfreezing(plain: Workload) -> Workload:
+    """Return the workload with some parameters frozen in the first half of the steps, at a constant rate."""
+    optimizer = replace(plain.optimizer, warmup_steps=0)
+    return replace(plain, frozen=FROZEN, unfreeze_step=RESUMED_STEPS // 2, optimizer=optimizer)
+
+
 def _shallow(base: Case) -> Case:
     """Return the case with one layer per stage. Leaks do not depend on depth, and many steps with ZeRO-3 are slow."""
     if base.workload.dataset is Dataset.OWN:
@@ -181,6 +187,7 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario(name="clipping", vary=_optimizing(lambda plain: replace(plain, clip_norm=0.5)), evaluate=True),
         Scenario(name="groups", vary=_decaying_by_group),
         Scenario(name="frozen", vary=_training(lambda plain: replace(plain, frozen=FROZEN)), varies_text=True),
+        Scenario(name="unfrozen", vary=_training(_unfreezing), steps=RESUMED_STEPS, varies_text=True),
         Scenario(name="schedule", vary=_scheduled, steps=RESUMED_STEPS),
         Scenario(name="tied", vary=_modelling(tied_embeddings=True), varies_text=True),
         Scenario(name="unused", vary=_training(lambda plain: replace(plain, skipped_block=1)), varies_text=True),

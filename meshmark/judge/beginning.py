@@ -323,7 +323,7 @@ def _distance(own: Tensor, exact: Tensor) -> float:
 def _replay(call: Call, values: Mapping[str, Tensor], workload: Workload, batch: Batch) -> dict[Key, Tensor]:
     """Compute one call again, in the precision of `values`, and return its records."""
     model = exact_model(workload, batch)
-    leaves = {name: value.requires_grad_(workload.trains(name)) for name, value in values.items()}
+    leaves = {name: value.requires_grad_(batch.trains(name)) for name, value in values.items()}
     buffers = {name: value.to(next(iter(values.values())).dtype) for name, value in fresh_buffers(workload).items()}
     inputs, keywords = pytree.tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, (call.inputs, call.keywords))
     with torch.enable_grad(), Recorder(model) as recorder:

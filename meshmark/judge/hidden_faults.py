@@ -60,21 +60,24 @@ def _search(trace: Trace, deviations: Deviations, tolerance_model: ToleranceMode
         return None
     rank_progress.begin(rank_progress.Phase.EXPLAIN)
     run = _Run(trace=trace, tolerance_model=tolerance_model, twin=twin)
-    if run.has(run.right(last), last):
+    # A copy that every second update refreshes is right at some steps, and those say nothing.
+    wrong_steps = [step for step in range(1, last + 1) if not run.has(run.right(step), step)]
+    if not wrong_steps:
         return None
+    *others, end = wrong_steps
     layout = twin.case.layout
-    forward_is_right, watch = run.has_right_loss(last), Stopwatch()
+    forward_is_right, watch = run.has_right_loss(end), Stopwatch()
     for wrong in itertools.chain(_rounded_messages(twin), _older_weights(trace, twin)):
         if watch.seconds > SEARCH_SECONDS or watch.clock_seconds > CLOCK_SECONDS:
             return None
         rank_progress.advance()
         if wrong.backward_only is not forward_is_right:
             continue
-        for ranks in run.ranks_of(wrong, last):
-            if all(ranks in run.ranks_of(wrong, step) for step in range(1, last)):
+        for ranks in run.ranks_of(wrong, end):
+            if all(ranks in run.ranks_of(wrong, step) for step in others):
                 return Diagnosis(
                     fault=wrong.fault,
-                    step=1,
+                    step=wrong_steps[0],
                     names=list(wrong.names)[:MOST_NAMES],
                     num_names=len(wrong.names),
                     ranks=[i for i in range(layout.world_size) if layout.coordinates(i).dp in ranks],

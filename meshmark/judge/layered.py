@@ -106,14 +106,15 @@ class LayeredTruth:
         """Return a parameter's value, or NaN if the run did not report it."""
         told = self.parameters.get(name)
         value = torch.full(shape, math.nan) if told is None else torch.from_numpy(told)
-        return value.to(self.device, torch.float64).requires_grad_(self.workload.trains(name))
+        return value.to(self.device, torch.float64).requires_grad_(self.batch.trains(name))
 
     def _differentiate(
         self, model: Model, values: dict[str, Tensor], inputs: list[Tensor], above: list[Tensor]
     ) -> tuple[Piece, list[Tensor]]:
         """Return the gradients of a layer's trained parameters and of its inputs. `above` is those of its outputs."""
         trained = {name: value for name, value in values.items() if value.requires_grad}
-        total, below = Piece.fromkeys(trained), list[Tensor]()
+        names = [name for name in values if self.workload.trains(drawn_name(model.spec, name))]
+        total, below = Piece.fromkeys(names), list[Tensor]()
         for i, (rows, part) in enumerate(zip(inputs, self._parts(), strict=True)):
             x = rows.detach().requires_grad_(rows.is_floating_point())
             wanted = [*trained.values(), *([x] if x.requires_grad else [])]

@@ -370,12 +370,13 @@ def exact_gradients(
     """
     model = exact_model(workload, batch)
     values = doubles({name: x.copy() for name, x in parameters.items()} if changed else parameters)
-    trained = {name: value.requires_grad_() for name, value in values.items() if workload.trains(name)}
+    trained = {name: value.requires_grad_() for name, value in values.items() if batch.trains(name)}
     loss = _loss(workload, model, values, together(workload, batch, layout), change)
     for name, value in (changed or {}).items():
         values[name].data.copy_(torch.from_numpy(value))
     gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-    found = dict(zip(trained, gradients, strict=True))
+    later = {name: None for name in parameters if workload.trains(name)}  # what a later step unfreezes is unused here
+    found = {**later, **dict(zip(trained, gradients, strict=True))}
     rank_progress.advance()
     return Exact(
         loss=float(loss.detach()),

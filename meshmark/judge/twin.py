@@ -369,7 +369,7 @@ class Twin:
         scaled = (share * self.case.layout.dp if self.arithmetic.averages else share) * loss_scale
         if self.arithmetic.divides:
             scaled = scaled * self.case.layout.num_micro_batches / self.case.layout.num_micro_batches
-        trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
+        trained = {name: weight for name, weight in weights.items() if weight.requires_grad and part.trains(name)}
         # Outside autocast, but for products of Megatron-LM's layers, which on a CPU need it in their backward too.
         low = self._autocast
         inside = low is not None and self.arithmetic.splits_products and self.device.type == "cpu"

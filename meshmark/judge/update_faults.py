@@ -623,11 +623,13 @@ def explain_updates(failed: FailedStep) -> Explanation | None:
     before, after = failed.trace.parameters[failed.step], failed.trace.parameters[failed.step + 1]
     if absent := [name for name in failed.names if name not in after]:
         return Fault.MISSING, f"{pluralize(len(absent), 'parameter is', 'parameters are')} absent"
-    if frozen := [name for name in failed.names if not failed.case.workload.trains(name)]:
+    frozen_here = failed.case.workload.frozen_at(failed.step)
+    if frozen := [name for name in failed.names if frozen_here and name.startswith(frozen_here)]:
         return Fault.UPDATE, f"{pluralize(len(frozen), 'frozen parameter')} moved"
     still = [name for name in failed.names if np.array_equal(before[name], after[name])]
     kinds = low_precisions(after[name] for name in failed.names)
-    if failed.step and all(np.array_equal(after[n], failed.trace.parameters[0][n]) for n in failed.names):
+    moved = failed.step > 0 and len(still) < len(failed.names)
+    if moved and all(np.array_equal(after[n], failed.trace.parameters[0][n]) for n in failed.names):
         back = "parameter is back at its initial values", "parameters are back at their initial values"
         return Fault.UPDATE, pluralize(len(failed.names), *back)
     if kinds and len(still) < len(failed.names):  # some may stay, where updates are below the last place

@@ -14,7 +14,7 @@ import torch
 
 from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
-from meshmark.adapter.engine import RankContext
+from meshmark.adapter.engine import RankContext, begin_step
 from meshmark.algorithms.contract import Tensors
 from meshmark.judge.deviation import Deviations, global_norm
 from meshmark.judge.tolerance_model import ZERO
@@ -147,7 +147,7 @@ def endure(request: Request, adapter: Adapter, context: RankContext, started: fl
     gc.freeze()  # the collector need not look again and again at what was there before
     rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
     for step in range(request.steps):
-        losses.append(float(engine.step(make_batch(request.case.workload, step))))
+        losses.append(float(engine.step(begin_step(engine, request.case.workload, step))))
         gc.collect()
         live.append(float(live_bytes(context.device)))
         rank_progress.advance()
@@ -211,7 +211,7 @@ def fail(request: Request, adapter: Adapter, context: RankContext, started: floa
     for step in range(request.steps):
         if step == FAILS_AT and context.rank == context.world_size - 1:
             raise RuntimeError(MESSAGE)
-        losses.append(float(engine.step(make_batch(request.case.workload, step))))
+        losses.append(float(engine.step(begin_step(engine, request.case.workload, step))))
         rank_progress.advance()
     return RankReport(rank=context.rank, build_seconds=built - started, run_seconds=time.time() - built, losses=losses)
 

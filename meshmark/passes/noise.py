@@ -33,7 +33,7 @@ from torch import Tensor
 
 from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter, Arithmetic, Casting
-from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.engine import Engine, RankContext, begin_step
 from meshmark.adapter.single import SingleEngine, reduced_backward
 from meshmark.algorithms.contract import GradientRule, Tensors
 from meshmark.environment import machine
@@ -50,7 +50,7 @@ from meshmark.passes.kernels import ATTENTION, VARIABLES
 from meshmark.passes.observe import MOST_LEFT_OUT
 from meshmark.records.rank_report import RankReport
 from meshmark.records.request import Request
-from meshmark.reference.data import Batch, data_digest, make_batch
+from meshmark.reference.data import Batch, data_digest
 from meshmark.serial import decode, encode
 from meshmark.spec.algorithm import SYNCHRONOUS
 from meshmark.spec.case import Case
@@ -289,7 +289,7 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
     traces = [Trace(parameters=[host_copies(e.parameters())], buffers=[[host_copies(e.buffers())]]) for e in engines]
     rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
     for step in range(request.steps):
-        batch = make_batch(workload, step)
+        batch = [begin_step(engine, workload, step) for engine in engines][0]
         if gradient_rule:
             note_pipelined_step(
                 gradient_rule, traces[0], rules[0], batch, lambda part: permute(part, case, run, num_ranks)
@@ -449,7 +449,7 @@ def _trace(request: Request, adapter: Adapter, context: RankContext, run: int, n
     trace = Trace(parameters=[stored_copies(engine.parameters(), folder / "parameters-0")])
     rank_progress.begin(rank_progress.Phase.TRAIN, num_steps)
     for step in range(num_steps):
-        loss, _ = backward(engine, permute(make_batch(workload, step), case, run, num_ranks), num_ranks)
+        loss, _ = backward(engine, permute(begin_step(engine, workload, step), case, run, num_ranks), num_ranks)
         trace.losses.append(loss)
         trace.gradients.append(stored_copies(engine.gradients(), folder / f"gradients-{step}"))
         norm = engine.update()

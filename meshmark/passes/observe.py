@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter, Arithmetic
-from meshmark.adapter.engine import DataParallelEngine, Engine, Holdings, RankContext, TrafficSource
+from meshmark.adapter.engine import DataParallelEngine, Engine, Holdings, RankContext, TrafficSource, begin_step
 from meshmark.algorithms.contract import Tensors
 from meshmark.errors import AdapterError, TrafficError
 from meshmark.judge.beginning import Beginning, Recorder, first_deviation
@@ -102,7 +102,7 @@ def begins(engine: Engine, request: Request, rank: int) -> Beginning | None:
         )
     rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
     for step in range(request.steps):
-        batch, before = make_batch(case.workload, step), host_parameters(engine, case.workload)
+        batch, before = begin_step(engine, case.workload, step), host_parameters(engine, case.workload)
         with Recorder(engine.inner()) as recorder:
             engine.backward(batch)
         if not recorder.calls:
@@ -192,7 +192,7 @@ def unused(case: Case, every: Sequence[Seen], step: int) -> Iterator[str]:
 
 def _signs_of_tuning(engine: Engine, case: Case, device: torch.device, step: int) -> dict[str, int]:
     """Count, in one profiled step, the kernels and settings by which each tuning option shows."""
-    batch = make_batch(case.workload, step)
+    batch = begin_step(engine, case.workload, step)
     with profile(activities=[ProfilerActivity.CPU]) as profiled, _optimizers() as stepped:
         engine.step(batch)
     starts = (REGION, _FUSED_STEP, *_ATTENTION.values())
@@ -308,7 +308,7 @@ class Observer:
         `meter` makes the sources that count the step's traffic. A step that dynamic loss scaling skips, as it should
         if a gradient overflows, is tried again: the run is judged by the steps that were taken.
         """
-        batch = make_batch(self.request.case.workload, step)
+        batch = begin_step(self.engine, self.request.case.workload, step)
         if self.request.evaluate:
             self.trace.evaluations.append(float(self.engine.evaluate(batch)))
         attempt, left_out = self._attempt(batch, step, watch, meter()), 0
@@ -670,7 +670,7 @@ def retrace(request: Request, adapter: Adapter, context: RankContext, started: f
         observer.train(step)
     losses, later = observer.trace.losses, list[Tensors]()
     for step in range(request.steps, num_steps):
-        losses.append(float(engine.backward(make_batch(request.case.workload, step))))
+        losses.append(float(engine.backward(begin_step(engine, request.case.workload, step))))
         engine.update()
         if step + 1 in beyond:
             later.append(host_parameters(engine, request.case.workload))

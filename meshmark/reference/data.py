@@ -197,9 +197,15 @@ class Batch:
     """Weight of the *global* batch, whichever part of it this is. The loss is divided by it."""
     skipped_block: int | None = None
     """A block of the model that this step leaves out."""
+    frozen: tuple[str, ...] = ()
+    """Prefixes of the parameters that this step does not train."""
 
     def __len__(self) -> int:
         return len(self.targets)
+
+    def trains(self, name: str) -> bool:
+        """Whether this step trains the parameter with this canonical name."""
+        return not (self.frozen and name.startswith(self.frozen))
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """The same rows, with `change` made to every tensor."""
@@ -416,4 +422,5 @@ def _batch(workload: Workload, step: int, inputs: Tensor, targets: Tensor) -> Ba
         weights=weights,
         total_weight=float(weights.sum()),
         skipped_block=workload.skipped_at(step),
+        frozen=workload.frozen_at(step),
     )

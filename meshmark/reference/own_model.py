@@ -463,6 +463,7 @@ def make_batch(workload: Workload, step: int) -> Batch:
         targets=torch.zeros(rows, dtype=torch.int64),
         weights=torch.ones(rows),
         total_weight=weight_of(workload.model.target, tree),
+        frozen=workload.frozen_at(step),
     )
 
 

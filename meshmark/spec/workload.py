@@ -49,6 +49,8 @@ class Workload:
     """
     frozen: tuple[str, ...] = ()
     """Prefixes of the names of parameters that are not trained, such as `embedding.`."""
+    unfreeze_step: int | None = None
+    """Step from which the `frozen` parameters are trained too. None if they never are."""
     skipped_block: int | None = None
     """A block that every second step leaves out, so that its parameters are unused there."""
     corpus: str | None = None
@@ -67,6 +69,17 @@ class Workload:
                 f"workload {self.name!r}: global_batch is {self.global_batch}, expected at least 1 and at most "
                 f"{MOST_ROWS:,}"
             )
+        if self.unfreeze_step is not None:
+            if not self.frozen or self.unfreeze_step < 1:
+                raise InputError(
+                    f"workload {self.name!r}: unfreeze_step is {self.unfreeze_step} and frozen is {self.frozen}, "
+                    "expected a step of at least 1 and prefixes of parameters that are frozen before it"
+                )
+            if self.optimizer.warmup_steps:
+                raise InputError(
+                    f"workload {self.name!r}: unfreeze_step with warmup_steps; PyTorch's schedulers leave the rate of "
+                    "parameters that an optimizer is given later as it is, so leave one of the two out"
+                )
         if self.skipped_block is not None and not 0 <= self.skipped_block < self.model.num_layers:
             raise InputError(
                 f"workload {self.name!r}: skipped_block is {self.skipped_block}, expected one of the model's "
@@ -94,13 +107,23 @@ class Workload:
         return self.name if end in self.name else f"{self.name}{end}"
 
     def trains(self, name: str) -> bool:
-        """Return whether the parameter with this canonical name is trained."""
-        return not name.startswith(self.frozen) if self.frozen else True
+        """Return whether the parameter with this canonical name is trained in any step."""
+        return self.unfreeze_step is not None or self.trains_at_first(name)
+
+    def trains_at_first(self, name: str) -> bool:
+        """Return whether the parameter with this canonical name is trained from the first step on."""
+        return not (self.frozen and name.startswith(self.frozen))
 
     def uses(self, name: str, step: int) -> bool:
-        """Return whether the parameter with this canonical name is used in `step`."""
+        """Return whether the parameter with this canonical name is used in `step`, and not frozen."""
         skipped = self.skipped_at(step)
-        return skipped is None or not name.startswith(f"blocks.{skipped}.")
+        return not name.startswith(self.frozen_at(step)) and (
+            skipped is None or not name.startswith(f"blocks.{skipped}.")
+        )
+
+    def frozen_at(self, step: int) -> tuple[str, ...]:
+        """Return the prefixes of the parameters that are frozen in `step`."""
+        return () if self.unfreeze_step is not None and step >= self.unfreeze_step else self.frozen
 
     @property
     def leaves_unused(self) -> bool:

@@ -59,6 +59,7 @@ CLAUSE_MUTANTS: list[Mutant] = [
     *against("decay groups", "ddp gpipe megatron deepspeed/2", o.SwapsDecay, F.UPDATE),
     *against("decay groups", "ddp accelerate deepspeed/3", o.DecaysAtFullRate, F.UPDATE),
     *against("frozen", "ddp fsdp2 gpipe megatron fairscale-oss accelerate deepspeed/2", o.TrainsFrozen, F.UPDATE),
+    *against("unfrozen", "fsdp2", o.StaysFrozen, F.NEVER_UPDATED, F.MISSING),
     *against("frozen", "ddp gpipe megatron deepspeed/3", o.FreezesMore, F.MISSING, F.NEVER_UPDATED),
     *against("frozen", "ddp fsdp2 gpipe megatron accelerate deepspeed/1 deepspeed/2", o.DecaysFrozen, F.UPDATE),
     *against("unused", "ddp fsdp2 gpipe megatron accelerate", o.ZeroForUnused, F.UPDATE),

@@ -102,6 +102,16 @@ class CopyNotRefreshed(Broken):
         return loss
 
 
+class CopyRefreshedBySecondUpdates(CopyNotRefreshed):
+    """The final norm computes with a copy of its weights that every second update refreshes."""
+
+    def backward(self, batch: Batch) -> Tensor:
+        self.calls = getattr(self, "calls", -1) + 1
+        if self.calls % 2 == 0:
+            self.prepare()
+        return super().backward(batch)
+
+
 class ForgetsScale(Broken):
     """After every step that it takes, loss scaling begins anew."""
 

@@ -66,6 +66,14 @@ class TrainsFrozen(Misread):
     training = {"frozen": ()}
 
 
+class StaysFrozen(Broken):
+    """requires_grad is set again, and the optimizer is not told."""
+
+    def unfreeze(self) -> None:
+        for _, parameter in self.named():
+            parameter.requires_grad_()
+
+
 class FreezesMore(Misread):
     """All of the first block, for its name starts alike."""
 

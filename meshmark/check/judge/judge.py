@@ -14,6 +14,7 @@ from meshmark.check.judge.clipping import clipped_early, judge_clipping
 from meshmark.check.judge.crossing import judge_crossing
 from meshmark.check.judge.data import DataJudge
 from meshmark.check.judge.explanations import with_verb
+from meshmark.check.judge.functions import FunctionJudge
 from meshmark.check.judge.gradients import GradientJudge
 from meshmark.check.judge.objective import ObjectiveJudge
 from meshmark.check.judge.replicas import ReplicaJudge, judge_modes, judge_schedules, note_buffers
@@ -81,6 +82,7 @@ class Judge:
         """Judge all steps, and fill the verdict's lines. Returns the number of micro-batches of the first step."""
         run, verdict = self.run, self.verdict
         replicas, data = ReplicaJudge(run=run, verdict=verdict), DataJudge(run=run, verdict=verdict)
+        functions = FunctionJudge(run=run, verdict=verdict)
         recomputer = Recomputer(self.copies, run.facts[0].aliases)
         gradients = GradientJudge(run=run, recomputer=recomputer, verdict=verdict)
         updates = UpdateJudge(run, verdict)
@@ -95,6 +97,7 @@ class Judge:
             if number < 2:
                 weights.judge_copies(run, previous, moment, verdict)
             data.see(moment)
+            functions.see(moment)
             if previous is not None:
                 weights.judge_overwritten(run, previous, moment, verdict)
             if self._is_not_finite(moment):
@@ -126,6 +129,7 @@ class Judge:
         else:  # no step was the last to be judged
             replicas.judge_end(moment)
         data.judge()
+        functions.judge()
         updates.judge_end(moment)
         updates.report_unknown()
         gradients.judge_lost()
