@@ -77,6 +77,7 @@ PRIVATE = {
     "_optimizer_step_post_hooks": "torch.optim:Optimizer",
     "_optimizer_step_pre_hooks": "torch.optim:Optimizer",
     "_numels_with_padding": "torch.distributed.fsdp._flat_param:FlatParameter",
+    "_params": "torch.distributed.fsdp._flat_param:FlatParameter",
     "_utils": "torch.distributed.tensor",
     "_world": "torch.distributed.distributed_c10d",
 }
