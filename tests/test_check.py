@@ -736,6 +736,27 @@ def test_ranks_that_train_different_functions_are_noted(way: str, words: str) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    "way, words",
+    [
+        ("none", ""),
+        ("ignored", ""),
+        ("left out", ""),
+        ("half", "8 of 16 targets of a step count in the loss"),
+        ("half of one rank", "4 of 16 targets of a step count in the loss"),
+        ("multiplied by 0", "6 of 16 targets of a step count in the loss"),
+    ],
+)
+def test_rows_whose_outputs_are_detached_are_noted(way: str, words: str) -> None:
+    ended, printed = check("--nproc", 2, SCRIPTS / "detached_rows.py", way)
+    assert ended == 0, printed
+    assert words in " ".join(printed.split()) and ("rows without a gradient" in printed) == bool(words), printed
+    if words:
+        ended, printed = check("--nproc", 2, "--objective", "tokens", SCRIPTS / "detached_rows.py", way)
+        assert ended == 1, printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     "way, num_ranks, code, words",
     [
         ("grid", 2, 0, "RIGHT"),

@@ -314,6 +314,33 @@ def test_options_that_cannot_be_submitted_are_refused(
     assert said in told and not folder.exists()
 
 
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["suite.toml"], "'suite.toml': expected options of pytest behind --"),
+        (["--", "pytest", "suites"], "'pytest': expected options of pytest behind --"),
+        (["--", "--nonsense"], "-- --nonsense: pytest refuses this: "),
+        (["--", "--world", "two"], "--world 'two': expected a whole number"),
+        (["--", "-k", "nothing_such"], "-- -k nothing_such: no test is selected by these options"),
+    ],
+)
+def test_options_that_every_task_would_fail_by_are_refused(
+    slurm: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["submit", "--results", str(slurm / "out"), *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not (slurm / "asked").exists() and not (slurm / "out").exists()
+
+
+def test_own_options_are_taken_behind_others_and_gpus_need_not_be_here(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["submit", "--results", str(slurm / "out"), "--tasks", "2", "--dry-run", "--", "--device", "cuda"]
+    assert main(words) == 0
+    assert "meshmark.suites --device cuda" in capsys.readouterr().out
+    assert not (slurm / "asked").exists()
+
+
 def test_trials_of_clusters_are_kept_in_pieces_and_a_wrong_one_is_told(tmp_path: Path) -> None:
     """`make cluster-test` writes the pieces; a trial that is repeated replaces its row."""
     rows = tmp_path / "cluster" / "rows.json"

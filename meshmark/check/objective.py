@@ -21,6 +21,8 @@ one number in fp32.
 """
 _TELLING = 8
 """Smallest number of rows that count as the same if their targets are the same, in the same order."""
+_NEVER_ZERO = ("cross_entropy", "nll_loss")
+"""Losses whose gradient is zero in all classes of no row."""
 MEANS = {
     "tokens": "a mean over all targets of the global batch",
     "rows": "a mean over rows of each row's mean",
@@ -56,6 +58,8 @@ class Objective:
     """Whether it then weighs targets of one row, or single rows of one micro-batch, by numbers of their own."""
     num_unused: int = 0
     """Number of calls of models by whose outputs nothing was differentiated."""
+    num_detached: int = 0
+    """Number of targets that count in a loss whose gradient does not reach their row of the model's output."""
 
     @property
     def has_factor(self) -> bool:
@@ -115,6 +119,7 @@ def _together(found: list[Objective]) -> Objective:
         unreduced=any(each.unreduced for each in found),
         reweighed=any(each.reweighed for each in found),
         num_unused=found[0].num_unused,
+        num_detached=max(each.num_detached for each in found),
     )
 
 
@@ -164,7 +169,7 @@ def _differentiated(call: Call) -> list[Term]:
 
 def _objective_of_terms(ranks: Sequence[Step], factor: float, numbers: Sequence[int]) -> Objective:
     """Return what the weights of targets say: of one term's, or of those in the same places of several terms."""
-    reweighed = False
+    reweighed, detached = False, 0
     weights: list[np.ndarray] = []
     rows: list[np.ndarray] = []
     terms: list[Term] = []
@@ -176,6 +181,7 @@ def _objective_of_terms(ranks: Sequence[Step], factor: float, numbers: Sequence[
             if any(one.weighted for one in together):
                 raise UnseenError("classes or targets have weights of their own")
             parts = [_weights_of(one, call) for one in together]
+            detached += max(_num_detached(one, call) for one in together)
             if len({(own.size, of_rows.size) for own, of_rows in parts}) > 1:
                 raise UnseenError("the loss has terms of different numbers of targets")
             each, by_row = (np.sum(part, axis=0) for part in zip(*parts, strict=True))
@@ -213,7 +219,27 @@ def _objective_of_terms(ranks: Sequence[Step], factor: float, numbers: Sequence[
         unreduced=terms[0].reduction == "none",
         reweighed=reweighed,
         num_unused=sum(not call.used_gradients for step in ranks for call in step.calls),
+        num_detached=detached,
     )
+
+
+def _num_detached(term: Term, call: Call) -> int:
+    """Return the number of targets that count although no gradient reaches their row of the model's output.
+
+    Only losses are counted whose gradient has no zero of its own: that of `binary_cross_entropy_with_logits`, and any
+    in fp16, is rounded to zero where a row is learnt.
+    """
+    num_rows, counted = _num_rows(call), term.scored.reshape(-1)
+    if term.name not in _NEVER_ZERO or term.inside or not num_rows or counted.numel() % num_rows:
+        return 0
+    assert term.gradient is not None
+    if term.gradient.numel() == counted.numel():
+        counted = counted & (term.gradient.reshape(-1) != 0)  # those that the script leaves out itself
+    gradients = [g for _, g in call.used_gradients]
+    if any(not g.dim() or g.shape[0] != num_rows or g.dtype is torch.float16 for g in gradients):
+        return 0
+    reached = torch.stack([g.reshape(num_rows, -1).ne(0).any(1) for g in gradients]).any(0)
+    return int(counted.reshape(num_rows, -1)[~reached].sum())
 
 
 def _by_rank(weights: list[np.ndarray], ranks: Sequence[Step]) -> list[list[np.ndarray]]:

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from meshmark.errors import InputError, MeshmarkError, ResultsError
 from meshmark.records.record import Record, Status
 from meshmark.records.record_file import Ending, Reading, Session, latest_attempts, merge, read_records
@@ -137,7 +139,7 @@ def add_submit(parser: argparse.ArgumentParser) -> None:
         "--retries", type=int, default=2, metavar="N", help="retries of tasks that were cut off (default: 2)"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the script and the command")
-    parser.add_argument("pytest", nargs=argparse.REMAINDER, metavar="-- OPTIONS", help="pytest options of every task")
+    parser.add_argument("pytest", nargs="*", metavar="-- OPTIONS", help="pytest options of every task")
     parser.set_defaults(run=submit)
 
 
@@ -179,7 +181,12 @@ def submit(arguments: argparse.Namespace) -> int:
 
 
 def _submission(arguments: argparse.Namespace) -> Submission:
-    words = [word for word in arguments.pytest if word != "--"]
+    words = arguments.pytest
+    if words and not words[0].startswith("-"):
+        raise InputError(
+            f"{words[0]!r}: expected options of pytest behind --, such as -- --world 4; the suites are given by "
+            "`meshmark submit` itself"
+        )
     for word in words:
         if word.partition("=")[0] in _OWN:
             raise InputError(f"{word} is what `meshmark submit` itself gives each task; leave it out behind --")
@@ -194,6 +201,8 @@ def _submission(arguments: argparse.Namespace) -> Submission:
         options = tuple(shlex.split(arguments.sbatch))
     except ValueError as error:
         raise InputError(f"--sbatch {arguments.sbatch!r} cannot be split into options: {error}") from error
+    if words:
+        _expect_tests(words)
     return Submission(
         folder=arguments.results.absolute(),
         tasks=arguments.tasks,
@@ -202,6 +211,18 @@ def _submission(arguments: argparse.Namespace) -> Submission:
         options=options,
         pytest=tuple(words),
     )
+
+
+def _expect_tests(words: Sequence[str]) -> None:
+    """Raise `InputError` where pytest refuses options, or finds no test by them: all tasks of the array would fail."""
+    command = [sys.executable, "-P", "-m", "pytest", "--pyargs", "meshmark.suites", *words]
+    found = subprocess.run([*command, "--collect-only", "-q"], capture_output=True, text=True, errors="replace")
+    if found.returncode == pytest.ExitCode.NO_TESTS_COLLECTED:
+        raise InputError(f"-- {shlex.join(words)}: no test is selected by these options")
+    if found.returncode:
+        lines = [line for line in (found.stdout + found.stderr).splitlines() if line.strip()]
+        told = [line for line in lines if line.upper().startswith("ERROR") or " error: " in line] or lines[-3:]
+        raise InputError(f"-- {shlex.join(words)}: pytest refuses this: {' '.join(told)}")
 
 
 def _sbatch(command: Sequence[str]) -> str:

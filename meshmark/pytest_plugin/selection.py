@@ -338,7 +338,8 @@ def _run_options(config: pytest.Config) -> RunOptions:
     chosen_device(device)
     if backend not in (None, "gloo", "nccl"):
         raise UnknownNameError("backend", backend, ["gloo", "nccl"])
-    if device == "cuda" and not num_gpus():
+    runs_here = not config.option.collectonly  # `meshmark submit` collects on a node that may have no GPU
+    if device == "cuda" and runs_here and not num_gpus():
         raise InputError("--device cuda, but PyTorch sees no CUDA device here; `meshmark doctor` shows what it sees")
     if steps is not None and steps > _MOST_STEPS:
         raise InputError(f"--steps {steps}: at most {_MOST_STEPS}, because every step is recorded")

@@ -33,6 +33,7 @@ class ObjectiveJudge:
                 )
             return
         self._note_remainder()
+        self._note_detached()
         most = max(len(o.counts) for o in self.objectives)
         found = max((o for o in self.objectives if len(o.counts) == most), key=lambda o: o.high - o.low)
         candidates = [c for c in MEANS if all(c in o.candidates for o in self.objectives)]
@@ -97,6 +98,16 @@ class ObjectiveJudge:
                     f"a step of {few} of {many} micro-batches counts {share:.3g} times as much as others: its losses "
                     f"are divided by {many} too",
                 )  # fmt: skip
+
+    def _note_detached(self) -> None:
+        """Note targets that count in the loss, and by whose row of the output nothing is differentiated."""
+        found = max(self.objectives, key=lambda o: o.num_detached)
+        if found.num_detached:
+            self.verdict.add(
+                Level.WRONG if self.asked else Level.NOTE, "rows without a gradient",
+                f"{found.num_detached} of {found.num_targets:,} targets of a step count in the loss, and its gradient "
+                "does not reach the model's output for them (detached, or multiplied by 0?)",
+            )  # fmt: skip
 
     def _told_size(self, found: Objective, known: Mapping[str, float]) -> str:
         """Say why the weights of targets do not add up to 1."""
