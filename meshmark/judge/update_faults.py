@@ -624,7 +624,7 @@ def explain_updates(failed: FailedStep) -> Explanation | None:
     if absent := [name for name in failed.names if name not in after]:
         return Fault.MISSING, f"{pluralize(len(absent), 'parameter is', 'parameters are')} absent"
     frozen_here = failed.case.workload.frozen_at(failed.step)
-    if frozen := [name for name in failed.names if frozen_here and name.startswith(frozen_here)]:
+    if frozen := [name for name in failed.names if name.startswith(frozen_here)]:
         return Fault.UPDATE, f"{pluralize(len(frozen), 'frozen parameter')} moved"
     still = [name for name in failed.names if np.array_equal(before[name], after[name])]
     kinds = low_precisions(after[name] for name in failed.names)

@@ -205,7 +205,7 @@ class Batch:
 
     def trains(self, name: str) -> bool:
         """Whether this step trains the parameter with this canonical name."""
-        return not (self.frozen and name.startswith(self.frozen))
+        return not name.startswith(self.frozen)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """The same rows, with `change` made to every tensor."""

@@ -112,7 +112,7 @@ class Workload:
 
     def trains_at_first(self, name: str) -> bool:
         """Return whether the parameter with this canonical name is trained from the first step on."""
-        return not (self.frozen and name.startswith(self.frozen))
+        return not name.startswith(self.frozen)
 
     def uses(self, name: str, step: int) -> bool:
         """Return whether the parameter with this canonical name is used in `step`, and not frozen."""
