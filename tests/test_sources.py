@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from meshmark import environment
 from meshmark.environment import describe, project_of
-from meshmark.records import record as record_module
-from meshmark.records.record import Record, sources_of
+from meshmark.records.record import Record
 from meshmark.records.record_file import RecordFile, read_records
 from meshmark.records.request import Request, Task
 from meshmark.regression.run_file import read_run
+from meshmark.run import sources
 from meshmark.run.resume import KeptRecords
+from meshmark.run.sources import sources_of
 from meshmark.spec.workload import workload
 from tests.factories import make_case, make_good
 
@@ -32,7 +34,7 @@ def git(*words: str) -> None:
 def look_again() -> None:
     """As the next process does."""
     project_of.cache_clear()
-    record_module._source.cache_clear()
+    sources._source.cache_clear()
 
 
 @pytest.fixture
@@ -93,6 +95,91 @@ def test_a_module_that_is_not_tracked_is_not_known(mine: Path) -> None:
     (mine.parent / "below" / "helper.py").write_text("x = 2\n")
     look_again()
     assert record().sources != [before]
+
+
+@pytest.mark.parametrize("is_clone", [False, True])
+def test_an_imported_module_that_git_ignores_or_another_repository_has_is_run_again(
+    mine: Path, monkeypatch: pytest.MonkeyPatch, is_clone: bool
+) -> None:
+    """A framework's clone in the project's folder: after a change that made it wrong, `--resume` kept a pass."""
+    folder = mine.parent / "third"
+    (package := folder / f"framework_{is_clone}").mkdir(parents=True)
+    (module := package / "__init__.py").write_text("x = 1\n")
+    mine.write_text(f"import {package.name}\n")
+    if is_clone:
+        subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
+    else:
+        (mine.parent / ".gitignore").write_text("third/\n")
+        git("add", ".gitignore")
+    git("commit", "-q", "-a", "-m", "imports it")
+    monkeypatch.syspath_prepend(str(folder))
+    look_again()
+    before = record()
+    assert before.sources[0].is_known
+    assert KeptRecords([before]).of(request(), describe("cpu", "gloo", 1)) is not None
+    module.write_text("x = 2\n")
+    look_again()
+    assert KeptRecords([before]).of(request(), describe("cpu", "gloo", 1)) is None
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "from .impl import x\n",
+        "from . import impl\n",
+        "import beside\n",
+        "import importlib\nimportlib.import_module('far')\n",
+    ],
+)
+def test_what_an_imported_module_imports_counts(mine: Path, monkeypatch: pytest.MonkeyPatch, imports: str) -> None:
+    """A framework that not the adapter's file imports, but one that it imports, as in a package."""
+    (far := mine.parent.with_name(f"{mine.parent.name}-far")).mkdir()
+    (far / "far.py").write_text("x = 1\n")
+    (mine.parent / "impl.py").write_text("import far\n")
+    (mine.parent / "beside.py").write_text("import far\n")
+    mine.write_text(imports)
+    git("add", "impl.py")
+    git("commit", "-q", "-a", "-m", "a package")
+    monkeypatch.syspath_prepend(str(far))
+    monkeypatch.syspath_prepend(str(mine.parent))
+    for name in ("far", "beside", "impl"):  # of the test before
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    look_again()
+    before = record()
+    assert KeptRecords([before]).of(request(), describe("cpu", "gloo", 1)) is not None
+    (far / "far.py").write_text("x = 2\n")
+    look_again()
+    assert KeptRecords([before]).of(request(), describe("cpu", "gloo", 1)) is None
+
+
+REQUIRES = """
+from meshmark.adapter.contract import Requirement
+from meshmark.adapters.ddp import DDP
+from meshmark.run.sources import sources_of
+
+
+class Mine(DDP):
+    requires = (Requirement(module="{name}", distribution="{name}"),)
+"""
+
+
+def test_a_distribution_that_an_adapter_requires_counts(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be imported by a name that is made when the adapter runs."""
+    (site := mine.parent.with_name(f"{mine.parent.name}-far") / "site-packages").mkdir(parents=True)
+    name = "required_here"
+    (told := site / f"{name}-1.0.dist-info").mkdir()
+    (told / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (told / "RECORD").write_text(f"{name}.py,,\n{told.name}/RECORD,,\n")
+    (site / f"{name}.py").write_text("x = 1\n")
+    mine.write_text(REQUIRES.format(name=name))
+    git("commit", "-q", "-a", "-m", "requires it")
+    monkeypatch.syspath_prepend(str(site))
+    look_again()
+    before = record().sources[0]
+    (site / f"{name}.py").write_text("x = 22\n")
+    look_again()
+    environment._digest.cache_clear()
+    assert record().sources[0].sha256 != before.sha256
 
 
 def test_the_repository_is_recorded_and_dates_a_history(mine: Path, tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ class DeepSpeed(Adapter):
             Precision.FP64: "ZeRO's masters are float32",
             Feature.MATRIX_WISE: "its optimizer is given flat parts of the parameters, whose shapes are lost",
             Precision.BF16_REDUCE_BF16: "its configuration here asks for reduction in float32 alone",
+            Feature.UNFREEZE: "ZeRO never trains them, and says nothing: adapters/gaps/deepspeed_zero_unfrozen.py",
         },
     )
     known_gaps: ClassVar[tuple[KnownGap, ...]] = (

@@ -105,6 +105,7 @@ class DeepSpeedZero0BF16(DeepSpeedZero0):
             **DeepSpeed.capabilities.lacks,
             Precision.FP32: "its optimizer is of bf16",
             Precision.BF16: "without ZeRO it accumulates and reduces gradients in bf16",
+            Feature.UNFREEZE: "it keeps frozen parameters in 16 bits",
             Feature.RESHARD: "universal checkpoints are ZeRO's",
         },
     )

@@ -44,6 +44,7 @@ class DeepSpeedZero0(DeepSpeed):
         DeepSpeed.capabilities,
         zero_stages=frozenset({0}),
         precisions=frozenset({Precision.FP32}),
+        unfreezes=True,
         lacks={
             Precision.FP64: "its configuration knows no float64",
             Precision.BF16: "without ZeRO it accumulates gradients in bf16, and refuses float32 "

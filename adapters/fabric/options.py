@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from meshmark.adapter.contract import Feature
 from meshmark.adapter.engine import RankContext, initial_model
 from meshmark.adapters.deepspeed.replicated import DeepSpeedZero0, ReplicatedEngine
 from meshmark.adapters.deepspeed.variants import DeepSpeedOffloadParams, DeepSpeedSeparateGradients
@@ -177,7 +178,10 @@ class FabricDeepSpeedZero0(DeepSpeedZero0, FabricDeepSpeedArguments):
     capabilities: ClassVar = dataclasses.replace(
         DeepSpeedZero0.capabilities,
         devices=FabricDeepSpeed.capabilities.devices,
-        lacks={**FabricDeepSpeed.capabilities.lacks, **DeepSpeedZero0.capabilities.lacks},
+        lacks={
+            **{k: why for k, why in FabricDeepSpeed.capabilities.lacks.items() if k is not Feature.UNFREEZE},
+            **DeepSpeedZero0.capabilities.lacks,
+        },
     )
 
     @classmethod

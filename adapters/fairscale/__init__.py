@@ -64,6 +64,11 @@ class OSSEngine(DataParallelEngine):
         norm: Tensor = self.optimizer.clip_grad_norm(max_norm)
         return norm
 
+    def unfreeze(self) -> None:
+        """OSS holds them; ShardedDataParallel sees by itself what requires a gradient now."""
+        for _, parameter in self.named_parameters():
+            parameter.requires_grad_()
+
     def inner(self) -> nn.Module:
         inner: nn.Module = self.module.module
         return inner
@@ -110,6 +115,7 @@ class FairScaleOSS(Adapter):
         zero_stages=frozenset({2}),
         families=frozenset(Family),
         precisions=frozenset({Precision.FP32, Precision.BF16}),
+        unfreezes=True,
         lacks={
             Precision.FP64: "OSS computes the gradient norm in float32",
             Precision.FP16: _NO_SCALER,
@@ -147,7 +153,14 @@ class FairScaleOSS(Adapter):
 
         model, spec = initial_model(case, context.device), case.workload.optimizer
         cls, arguments = reference_optimizer(spec).arguments()
+        # Of what is unfrozen later as well: ShardedDataParallel sees no groups that OSS is given after it was made
+        # (adapters/gaps/fairscale_oss_later_group.py).
+        later = [p for p in model.parameters() if not p.requires_grad] if case.workload.unfreeze_step else []
+        for parameter in later:
+            parameter.requires_grad_()
         groups = parameter_groups(spec, model.named_parameters())
+        for parameter in later:
+            parameter.requires_grad_(False)
         optimizer = OSS(groups, optim=cls, **{**self.optimizer_choices, **arguments})
         module = ShardedDataParallel(
             model,

@@ -258,8 +258,10 @@ class FairScaleOSSByHand(FairScaleOSS):
     module_choices: ClassVar = {"auto_refresh_trainable": False}
     capabilities: ClassVar = dataclasses.replace(
         FairScaleOSS.capabilities,
+        unfreezes=False,
         lacks={
             **FairScaleOSS.capabilities.lacks,
+            Feature.UNFREEZE: "`auto_refresh_trainable=False` leaves that to the user",
             Feature.BUFFERS: "`sync_buffers` sends the first rank's",
             Feature.UNUSED: "`reduce` asserts that every parameter has a gradient",
         },

@@ -42,7 +42,7 @@ from meshmark.pytest_plugin.selection import (
     with_optional_suites,
 )
 from meshmark.pytest_plugin.session_log import keep_exit_status
-from meshmark.records.record import Record, Status, Verdict, sources_of
+from meshmark.records.record import Record, Status, Verdict
 from meshmark.records.record_file import read_records
 from meshmark.records.request import Task
 from meshmark.regression.baseline_gate import BaselineGate, expect_cases, expect_gated
@@ -50,6 +50,7 @@ from meshmark.report.failure_text import of_changes, of_outcome, of_verdict, row
 from meshmark.run.assemble import unmatched_gaps
 from meshmark.run.resume import KeptRecords, is_committed
 from meshmark.run.runner import Runner, profile
+from meshmark.run.sources import sources_of
 from meshmark.run.throughput import values_of
 from meshmark.spec.case import CHOOSE, Case, Cell, InvalidLayout, expect_fit
 from meshmark.spec.workload import Workload

@@ -6,22 +6,14 @@ the user's own files it was made with (adapter and workload), by digest and comm
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import dataclasses
 import functools
-import hashlib
-import importlib.util
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 
-from meshmark.environment import PACKAGES, Environment, code_digest, distributions_of, project_of
+from meshmark.environment import Environment
 from meshmark.judge.deviation import Deviations, Drift, ObservedPath, Quantity, QuantityKind, Sample
 from meshmark.judge.faults import Diagnosis
 from meshmark.judge.tolerance_model import Comparisons, ToleranceModel, Way
@@ -31,8 +23,6 @@ from meshmark.measure.readings import AlikeSteps, DeviceMemory, MemoryReading, T
 from meshmark.records.request import Task
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
-from meshmark.spec.own_model import OwnModelConfig
-from meshmark.spec.workload import Workload
 from meshmark.theory.memory import ExtraMemory, ModelStates
 from meshmark.theory.traffic import Flow, OneTimeTraffic, TrafficException, by_route, departed
 
@@ -46,7 +36,7 @@ class Source:
     target: str
     """Target as a command names it, "file.py:Class" or "package.module:Class", without the folder."""
     sha256: str
-    """Hash of the file, and of what it imports from other folders and from installed distributions, when this session
+    """Hash of the file, and of what it and what it imports take from elsewhere, when this session
     first read them. Empty if it cannot be read."""
     commit: str
     """Commit of the repository that tracks the file, as in `Environment.project_commit`. Empty if none does."""
@@ -55,14 +45,6 @@ class Source:
     def is_known(self) -> bool:
         """True if it identifies the code, including modules next to the file that it imports."""
         return bool(self.sha256 and self.commit) and "-dirty" not in self.commit
-
-
-def sources_of(adapter: str, workload: Workload) -> list[Source]:
-    """Return the sources that are not part of Meshmark, whose own version the environment records."""
-    targets = [adapter] if not adapter.startswith("meshmark.") else []
-    if isinstance(workload.model, OwnModelConfig):
-        targets.append(workload.model.target)
-    return [_source(target) for target in targets]
 
 
 def decisive(records: Sequence[Record]) -> Record:
@@ -83,136 +65,6 @@ def decisive(records: Sequence[Record]) -> Record:
 def _code_of(record: Record) -> tuple[object, ...]:
     environment = record.environment
     return environment.commit, environment.project_commit, record.sources, environment.versions, record.adapter
-
-
-@functools.cache
-def _source(target: str) -> Source:
-    where, _, name = target.rpartition(":")
-    file = _file(where)
-    told = f"{Path(where).name if where.endswith('.py') else where}:{name}"
-    try:
-        digest = _digest(file) if file else ""
-    except OSError:
-        digest = ""
-    return Source(target=told, sha256=digest, commit=_commit(file) if file else "")
-
-
-def _file(where: str) -> Path | None:
-    if where.endswith(".py"):
-        return Path(where).resolve()
-    try:
-        spec = importlib.util.find_spec(where)
-    except (ImportError, ValueError):
-        return None
-    return Path(spec.origin) if spec and spec.origin else None
-
-
-_MOST_FILES = 2_000
-"""Number of imported files from which on code counts as unknown."""
-_SUFFIXES = frozenset(".py .so .pyd .c .cc .cpp .cu .cuh .h .hpp .json .toml .yaml .yml".split())
-"""Files that a package computes with: its modules, compiled ones, what is compiled as it runs, and configurations."""
-_LARGE_BYTES = 64 * 2**20
-"""Size from which on a file is told by its size and date."""
-
-
-def _digest(file: Path) -> str:
-    """Return a hash of a file and of what it imports from other folders: installed distributions, editable ones too.
-
-    Not of what is next to it, which `_commit` covers. Empty if that is too much. Raises `OSError` if the file cannot be
-    read.
-    """
-    found, queue, distributions = {file: file.read_bytes()}, [file], set[str]()
-    while queue:
-        for name in _imported(found[queue.pop()]):
-            distributions.update(distributions_of(name))
-            for each in _files_elsewhere(name, file.parent):
-                if each not in found:
-                    found[each] = _content(each)
-                    queue += [each] if each.suffix == ".py" else []
-        if len(found) > _MOST_FILES:
-            return ""
-    whole = hashlib.sha256(found.pop(file))
-    for each in sorted(found):
-        whole.update(hashlib.sha256(found[each]).digest())
-    if others := distributions - {"meshmark", *PACKAGES}:  # the environment has a digest of those
-        whole.update(code_digest(others).encode())
-    return whole.hexdigest()
-
-
-def _content(file: Path) -> bytes:
-    """Return what tells one version of a file from another: its bytes, or of a large one its size and date."""
-    about = file.stat()
-    if about.st_size > _LARGE_BYTES:
-        return f"{about.st_size} {about.st_mtime_ns}".encode()
-    return file.read_bytes()
-
-
-def _imported(source: bytes) -> set[str]:
-    """Return the names of the packages that a file imports anywhere."""
-    try:
-        nodes = list(ast.walk(ast.parse(source)))
-    except (SyntaxError, ValueError):
-        return set()
-    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
-    return {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {""}
-
-
-def _files_elsewhere(name: str, folder: Path) -> list[Path]:
-    """Return the files of code of a package that is neither installed nor in `folder`, compiled ones among them."""
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError, AttributeError):
-        return []
-    roots = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
-    if spec and spec.origin and not roots:
-        roots = [Path(spec.origin)]
-    left_out = (Path(__file__).parents[1], folder)
-    roots = [
-        root
-        for root in roots
-        if not {"site-packages", "dist-packages"} & set(root.parts)
-        and not any(root.is_relative_to(place) for place in left_out)
-    ]
-    files = [each for root in roots for each in ([root] if root.is_file() else sorted(root.rglob("*")))]
-    return [each for each in files if each.suffix in _SUFFIXES and "__pycache__" not in each.parts and each.is_file()]
-
-
-def _commit(file: Path) -> str:
-    """Return the commit of the repository around a file, if the repository tracks the file. It counts as changed where
-    the repository holds modules that are in no commit, which the file may import.
-    """
-    command = ["git", "ls-files", "--error-unmatch", "--", file.name]
-    try:
-        tracked = subprocess.run(command, cwd=file.parent, capture_output=True).returncode == 0
-    except OSError:
-        return ""
-    if not tracked or not (commit := project_of(str(file.parent)).commit):
-        return ""
-    modules = _untracked_modules(file.parent)
-    return f"{commit}-dirty.{modules}" if modules else commit
-
-
-def _untracked_modules(folder: Path) -> str:
-    """Return a digest of what git does not track of the modules in the repository around `folder`.
-
-    Those in Python count if git does not ignore them, compiled ones always: they are built there. Configurations count
-    in `folder` itself.
-    """
-    listing = ["git", "ls-files", "-z", "--others"]
-    configurations = [f":(glob)*{suffix}" for suffix in (".json", ".toml", ".yaml", ".yml")]
-    names = list[bytes]()
-    for command in (
-        [*listing, "--exclude-standard", "--", ":/*.py", *configurations],
-        [*listing, "--", ":/*.so"],
-    ):
-        listed = subprocess.run(command, cwd=folder, capture_output=True).stdout
-        names += [name for name in listed.split(b"\0") if name and b"site-packages" not in name]
-    digest = hashlib.sha256()
-    for name in names:
-        with contextlib.suppress(OSError):
-            digest.update(name + b"\0" + _content(folder / os.fsdecode(name)))
-    return digest.hexdigest()[:8] if names else ""
 
 
 # --- How far traffic travels: within a node, to another node of the same switch, or beyond the switch.

@@ -39,9 +39,9 @@ from meshmark.records.record import (
     measured_traffic,
     planned_traffic,
     reach,
-    sources_of,
 )
 from meshmark.records.request import Request, Task
+from meshmark.run.sources import sources_of
 from meshmark.run.throughput import relaunch_of
 from meshmark.run.verdict import judge_communication, judge_equivalence, judge_memory, judge_throughput, not_judged
 from meshmark.spec.case import Case

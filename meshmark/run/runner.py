@@ -47,11 +47,12 @@ from meshmark.passes.noise import (
     write_noise,
 )
 from meshmark.passes.observe import WATCHED_STEP
-from meshmark.records.record import ConformanceEvidence, Outcome, Record, Status, sources_of
+from meshmark.records.record import ConformanceEvidence, Outcome, Record, Status
 from meshmark.records.record_file import RecordFile, line_of
 from meshmark.records.request import Request, Task
 from meshmark.run.assemble import JUDGED, assemble, outcome_of_error, outcome_of_launch, with_gaps, with_gaps_of_now
 from meshmark.run.resume import KEPT, KeptRecords
+from meshmark.run.sources import sources_of
 from meshmark.run.throughput import launch_watched, time_again
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
