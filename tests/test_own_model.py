@@ -127,8 +127,24 @@ def written(folder: Path, **parts: str) -> str:
             {"built": "import random; self.scale = nn.Parameter(torch.tensor(random.random()))"},
             "the initial value of scale differs between two calls under one seed",
         ),
+        ({"loss": "return model(x['y'])"}, r"raised IndexError: .* at mine.py:16"),
+        ({"built": "self.missing.weight"}, r"raised AttributeError: .* at mine.py:8"),
+        ({"batch": "return torch.load('absent.pt')"}, r"raised FileNotFoundError: .*absent.pt' at mine.py:15"),
+        ({"built": "self.more = nn.LazyLinear(4)"}, "more.weight has no shape yet; let model"),
+        (
+            {
+                "loss": "x.requires_grad_(); y = model(x).sum(); "
+                "return y + torch.autograd.grad(y, x)[0].sum(), torch.tensor(8.0)"
+            },
+            r"does not require grad .* at mine.py:16; .* does so in `with torch.enable_grad\(\):`",
+        ),
+        (
+            {"forward": "; x = torch.utils.checkpoint.checkpoint(torch.exp, x, use_reentrant=True)"},
+            "calls torch.utils.checkpoint with use_reentrant=True, .* give use_reentrant=False",
+        ),
     ],
 )
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_what_cannot_be_judged_is_named_before_any_framework_is(
     parts: dict[str, str], reason: str, tmp_path: Path
 ) -> None:
@@ -313,6 +329,49 @@ def test_one_command_judges_it_under_several_frameworks(tmp_path: Path) -> None:
     records = read_records(tmp_path).records
     assert {record.case.adapter for record in records} == {"ddp", "fsdp2", "deepspeed"}
     assert all(verdict.passed for record in records for verdict in record.verdicts)
+
+
+ODD = """
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 64), nn.Linear(64, 10)
+    def forward(self, x): return self.b(self.hidden(x))
+    def hidden(self, x): return torch.tanh(self.a(x))
+class Checkpoints(Plain):
+    def forward(self, x): return self.b(checkpoint(self.hidden, x, use_reentrant=False))
+class Keeps(Plain):
+    def hidden(self, x):
+        self.last = super().hidden(x)
+        return self.last
+class KeepsCopies(Plain):
+    def hidden(self, x):
+        h = super().hidden(x)
+        self._seen = [h.detach().clone(), h.detach().sum()]
+        return h
+class Detaches(Plain):
+    def hidden(self, x): return super().hidden(x) * torch.sigmoid(self.a(-x)).mean(-1, keepdim=True).detach()
+class W:
+    def model(self): return {cls}()
+    def batch(self, step): return torch.randn(24, 16, generator=torch.Generator().manual_seed(step))
+    def loss(self, model, x): return model(x).square().sum(), torch.tensor(float(len(x)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cls", ["Checkpoints", "Keeps", "KeepsCopies", "Detaches"])
+def test_no_framework_is_accused_of_what_a_model_keeps(tmp_path: Path, cls: str) -> None:
+    """A model that computes parts again, that keeps hidden values as attributes, or that leaves a part of its graph."""
+    (file := tmp_path / "odd.py").write_text(ODD.replace("{cls}", cls))
+    asked = ["--adapters", "ddp,fsdp2", "--workload", f"{file}:W", "--results", str(tmp_path / "results")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", "suites/test_memory.py", *asked]
+    run = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
+    records = read_records(tmp_path / "results").records
+    assert len(records) == 2 and all(verdict.passed for record in records for verdict in record.verdicts)
 
 
 def test_what_is_not_judged_yet_is_refused_with_its_reason() -> None:

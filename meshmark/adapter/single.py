@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -10,11 +11,14 @@ from torch import Tensor
 
 from meshmark.adapter.contract import Adapter, Arithmetic, Capabilities, Casting, Feature
 from meshmark.adapter.engine import AUTOCAST, DataParallelEngine, Engine, RankContext, initial_model, skip_block
+from meshmark.models.module import with_values
 from meshmark.models.transformer import Family
 from meshmark.reference.data import Batch
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case, Knob
 from meshmark.spec.precision import Precision
+
+Forward = Callable[[Tensor], Tensor]
 
 
 class SingleEngine(DataParallelEngine):
@@ -23,20 +27,27 @@ class SingleEngine(DataParallelEngine):
     autocast, which keeps norms and residuals in float32."""
 
     def forward(self, inputs: Tensor) -> Tensor:
+        return self._with_weights(lambda forward: forward(inputs))
+
+    def _with_weights(self, compute: Callable[[Forward], Tensor]) -> Tensor:
+        """Return what `compute` returns, given a forward pass by the weights that products read."""
         dtype = AUTOCAST.get(self.case.precision.compute)
         if not self.cast_weights or dtype is None:
-            return super().forward(inputs)
+            return compute(super().forward)
         weights = {name: parameter.to(dtype) for name, parameter in self.module.named_parameters()}
-        logits: Tensor = torch.func.functional_call(self.module, weights, (inputs,))
-        return logits
+        return with_values(self.module, weights, lambda: compute(self.module))
 
     def backward_once(self, batch: Batch) -> Tensor:
         """Add the gradients of one micro-batch to the existing ones, and return its share of the loss."""
         micro = batch.to(self.context.device)
         skip_block(self.module, micro, self.case.workload)
-        share = self.loss_share(self.forward(micro.inputs), micro)
-        self.differentiate(share)
-        return share.detach()
+
+        def compute(forward: Forward) -> Tensor:
+            share = self.loss_share(forward(micro.inputs), micro)
+            self.differentiate(share)
+            return share.detach()
+
+        return self._with_weights(compute)
 
 
 def reduced_backward(engine: SingleEngine, batch: Batch, num_ranks: int) -> Tensor:

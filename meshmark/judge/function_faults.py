@@ -119,6 +119,8 @@ def _left(failed: FailedStep, candidate: Tensors, exact: Tensors, share: float) 
             continue
         deviation = float(np.linalg.norm(own[name] - exact[name])) if name in failed.tolerances else 0.0
         left = float(np.linalg.norm(own[name] - candidate[name]))
+        if left != left:  # it overflows, as bf16 in the place of a scaled fp16 may: NaN would be lost in `max`
+            return math.inf
         worst = max(worst, left / (max(tolerance, share * deviation) or 1e-300))
     return worst
 

@@ -56,7 +56,7 @@ from meshmark.judge.twin import (
     together,
 )
 from meshmark.models.mixture.module import Mixture
-from meshmark.models.module import Model, initial_value, parameter_shapes, random_bits, skeleton
+from meshmark.models.module import Model, initial_value, parameter_shapes, random_bits, skeleton, with_values
 from meshmark.reference.data import Batch, make_batch
 from meshmark.reference.objective import loss_share, reference_optimizer
 from meshmark.spec.layout import Layout
@@ -371,10 +371,14 @@ def exact_gradients(
     model = exact_model(workload, batch)
     values = doubles({name: x.copy() for name, x in parameters.items()} if changed else parameters)
     trained = {name: value.requires_grad_() for name, value in values.items() if batch.trains(name)}
-    loss = _loss(workload, model, values, together(workload, batch, layout), change)
-    for name, value in (changed or {}).items():
-        values[name].data.copy_(torch.from_numpy(value))
-    gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+
+    def differentiate() -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        loss = _loss(workload, model, values, together(workload, batch, layout), change)
+        for name, value in (changed or {}).items():
+            values[name].data.copy_(torch.from_numpy(value))
+        return loss, torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+
+    loss, gradients = with_values(model, values | fresh_buffers(workload), differentiate)
     later = {name: None for name in parameters if workload.trains(name)}  # what a later step unfreezes is unused here
     found = {**later, **dict(zip(trained, gradients, strict=True))}
     rank_progress.advance()

@@ -42,7 +42,15 @@ from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKi
 from meshmark.judge.split_products import GPTModelOrder, split, split_loss_share
 from meshmark.judge.trace import Trace, num_wider
 from meshmark.models.config import Dataset
-from meshmark.models.module import Model, buffer_shapes, build_model, module_class, parameter_shapes, skeleton
+from meshmark.models.module import (
+    Model,
+    buffer_shapes,
+    build_model,
+    module_class,
+    parameter_shapes,
+    skeleton,
+    with_values,
+)
 from meshmark.models.transformer.module import Transformer
 from meshmark.reference.data import Batch, make_batch
 from meshmark.reference.objective import loss_share
@@ -272,11 +280,11 @@ class Twin:
         """
         layout = self.case.layout
         micro_batches = list(self.arrange(batch).micro_batches(self._num_micro_batches(len(batch))))
-        model, weights = self._model, self._weights(parameters)
+        weights = self._weights(parameters)
         losses, total = list[float](), dict[str, Tensor]()
 
         def part(index: int) -> Gradients:
-            share, gradients = self._part(model, weights, micro_batches[index], loss_scale, changed or {}, change)
+            share, gradients = self._part(weights, micro_batches[index], loss_scale, changed or {}, change)
             losses.append(float(share))
             return gradients
 
@@ -336,10 +344,11 @@ class Twin:
         """Return the loss of `batch` at `parameters` alone, which takes a third of a step's time."""
         micro_batches = self.arrange(batch).micro_batches(self._num_micro_batches(len(batch)))
         weights = self._weights(parameters)
-        return sum(float(self._share(self._model, weights, part.to(self.device), change)) for part in micro_batches)
+        return sum(float(self._share(weights, part.to(self.device), change)) for part in micro_batches)
 
-    def _share(self, model: Model, weights: Mapping[str, Tensor], part: Batch, change: Change) -> Tensor:
+    def _share(self, weights: Mapping[str, Tensor], part: Batch, change: Change) -> Tensor:
         """Return the share of the loss of one micro-batch, which is on the device."""
+        model = self._model
         model.skipped_block = part.skipped_block
         buffers = {name: value.clone() for name, value in self._buffers.items()}
         low = self._autocast
@@ -354,7 +363,6 @@ class Twin:
 
     def _part(
         self,
-        model: Model,
         weights: dict[str, Tensor],
         part: Batch,
         loss_scale: float,
@@ -362,9 +370,15 @@ class Twin:
         change: Change,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return loss and gradients of one micro-batch, the latter scaled as the run's are before they are reduced."""
+        values = {**weights, **self._buffers}
+        return with_values(self._model, values, lambda: self._differentiate(weights, part, loss_scale, changed, change))
+
+    def _differentiate(
+        self, weights: dict[str, Tensor], part: Batch, loss_scale: float, changed: Tensors, change: Change
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         before = {name: weights[name].detach().clone() for name in changed}
         with _Casts({name: weights[name] for name in changed}) as casts:
-            share = self._share(model, weights, part.to(self.device), change)
+            share = self._share(weights, part.to(self.device), change)
         casts.overwrite({name: torch.from_numpy(value) for name, value in changed.items()})
         scaled = (share * self.case.layout.dp if self.arithmetic.averages else share) * loss_scale
         if self.arithmetic.divides:

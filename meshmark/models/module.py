@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, TypeVar, cast
 
 import numpy as np
 import torch
@@ -366,6 +366,29 @@ class Model(nn.Module, ABC):
     def initialize_buffers(self) -> None:
         for name, buffer in self.named_buffers():
             buffer.fill_(initial_buffer(name))
+
+
+T = TypeVar("T")
+
+
+class _Holder(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, compute: Callable[[], object]) -> object:
+        return compute()
+
+
+def with_values(model: nn.Module, values: Mapping[str, Tensor], compute: Callable[[], T]) -> T:
+    """Return what `compute` returns while `model` has `values` in the place of its parameters and buffers.
+
+    Unlike in one call of the model by `torch.func.functional_call`, a backward pass in `compute` has them too, in which
+    a model that calls `torch.utils.checkpoint` runs again in part.
+    """
+    held = {f"model.{name}": value for name, value in values.items()}
+    found: T = torch.func.functional_call(_Holder(model), held, (compute,))
+    return found
 
 
 def drawn_name(spec: ModelConfig, name: str) -> str:

@@ -5,10 +5,11 @@ It finds which parameters have a gradient, which appear again in another module,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,9 +19,18 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from meshmark.errors import InputError
 from meshmark.models.module import build_model
 from meshmark.reference.data import make_batch
-from meshmark.reference.own_model import OwnModel, OwnWorkload, arguments_of, layers_of, load_workload, returning
+from meshmark.reference.own_model import (
+    OwnModel,
+    OwnWorkload,
+    arguments_of,
+    attributes_of,
+    layers_of,
+    load_workload,
+    returning,
+)
 from meshmark.reference.tensor_plan import Split, Style, split_dim
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute, Schedule
@@ -51,7 +61,10 @@ class Use:
 
 
 def use_of(own: OwnWorkload, module: nn.Module, batch: Any) -> Use:  # noqa: ANN401
-    """Run one forward and backward pass of a module with its values."""
+    """Run one forward and backward pass of a module with its values.
+
+    Raises `InputError` where `torch.autograd.grad` cannot differentiate it.
+    """
     reads = {id(p): list[bool]() for p in module.parameters()}
     inside = Counter[int]()
 
@@ -97,13 +110,23 @@ def use_of(own: OwnWorkload, module: nn.Module, batch: Any) -> Use:  # noqa: ANN
             total = own.loss(module, batch)[0]
     finally:
         torch.nn.functional.linear = linear
-    total.backward()  # type: ignore[no-untyped-call]
+    trained = [p for p in module.parameters() if p.requires_grad]
+    try:
+        gradients = torch.autograd.grad(total, trained, allow_unused=True)
+    except RuntimeError as error:
+        if "checkpoint" not in str(error):
+            raise
+        raise InputError(
+            f"workload {type(own).__name__}: its model calls torch.utils.checkpoint with use_reentrant=True, through "
+            "which torch.autograd.grad cannot differentiate; give use_reentrant=False"
+        ) from error
+    unused = {id(p) for p, gradient in zip(trained, gradients, strict=True) if gradient is None}
     for handle in handles:
         handle.remove()
     named = OwnModel.around(module).named_parameters()
     more = [(p.numel(), _num_reads(reads[id(p)]) - 2) for p in module.parameters()]
     return Use(
-        unused=tuple(name for name, p in named if p.requires_grad and p.grad is None),
+        unused=tuple(name for name, p in named if id(p) in unused),
         gathers=tuple((elements, times) for elements, times in more if times),
         indexed=sum(wholes[address].numel() for address in indexed),
         indexed_in_blocks=sum(wholes[address].numel() for address in indexed & in_blocks),
@@ -145,13 +168,28 @@ def _num_reads(calls: list[bool]) -> int:
     return found
 
 
-@functools.lru_cache(maxsize=256)
 def activation_bytes(case: Case, rank: int, step: int, casts_weights: bool) -> int | None:
-    """Return the bytes that autograd saves in the forward pass of the first micro-batch of `rank` at `step`.
+    """Return the bytes that the forward pass of the first micro-batch of `rank` at `step` leaves: what autograd saves,
+    and what modules keep.
 
     Parameters, buffers and the batch itself are not counted, and what two operations save is counted once.
     `casts_weights`: in mixed precision the weights are cast, in place of autocast. None where it is not known.
     """
+    found = _counted(case, rank, step, casts_weights)
+    return None if found is None else found[0]
+
+
+def kept_bytes(case: Case, rank: int, step: int, casts_weights: bool) -> int | None:
+    """Return the bytes of tensors that modules keep as attributes after that forward pass, such as the hidden values
+    that a loss reads, for which no framework can be held responsible.
+    """
+    found = _counted(case, rank, step, casts_weights)
+    return None if found is None else found[1]
+
+
+@functools.lru_cache(maxsize=256)
+def _counted(case: Case, rank: int, step: int, casts_weights: bool) -> tuple[int, int] | None:
+    """Return `activation_bytes` and `kept_bytes`."""
     config = case.workload.model
     assert isinstance(config, OwnModelConfig)
     if config.num_parameters > LARGEST:
@@ -183,24 +221,38 @@ def activation_bytes(case: Case, rank: int, step: int, casts_weights: bool) -> i
     saved = weakref.WeakSet[_Saved]()  # what only a part of the graph that is forgotten again has saved, is gone
 
     def note(tensor: Tensor) -> _Saved:
-        saved.add(made := _Saved(tensor))
+        # Detached: an operation that saves its own result, such as a sigmoid, would be held by that for ever.
+        saved.add(made := _Saved(tensor.detach()))
         return made
+
+    drawing = list[weakref.ref[Tensor]]()
+    take = torch.get_rng_state
+
+    def taken() -> Tensor:  # PyTorch keeps one for each part of a model that it will run again
+        drawing.append(weakref.ref(state := take()))
+        return state
 
     weights = {}
     if precision.is_mixed and casts_weights:
         weights = {name: p.detach().to(low).requires_grad_() for name, p in model.named_parameters()}
         whole |= _storages(weights.values())
     autocast = precision.is_mixed and not casts_weights
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda each: each.tensor), torch.autocast("cpu", low, autocast):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(note, lambda each: each.tensor),
+        torch.autocast("cpu", low, autocast),
+        _taking_states_by(taken),
+    ):
         kept = torch.func.functional_call(model, weights, (given,)) if forward is model else forward(given)
     whole |= _storages(sent)
     # A block that is computed again keeps its arguments by name too, such as masks.
     named = [leaf for block in blocks for leaf in pytree.tree_leaves(block.keywords)]
     there = _storages([*(each.tensor for each in saved), *(kept[1:] if isinstance(kept, tuple) else ()), *named])
     found = sum(size for address, size in there.items() if address not in whole)
+    found += sum(state.nbytes for each in drawing if (state := each()) is not None)
+    lasting = {address: size for address, size in _storages(attributes_of(model)).items() if address not in whole}
+    beside = sum(size for address, size in lasting.items() if address not in there)
     del kept
-    found += len(blocks) * torch.get_rng_state().nbytes  # which PyTorch keeps for each block that it will run again
-    return found * _in_flight(layout, layout.coordinates(rank).pp)
+    return found * _in_flight(layout, layout.coordinates(rank).pp) + beside, sum(lasting.values())
 
 
 def _in_flight(layout: Layout, stage: int) -> int:
@@ -377,6 +429,17 @@ def _module_gathers(config: OwnModelConfig, recomputes: bool) -> Counter[str]:
     own = load_workload(config.target)
     model(own.batch(0)).backward()
     return counts
+
+
+@contextlib.contextmanager
+def _taking_states_by(take: Callable[[], Tensor]) -> Iterator[None]:
+    """Let checkpointing take the state of the random numbers by `take`."""
+    before = torch.get_rng_state
+    torch.get_rng_state = take
+    try:
+        yield
+    finally:
+        torch.get_rng_state = before
 
 
 class _Saved:

@@ -19,6 +19,7 @@ import inspect
 import os
 import re
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
@@ -28,10 +29,12 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from meshmark.errors import InputError, UnknownNameError
+import meshmark
+from meshmark.errors import InputError, MeshmarkError, UnknownNameError
 from meshmark.import_target import import_file_again, import_module_of
 from meshmark.models.config import Dataset, ModelConfig
 from meshmark.models.module import Block, Model, Recomputer, skeleton
@@ -41,6 +44,7 @@ from meshmark.spec.algorithm import SYNCHRONOUS, Algorithm, algorithm_presets
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.own_model import HUGGING_FACE, LayerCount, OwnModelConfig, TensorSplit
 from meshmark.spec.workload import Loss, Workload
+from meshmark.text import describe_error
 
 _NARROW = (torch.bfloat16, torch.float16)
 _REQUIRED = ("model", "batch", "loss")
@@ -102,13 +106,46 @@ def describe(target: str) -> Workload:
     """Return the workload at `target` as a case names it, after looking at its model and its first batch.
 
     Raises `InputError` for a workload that cannot be trained: one whose batches differ between two calls, whose rows
-    are uneven, whose loss is no sum and weight, whose module has dropout or changes its inputs.
+    are uneven, whose loss is no sum and weight, whose module has dropout or changes its inputs, and one whose own code
+    raises.
     """
+    target = _from_here(target)
+    try:
+        return _described(target)
+    except MeshmarkError:
+        raise
+    except Exception as error:
+        if not (place := _users_line(error)):
+            raise
+        told = f"workload {target!r} raised {describe_error(error)} at {place}"
+        if "does not require grad" in str(error):
+            told += (
+                "; losses are computed without gradients too, as evaluation does: a loss that differentiates does so "
+                "in `with torch.enable_grad():`"
+            )
+        raise InputError(told) from error
+
+
+def _users_line(error: BaseException) -> str:
+    """Return the innermost line of the user's own code that an error has passed, as "file.py:12". Empty if none."""
+    own = Path(meshmark.__file__).parent
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_file() and own not in path.parents and not {"site-packages", "dist-packages"} & set(path.parts):
+            return f"{path.name}:{frame.lineno}" if not path.is_relative_to(sys.base_prefix) else ""
+    return ""
+
+
+def _described(target: str) -> Workload:
     from meshmark.reference import dry_run  # which runs a workload, and so imports this module
 
-    target = _from_here(target)
     own = load_workload(target)
     module = built(target, 0)
+    if lazy := [name for name, p in module.named_parameters() if is_lazy(p)]:
+        raise InputError(
+            f"workload {target!r}: {lazy[0]} has no shape yet; let model() return a module that has seen a batch, for "
+            "lazy modules take their shapes from it"
+        )
     _expect_no_dropout(target, module)
     _expect_dense_float32(target, module)
     batch = _checked_batch(target, own)
@@ -473,16 +510,30 @@ def weight_of(target: str, rows: Any) -> float:  # noqa: ANN401
     own = load_workload(target)
     if callable(weight := getattr(own, "weight", None)):
         return float(weight(rows))
-    return float(own.loss(_weighing_model(target), rows)[1])
+    module = _weighing_model(target)
+    before = [(part, dict(vars(part))) for part in module.modules()]
+    try:
+        return float(own.loss(module, rows)[1])
+    finally:  # what its code keeps as attributes would count as memory of the framework's
+        for part, attributes in before:
+            vars(part).clear()
+            vars(part).update(attributes)
 
 
 @functools.lru_cache(maxsize=2)
 def _weighing_model(target: str) -> nn.Module:
     """Return the model by which a batch's weight is asked for, which must not depend on its values."""
     module = built(target, 0).eval()
-    for tensor in (*module.parameters(), *module.buffers()):
+    for tensor in (*module.parameters(), *module.buffers(), *attributes_of(module)):
         tensor.data = _unmetered(tensor)
     return module
+
+
+def attributes_of(module: nn.Module) -> list[Tensor]:
+    """Return the tensors that modules keep as plain attributes."""
+    every_module_has = vars(nn.Module())
+    held = [value for part in module.modules() for name, value in vars(part).items() if name not in every_module_has]
+    return [leaf for leaf in pytree.tree_leaves(held) if isinstance(leaf, Tensor)]
 
 
 class OwnModel(Model):

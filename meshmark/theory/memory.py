@@ -556,7 +556,7 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
             gradients=float(states["gradients"][0]),
             optimizer_states=float(states["optimizer"][0]),
             buffers=_received(case, rank, using) + _lasting_gradients(case, using, float(states["gradients"][0])),
-            tables=theory_of(model).table_bytes(layout, rank, case.precision),
+            tables=theory_of(model).table_bytes(layout, rank, case.precision) + _kept_by_the_model(case, rank, using),
             **_host_states(layout, using, count),
             activations=activations,
         )
@@ -584,6 +584,12 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
         peak=peak,
         backward_peak=backward,
     )
+
+
+def _kept_by_the_model(case: Case, rank: int, using: TrainingRecipe) -> float:
+    """Return the bytes of values that a model's own code keeps between steps."""
+    casts = bool(using.eager and using.eager.casts_weights)
+    return theory_of(case.workload.model).kept_bytes(case, rank, METERED_STEP, casts_weights=casts)
 
 
 def _kept_weights(case: Case, using: TrainingRecipe) -> float:

@@ -158,6 +158,10 @@ class UnknownTheory:
         """Return what autograd keeps of the first micro-batch of `step`, if it is counted and not computed."""
         return None
 
+    def kept_bytes(self, case: Case, rank: int, step: int, *, casts_weights: bool) -> float:
+        """Return the bytes of values that the model's modules keep as attributes after `step`."""
+        return 0.0
+
     def recomputed_gathers(self) -> tuple[tuple[int, int], ...]:
         """Return extra gathers under PyTorch's checkpointing of blocks, as pairs of (elements, extra times)."""
         return ()
@@ -330,11 +334,18 @@ class CountedTheory(UnknownTheory):
         """Not planned for other styles of a plan, which may keep other tensors, or for several chunks per rank, whose
         order differs.
         """
-        layout = case.layout
-        if layout.virtual_stages > 1 or (layout.tp > 1 and not (self.model.split and self.model.split.is_planned)):
+        if not self._is_counted(case.layout):
             return None
         counted: Callable[..., float | None] = class_at(self.model.dry_run)
         return counted(case, rank, step, casts_weights)
+
+    def kept_bytes(self, case: Case, rank: int, step: int, *, casts_weights: bool) -> float:
+        counted: Callable[..., float | None] = class_at(self.model.kept)
+        return counted(case, rank, step, casts_weights) or 0.0 if self._is_counted(case.layout) else 0.0
+
+    def _is_counted(self, layout: Layout) -> bool:
+        planned = layout.tp == 1 or bool(self.model.split and self.model.split.is_planned)
+        return layout.virtual_stages == 1 and planned
 
     def tensor_parallel_sends(self, case: Case, rank: int, step: int) -> tuple[tuple[str, int, int], ...] | None:
         counted: Callable[..., tuple[tuple[str, int, int], ...]] = class_at(self.model.sends)
