@@ -127,7 +127,7 @@ def written(folder: Path, **parts: str) -> str:
             {"built": "import random; self.scale = nn.Parameter(torch.tensor(random.random()))"},
             "the initial value of scale differs between two calls under one seed",
         ),
-        ({"loss": "return model(x['y'])"}, r"raised IndexError: .* at mine.py:16"),
+        ({"loss": "return model(x.absent)"}, r"raised AttributeError: .* at mine.py:16"),
         ({"built": "self.missing.weight"}, r"raised AttributeError: .* at mine.py:8"),
         ({"batch": "return torch.load('absent.pt')"}, r"raised FileNotFoundError: .*absent.pt' at mine.py:15"),
         ({"built": "self.more = nn.LazyLinear(4)"}, "more.weight has no shape yet; let model"),

@@ -12,13 +12,14 @@ import pytest
 
 from meshmark import environment
 from meshmark.environment import describe, project_of
+from meshmark.launch import sources
+from meshmark.launch.cluster import _facts
+from meshmark.launch.sources import sources_of
 from meshmark.records.record import Record
 from meshmark.records.record_file import RecordFile, read_records
 from meshmark.records.request import Request, Task
 from meshmark.regression.run_file import read_run
-from meshmark.run import sources
 from meshmark.run.resume import KeptRecords
-from meshmark.run.sources import sources_of
 from meshmark.spec.workload import workload
 from tests.factories import make_case, make_good
 
@@ -155,7 +156,7 @@ def test_what_an_imported_module_imports_counts(mine: Path, monkeypatch: pytest.
 REQUIRES = """
 from meshmark.adapter.contract import Requirement
 from meshmark.adapters.ddp import DDP
-from meshmark.run.sources import sources_of
+from meshmark.launch.sources import sources_of
 
 
 class Mine(DDP):
@@ -180,6 +181,21 @@ def test_a_distribution_that_an_adapter_requires_counts(mine: Path, monkeypatch:
     look_again()
     environment._digest.cache_clear()
     assert record().sources[0].sha256 != before.sha256
+
+
+def test_nodes_are_compared_by_an_adapters_whole_code(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A framework of another version on one node was held against the adapter."""
+    monkeypatch.syspath_prepend(str(mine.parent))
+    mine.write_text(REQUIRES.format(name="absent_here") + "import helper_of_mine\n")
+    (helper := mine.parent / "helper_of_mine.py").write_text("x = 1\n")
+    told = []
+    for text in ("x = 1\n", "x = 2\n", "x = 1\n"):
+        helper.write_text(text)
+        sources.code_digest_of.cache_clear()
+        told.append(sources.code_digest_of("mine.py:Mine"))
+    assert told[0] == told[2] != told[1] and told[0]
+    facts = _facts(dataclasses.replace(request(), adapter=f"{mine}:Mine"))
+    assert facts["version of absent_here"] == "none" and facts["code of the adapter and of what it imports"]
 
 
 def test_the_repository_is_recorded_and_dates_a_history(mine: Path, tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ import datetime
 import functools
 import glob
 import hashlib
-import inspect
 import ipaddress
 import json
 import os
@@ -40,7 +39,7 @@ from typing import Any
 
 import meshmark
 from meshmark.adapter.registry import load_adapter
-from meshmark.environment import num_gpus, versions
+from meshmark.environment import installed, num_gpus, versions
 from meshmark.errors import (
     ClusterError,
     InputError,
@@ -52,6 +51,7 @@ from meshmark.errors import (
     UnknownNameError,
 )
 from meshmark.launch.processes import process_state
+from meshmark.launch.sources import code_digest_of
 from meshmark.launch.store import SILENT_SECONDS, RunStore, StoreServer, run_secret
 from meshmark.records.request import Request, Task
 from meshmark.reference.data import data_digest
@@ -604,7 +604,10 @@ def _facts(request: Request) -> dict[str, str]:
     facts = {"case": request.case.id, "data": _digest(data_digest(request.case.workload))}
     facts |= {f"request's {name}": _shown(value) for name, value in asked.items() if name not in _OWN}
     facts |= {f"version of {name}": version for name, version in versions().items()}
-    return facts | {"code of Meshmark": code_digest(), "code of the adapter": _source(request.adapter)}
+    for each in load_adapter(request.adapter).requires:
+        facts[f"version of {each.distribution}"] = installed(each.distribution) or "none"
+    code = code_digest_of(request.adapter)
+    return facts | {"code of Meshmark": code_digest(), "code of the adapter and of what it imports": code[:12]}
 
 
 def _gpus(request: Request, spec: ClusterSpec) -> dict[str, str]:
@@ -632,11 +635,6 @@ def code_digest() -> str:
     package = Path(meshmark.__file__).parent
     files = sorted(package.rglob("*.py"))
     return _digest("".join(f"{file.relative_to(package)}\n{file.read_text()}" for file in files))
-
-
-@functools.cache
-def _source(adapter: str) -> str:
-    return _digest(Path(inspect.getfile(load_adapter(adapter))).read_text())
 
 
 # --- Facts that a scheduler gives this process.

@@ -25,6 +25,7 @@ from meshmark.judge.deviation import unsampled
 from meshmark.launch.cluster import Cluster
 from meshmark.launch.folders import private_caches
 from meshmark.launch.launch import LAUNCHERS
+from meshmark.launch.sources import sources_of
 from meshmark.models.config import Dataset
 from meshmark.pytest_plugin.entry import asks_for_suites
 from meshmark.pytest_plugin.progress import Progress
@@ -50,7 +51,6 @@ from meshmark.report.failure_text import of_changes, of_outcome, of_verdict, row
 from meshmark.run.assemble import unmatched_gaps
 from meshmark.run.resume import KeptRecords, is_committed
 from meshmark.run.runner import Runner, profile
-from meshmark.run.sources import sources_of
 from meshmark.run.throughput import values_of
 from meshmark.spec.case import CHOOSE, Case, Cell, InvalidLayout, expect_fit
 from meshmark.spec.workload import Workload

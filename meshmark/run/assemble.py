@@ -22,6 +22,7 @@ from meshmark.errors import MeshmarkError, NodeLostError, NodesDisagreeError, No
 from meshmark.judge.deviation import ObservedPath
 from meshmark.launch.folders import is_full, means_no_space
 from meshmark.launch.launch import LaunchResult
+from meshmark.launch.sources import sources_of
 from meshmark.measure.laps import spoilt
 from meshmark.records.rank_report import RankReport
 from meshmark.records.record import (
@@ -41,7 +42,6 @@ from meshmark.records.record import (
     reach,
 )
 from meshmark.records.request import Request, Task
-from meshmark.run.sources import sources_of
 from meshmark.run.throughput import relaunch_of
 from meshmark.run.verdict import judge_communication, judge_equivalence, judge_memory, judge_throughput, not_judged
 from meshmark.spec.case import Case

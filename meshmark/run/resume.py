@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 from meshmark.environment import Environment
 from meshmark.launch.cluster import Cluster, from_node_0
+from meshmark.launch.sources import sources_of
 from meshmark.records.record import Record, Status
 from meshmark.records.request import Request, Task
-from meshmark.run.sources import sources_of
 from meshmark.serial import decode, encode
 
 KEPT = "kept: the results folder holds this pass, of the same code and machine"

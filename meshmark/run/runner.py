@@ -35,6 +35,7 @@ from meshmark.judge.faults import Fault
 from meshmark.judge.tolerance_model import NoiseFloor, ToleranceModel, fit
 from meshmark.launch.cluster import READY_SECONDS, NodeLoss, Scratch, from_node_0, meet, rank_room
 from meshmark.launch.launch import Launcher, LaunchResult
+from meshmark.launch.sources import sources_of
 from meshmark.measure.laps import LEAST_LAUNCHES
 from meshmark.passes.noise import (
     NUM_RANKS,
@@ -52,7 +53,6 @@ from meshmark.records.record_file import RecordFile, line_of
 from meshmark.records.request import Request, Task
 from meshmark.run.assemble import JUDGED, assemble, outcome_of_error, outcome_of_launch, with_gaps, with_gaps_of_now
 from meshmark.run.resume import KEPT, KeptRecords
-from meshmark.run.sources import sources_of
 from meshmark.run.throughput import launch_watched, time_again
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case

@@ -31,6 +31,18 @@ def sources_of(adapter: str, workload: Workload) -> list[Source]:
 
 
 @functools.cache
+def code_digest_of(adapter: str) -> str:
+    """Return a hash of an adapter's file and of all that it imports, by which nodes are compared, whatever repositories
+    they have it from. Empty if it cannot be read.
+    """
+    file = _file(adapter.rpartition(":")[0])
+    try:
+        return _digest(file, _required(adapter), whole=True) if file else ""
+    except OSError:
+        return ""
+
+
+@functools.cache
 def _source(target: str, is_adapter: bool) -> Source:
     where, _, name = target.rpartition(":")
     file = _file(where)
@@ -69,16 +81,16 @@ _LARGE_BYTES = 64 * 2**20
 """Size from which on a file is told by its size and date."""
 
 
-def _digest(file: Path, required: Iterable[str] = ()) -> str:
+def _digest(file: Path, required: Iterable[str] = (), *, whole: bool = False) -> str:
     """Return a hash of a file, of what it and what it imports import from other folders, of installed distributions
     among that, those that are `required` too, and of what git does not track of that in the file's own folder, such as
     another repository's clone.
 
-    Not of what git tracks next to it, which `_commit` covers. Empty if that is too much. Raises `OSError` if the file
-    cannot be read.
+    Not of what git tracks next to it, which `_commit` covers, unless it is to be the `whole` code. Empty if that is too
+    much. Raises `OSError` if the file cannot be read.
     """
     found, seen, queue, distributions = {file: file.read_bytes()}, {file}, [file], set(required)
-    tracked = _tracked(file.parent)
+    tracked = set[Path]() if whole else _tracked(file.parent)
     while queue:
         each = queue.pop()
         names, beside = _imported(each, found.get(each) or _content(each))
@@ -89,12 +101,12 @@ def _digest(file: Path, required: Iterable[str] = ()) -> str:
         queue += [one for one in new if one.suffix == ".py"]
         if len(seen) > _MOST_FILES:
             return ""
-    whole = hashlib.sha256(found.pop(file))
+    digest = hashlib.sha256(found.pop(file))
     for each in sorted(found):
-        whole.update(hashlib.sha256(found[each]).digest())
+        digest.update(hashlib.sha256(found[each]).digest())
     if others := distributions - {"meshmark", *PACKAGES}:  # the environment has a digest of those
-        whole.update(code_digest(others).encode())
-    return whole.hexdigest()
+        digest.update(code_digest(others).encode())
+    return digest.hexdigest()
 
 
 def _content(file: Path) -> bytes:
