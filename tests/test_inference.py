@@ -128,6 +128,12 @@ def test_wrong_bytes_blocks_and_leaks_are_seen(served: Served) -> None:
         pytest.param("BeamsForget", "beams", marks=pytest.mark.slow),
         pytest.param("SeedsEveryToken", "temperature", marks=pytest.mark.slow),
         pytest.param("TemperatureOfFirst", "temperature", marks=pytest.mark.slow),
+        pytest.param("TemperatureOfBatch", "temperatures in one batch", marks=pytest.mark.slow),
+        pytest.param("DrawsForAll", "temperatures in one batch", marks=pytest.mark.slow),
+        pytest.param("TemperatureOfEight", "temperatures in one batch", marks=pytest.mark.slow),
+        pytest.param("KeyWithoutLast", "prompts that look alike", marks=pytest.mark.slow),
+        pytest.param("KeyOfThirdAlone", "prompts that look alike", marks=pytest.mark.slow),
+        pytest.param("OneTooFew", "prompts that look alike", marks=pytest.mark.slow),
         pytest.param("EvictedDrawsOfCopies", "eviction", marks=pytest.mark.slow),
         pytest.param("EvictedScore", "eviction of beams", marks=pytest.mark.slow),
         pytest.param("NoStopOfDraws", "stop tokens of draws", marks=pytest.mark.slow),
@@ -297,7 +303,14 @@ def test_an_engine_that_refuses_what_is_not_greedy_is_judged_to_the_end(model: P
     with LocalEngine(Greedy(model, EngineOptions())) as engine:
         found = {verdict.name: verdict for verdict in judge_engine(engine, Judge(model, "fp32"), setting)}
     failed = {name for name, verdict in found.items() if not verdict.passed}
-    assert failed == {"seeds", "temperature", "parallel samples", "stop tokens of draws", "beams"}
+    assert failed == {
+        "seeds",
+        "temperature",
+        "temperatures in one batch",
+        "parallel samples",
+        "stop tokens of draws",
+        "beams",
+    }
     assert "no draws, no copies" in found["temperature"].text
     assert "a token that is unknown" in found
 

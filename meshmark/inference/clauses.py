@@ -22,6 +22,8 @@ COPIES = 12
 """Parallel samples of a prompt: so many that not all of them can part by rounding, even in bf16."""
 TEMPERATURES = (0.5, 2.0)
 """Temperatures of the draws: one favours the most probable tokens, the other makes all about as likely."""
+MIXED = 96
+"""Requests of unlike temperatures that are served together."""
 BAD = {
     "a prompt that is too long": (
         Request(name="too long", prompt=prompts([400])[0], max_new_tokens=4),
@@ -271,6 +273,41 @@ def _temperature(context: ClauseContext) -> CaseVerdict:
     return dataclasses.replace(found, text="; ".join(texts))
 
 
+def _mixed_temperatures(context: ClauseContext) -> CaseVerdict:
+    """Serve requests of unlike temperatures in one batch, a third of them greedy, and judge each by its own.
+
+    An engine samples for all requests of a step at once, and may take one's temperature for another's.
+    """
+    name, kinds = "temperatures in one batch", (0.0, *TEMPERATURES)
+    (prompt,) = prompts([20], seed=12)
+    requests = [
+        Request(
+            name=f"mixed-{index}",
+            prompt=(*prompt, index),
+            max_new_tokens=NEW_TOKENS,
+            temperature=kinds[index % len(kinds)],
+            seed=500 + index,
+            wants_prompt=False,
+        )
+        for index in range(MIXED)
+    ]
+    done = context.engine.serve(requests).completions
+    noise = context.judge.noise(requests, done)
+    told = context.judge.logprobs(requests, done, noise)
+    if not told.passed:
+        return dataclasses.replace(told, name=name, text=f"log probabilities: {told.text}")
+    texts, passed = list[str](), True
+    for temperature in kinds:  # each alone: of two that are exchanged, the sum may look right
+        own = [request for request in requests if request.temperature == temperature]
+        names = {request.name for request in own}
+        completions = [completion for completion in done if completion.request in names]
+        judge = context.judge
+        found = judge.later_draws(own, completions) if temperature else judge.greedy(own, completions, noise)
+        texts.append(f"at {temperature:g}: {found.text}")
+        passed = passed and found.passed
+    return CaseVerdict(name=name, passed=passed, text="; ".join(texts), numbers=told.numbers)
+
+
 def parallel_samples(context: ClauseContext) -> CaseVerdict:
     """Serve parallel samples, and hold them against requests of their own with `seed + index` where that is promised.
 
@@ -394,6 +431,9 @@ def _look_alike(context: ClauseContext) -> CaseVerdict:
         (*base[:-1], other[-1]),
         (*base[:48], *other[48:]),
         (*other[:32], *base[32:]),
+        (*base[:31], other[31], *base[32:]),  # the last token of a block, whatever its size
+        other,
+        (*other[:64], *base[64:]),  # a block after others that are known, and that is known after others itself
         base[:64],
         base[:96],
         *prompts([200, 200, 200], seed=8),  # take the blocks of a small cache
@@ -409,8 +449,12 @@ def _look_alike(context: ClauseContext) -> CaseVerdict:
     goes_on = dataclasses.replace(begun, name="goes on", prompt=(*begun.prompt, *start.tokens, *base[:9]))
     done += [start, *context.engine.serve([goes_on]).completions]
     requests += [begun, goes_on]
+    name, asked = "prompts that look alike", {request.name: request.max_new_tokens for request in requests}
+    if short := [c for c in done if c.tokens and len(c.tokens) != asked[c.request]]:
+        text = f"{short[0].request} has {len(short[0].tokens)} of {asked[short[0].request]} tokens"
+        return CaseVerdict(name=name, passed=False, text=text)
     found = context.judge.logprobs(requests, done, context.judge.noise(requests, done))
-    return dataclasses.replace(found, name="prompts that look alike")
+    return dataclasses.replace(found, name=name)
 
 
 def _eviction(context: ClauseContext) -> CaseVerdict:
@@ -496,6 +540,7 @@ _CLAUSES: dict[str, Sequence[Callable[[ClauseContext], CaseVerdict]]] = {
         _context_limit,
         seeds,
         _temperature,
+        _mixed_temperatures,
         parallel_samples,
         _stops_of_draws,
         _beams,

@@ -198,6 +198,15 @@ def _keys_of_last_token(self: BlockPool, tokens: Sequence[int]) -> list[bytes]:
     return _keys(tokens, self.block_size, lambda before, held: before + str(held[1:]).encode())
 
 
+def _keys_without_last_tokens(self: BlockPool, tokens: Sequence[int]) -> list[bytes]:
+    return _keys(tokens, self.block_size, lambda before, held: before + str(held[:-1]).encode())
+
+
+def _keys_of_third_blocks_alone(self: BlockPool, tokens: Sequence[int]) -> list[bytes]:
+    right = BlockPool.keys(self, tokens)
+    return [*right[:2], *_keys_without_what_came_before(self, tokens)[2:]]
+
+
 def _release_twice(self: BlockPool, block: int) -> None:
     """A block that several own is free when the first gives it up."""
     self._owners[block] = 0
@@ -362,6 +371,27 @@ def _temperature_of_first_token(self: PagedEngine, sample: Sample, row: Tensor) 
     return PagedEngine.choose(self, sample, row) if is_first else _ignores_temperature(self, sample, row)
 
 
+def _temperature_of_batch(self: PagedEngine, sample: Sample, row: Tensor) -> int:
+    """All that draw in a step do so at the temperature of the first of them, as if a batch had one."""
+    if sample.draws is None:
+        return int(row.argmax())
+    others = (other.request.temperature for other in self._running if other.request.temperature)
+    temperature = next(others, sample.request.temperature)
+    return int(torch.multinomial((row / temperature).softmax(-1), 1, generator=sample.draws))
+
+
+def _draws_for_all(self: PagedEngine, sample: Sample, row: Tensor) -> int:
+    """Greedy requests are drawn where another request of the batch is."""
+    if sample.draws is None and any(other.request.temperature for other in self._running):
+        return int(torch.multinomial(row.softmax(-1), 1))
+    return PagedEngine.choose(self, sample, row)
+
+
+def _temperature_of_first_eight(self: PagedEngine, sample: Sample, row: Tensor) -> int:
+    is_early = len(sample.tokens) - len(sample.request.prompt) < 8
+    return PagedEngine.choose(self, sample, row) if is_early else _ignores_temperature(self, sample, row)
+
+
 def _greedy_from_third_token(self: PagedEngine, sample: Sample, row: Tensor) -> int:
     """Later tokens are not drawn, as in a path that decodes several steps at once."""
     is_early = len(sample.tokens) - len(sample.request.prompt) < 2
@@ -389,6 +419,12 @@ def _second_best(self: PagedEngine, sample: Sample, row: Tensor) -> int:
         best = row.topk(2).indices.tolist()
         return int(best[best[0] in sample.tokens[-2:]])
     return PagedEngine.choose(self, sample, row)
+
+
+def _one_too_few(self: PagedEngine, sample: Sample) -> str:
+    asked = sample.request.max_new_tokens
+    is_done = asked > 16 and len(sample.tokens) >= len(sample.request.prompt) + asked - 1
+    return PagedEngine.finish(self, sample) or ("length" if is_done else "")
 
 
 def _no_stop(self: PagedEngine, sample: Sample) -> str:
@@ -523,6 +559,24 @@ MUTANTS: list[PagedMutant] = [
         pool={"keys": _keys_of_any_order},
     ),
     PagedMutant(
+        name="KeyWithoutLast",
+        text="two prompts with one key: all tokens but the last of a block",
+        variant="prefix",
+        pool={"keys": _keys_without_last_tokens},
+    ),
+    PagedMutant(
+        name="KeyOfThirdAlone",
+        text="from the third block on, a block's key leaves out what came before",
+        variant="prefix",
+        pool={"keys": _keys_of_third_blocks_alone},
+    ),
+    PagedMutant(
+        name="OneTooFew",
+        text="long completions end a token early",
+        variant="prefix",
+        engine={"finish": _one_too_few},
+    ),
+    PagedMutant(
         name="KeyWithoutFirst",
         text="two prompts with one key: all tokens but the first",
         variant="prefix",
@@ -617,6 +671,21 @@ MUTANTS: list[PagedMutant] = [
         name="TemperatureOfFirst",
         text="temperature is ignored after the first token",
         engine={"choose": _temperature_of_first_token},
+    ),
+    PagedMutant(
+        name="TemperatureOfBatch",
+        text="a batch has one temperature",
+        engine={"choose": _temperature_of_batch},
+    ),
+    PagedMutant(
+        name="DrawsForAll",
+        text="greedy requests are drawn beside others that are",
+        engine={"choose": _draws_for_all},
+    ),
+    PagedMutant(
+        name="TemperatureOfEight",
+        text="temperature is ignored from the ninth token on",
+        engine={"choose": _temperature_of_first_eight},
     ),
     PagedMutant(
         name="GreedyFromThird",
