@@ -18,9 +18,9 @@ from meshmark.adapters import ADAPTERS
 from meshmark.cli.options import duration
 from meshmark.errors import InputError
 from meshmark.judge.deviation import Assess
+from meshmark.launch import sources
 from meshmark.launch.cluster import ClusterSpec
 from meshmark.pytest_plugin import session_log
-from meshmark.records import record as record_module
 from meshmark.records.record import ConformanceEvidence, Outcome, Record, Status
 from meshmark.records.record_file import Ending, RecordFile, read_records
 from meshmark.records.request import Task
@@ -207,16 +207,16 @@ def test_code_that_an_adapter_imports_from_another_folder_is_part_of_its_digest(
     adapter.write_text("import torch\n\ndef build():\n    from library.scale import FACTOR\n")
     (library.parent / "__init__.py").touch()
     library.write_text("FACTOR = 1.0\n")
-    without = record_module._digest(adapter)
+    without = sources._digest(adapter)
     monkeypatch.syspath_prepend(tmp_path / "elsewhere")
-    first = record_module._digest(adapter)
+    first = sources._digest(adapter)
     library.write_text("FACTOR = 1.5\n")
-    second = record_module._digest(adapter)
+    second = sources._digest(adapter)
     kernel = library.parent / "kernel.so"
     kernel.write_bytes(b"compiled")
-    third = record_module._digest(adapter)
+    third = sources._digest(adapter)
     kernel.write_bytes(b"rebuilt")
-    assert len({without, first, second, third, record_module._digest(adapter)}) == 5
+    assert len({without, first, second, third, sources._digest(adapter)}) == 5
     assert without == hashlib.sha256(adapter.read_bytes()).hexdigest(), "torch is installed: its version tells"
 
 
@@ -225,14 +225,14 @@ def test_a_configuration_beside_the_adapter_is_part_of_its_commit(tmp_path: Path
     (tmp_path / "adapter.py").write_text("import json\n")
     for command in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a"]):
         subprocess.run(["git", *command], cwd=tmp_path, check=True)
-    found = {record_module._commit(tmp_path / "adapter.py")}
+    found = {sources._commit(tmp_path / "adapter.py")}
     for text in ("1", "2"):
         (tmp_path / "settings.json").write_text(text)
-        found.add(record_module._commit(tmp_path / "adapter.py"))
+        found.add(sources._commit(tmp_path / "adapter.py"))
     assert len(found) == 3
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "bench.json").write_text("{}")
-    assert record_module._commit(tmp_path / "adapter.py") in found, "what a run leaves elsewhere is no code"
+    assert sources._commit(tmp_path / "adapter.py") in found, "what a run leaves elsewhere is no code"
 
 
 def test_a_module_that_is_compiled_beside_the_adapter_is_part_of_its_commit(tmp_path: Path) -> None:
@@ -241,8 +241,8 @@ def test_a_module_that_is_compiled_beside_the_adapter_is_part_of_its_commit(tmp_
     (tmp_path / ".gitignore").write_text("*.so\n")
     for command in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a"]):
         subprocess.run(["git", *command], cwd=tmp_path, check=True)
-    bare = record_module._commit(tmp_path / "adapter.py")
+    bare = sources._commit(tmp_path / "adapter.py")
     (tmp_path / "kernel.so").write_bytes(b"compiled")
-    built = record_module._commit(tmp_path / "adapter.py")
+    built = sources._commit(tmp_path / "adapter.py")
     (tmp_path / "kernel.so").write_bytes(b"rebuilt")
-    assert len({bare, built, record_module._commit(tmp_path / "adapter.py")}) == 3 and "dirty" not in bare
+    assert len({bare, built, sources._commit(tmp_path / "adapter.py")}) == 3 and "dirty" not in bare
