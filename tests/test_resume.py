@@ -18,9 +18,9 @@ from meshmark.adapters import ADAPTERS
 from meshmark.cli.options import duration
 from meshmark.errors import InputError
 from meshmark.judge.deviation import Assess
-from meshmark.launch import sources
 from meshmark.launch.cluster import ClusterSpec
 from meshmark.pytest_plugin import session_log
+from meshmark.records import record as sources
 from meshmark.records.record import ConformanceEvidence, Outcome, Record, Status
 from meshmark.records.record_file import Ending, RecordFile, read_records
 from meshmark.records.request import Task

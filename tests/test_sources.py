@@ -12,10 +12,9 @@ import pytest
 
 from meshmark import environment
 from meshmark.environment import describe, project_of
-from meshmark.launch import sources
 from meshmark.launch.cluster import _facts
-from meshmark.launch.sources import sources_of
-from meshmark.records.record import Record
+from meshmark.records import record as sources
+from meshmark.records.record import Record, sources_of
 from meshmark.records.record_file import RecordFile, read_records
 from meshmark.records.request import Request, Task
 from meshmark.regression.run_file import read_run
@@ -156,7 +155,7 @@ def test_what_an_imported_module_imports_counts(mine: Path, monkeypatch: pytest.
 REQUIRES = """
 from meshmark.adapter.contract import Requirement
 from meshmark.adapters.ddp import DDP
-from meshmark.launch.sources import sources_of
+from meshmark.records.record import sources_of
 
 
 class Mine(DDP):

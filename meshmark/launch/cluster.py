@@ -51,8 +51,8 @@ from meshmark.errors import (
     UnknownNameError,
 )
 from meshmark.launch.processes import process_state
-from meshmark.launch.sources import code_digest_of
 from meshmark.launch.store import SILENT_SECONDS, RunStore, StoreServer, run_secret
+from meshmark.records.record import code_digest_of
 from meshmark.records.request import Request, Task
 from meshmark.reference.data import data_digest
 from meshmark.serial import encode

@@ -25,7 +25,6 @@ from meshmark.judge.deviation import unsampled
 from meshmark.launch.cluster import Cluster
 from meshmark.launch.folders import private_caches
 from meshmark.launch.launch import LAUNCHERS
-from meshmark.launch.sources import sources_of
 from meshmark.models.config import Dataset
 from meshmark.pytest_plugin.entry import asks_for_suites
 from meshmark.pytest_plugin.progress import Progress
@@ -43,7 +42,7 @@ from meshmark.pytest_plugin.selection import (
     with_optional_suites,
 )
 from meshmark.pytest_plugin.session_log import keep_exit_status
-from meshmark.records.record import Record, Status, Verdict
+from meshmark.records.record import Record, Status, Verdict, sources_of
 from meshmark.records.record_file import read_records
 from meshmark.records.request import Task
 from meshmark.regression.baseline_gate import BaselineGate, expect_cases, expect_gated

@@ -22,7 +22,6 @@ from meshmark.errors import MeshmarkError, NodeLostError, NodesDisagreeError, No
 from meshmark.judge.deviation import ObservedPath
 from meshmark.launch.folders import is_full, means_no_space
 from meshmark.launch.launch import LaunchResult
-from meshmark.launch.sources import sources_of
 from meshmark.measure.laps import spoilt
 from meshmark.records.rank_report import RankReport
 from meshmark.records.record import (
@@ -40,6 +39,7 @@ from meshmark.records.record import (
     measured_traffic,
     planned_traffic,
     reach,
+    sources_of,
 )
 from meshmark.records.request import Request, Task
 from meshmark.run.throughput import relaunch_of

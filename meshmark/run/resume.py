@@ -7,8 +7,7 @@ from collections.abc import Iterable
 
 from meshmark.environment import Environment
 from meshmark.launch.cluster import Cluster, from_node_0
-from meshmark.launch.sources import sources_of
-from meshmark.records.record import Record, Status
+from meshmark.records.record import Record, Status, sources_of
 from meshmark.records.request import Request, Task
 from meshmark.serial import decode, encode
 

@@ -35,7 +35,6 @@ from meshmark.judge.faults import Fault
 from meshmark.judge.tolerance_model import NoiseFloor, ToleranceModel, fit
 from meshmark.launch.cluster import READY_SECONDS, NodeLoss, Scratch, from_node_0, meet, rank_room
 from meshmark.launch.launch import Launcher, LaunchResult
-from meshmark.launch.sources import sources_of
 from meshmark.measure.laps import LEAST_LAUNCHES
 from meshmark.passes.noise import (
     NUM_RANKS,
@@ -48,7 +47,7 @@ from meshmark.passes.noise import (
     write_noise,
 )
 from meshmark.passes.observe import WATCHED_STEP
-from meshmark.records.record import ConformanceEvidence, Outcome, Record, Status
+from meshmark.records.record import ConformanceEvidence, Outcome, Record, Status, sources_of
 from meshmark.records.record_file import RecordFile, line_of
 from meshmark.records.request import Request, Task
 from meshmark.run.assemble import JUDGED, assemble, outcome_of_error, outcome_of_launch, with_gaps, with_gaps_of_now
