@@ -128,11 +128,13 @@ def _digest(file: Path, required: Iterable[str] = (), *, whole: bool = False) ->
     Not of what git tracks next to it, which `_commit` covers, unless it is to be the `whole` code. Empty if that is too
     much. Raises `OSError` if the file cannot be read.
     """
-    found, seen, queue, distributions = {file: file.read_bytes()}, {file}, [file], set(required)
+    found, seen, queue, packages, distributions = {file: file.read_bytes()}, {file}, [file], set[str](), set(required)
     tracked = set[Path]() if whole else _tracked(file.parent)
     while queue:
         each = queue.pop()
         names, beside = _imported(each, found.get(each) or _content(each))
+        names -= packages  # of which all files were taken when the first file imported them
+        packages |= names
         distributions.update(*map(distributions_of, names))
         new = {*beside, *(code for name in names for code in _code_of_package(name))} - seen
         seen |= new

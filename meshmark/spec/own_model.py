@@ -74,9 +74,9 @@ class OwnModelConfig(ModelConfig):
     initial_values: ClassVar[str] = "meshmark.reference.own_model:initial_value"
     dry_run: ClassVar[str] = "meshmark.reference.dry_run:activation_bytes"
     """Function that counts what autograd saves in one process, as "package.module:function"."""
-    brings_plan: ClassVar[bool] = True
     kept: ClassVar[str] = "meshmark.reference.dry_run:kept_bytes"
     """Function that counts what its modules keep as attributes after a step."""
+    brings_plan: ClassVar[bool] = True
     sends: ClassVar[str] = "meshmark.reference.dry_run:tensor_parallel_sends"
     """Function that counts what a plan's modules send over tensor-parallel ranks, as "package.module:function"."""
     recomputed: ClassVar[str] = "meshmark.reference.dry_run:recomputed_gathers"

@@ -320,10 +320,9 @@ class CountedTheory(UnknownTheory):
         recomputed modules gather when values choose between them. Some frameworks send zeros as the gradients of
         parameters that the loss does not depend on, and some send nothing.
         """
-        planned = layout.tp == 1 or bool(self.model.split and self.model.split.is_planned)
         recomputes = layout.recompute is not Recompute.NONE
         unknown = layout.zero_stage == 3 and (self.model.repeats or (self.model.chooses and recomputes))
-        return planned and not unknown and not self.model.unused
+        return self._splits_as_planned(layout) and not unknown and not self.model.unused
 
     def table_bytes(self, layout: Layout, rank: int, precision: Precision) -> float:
         if layout.pp > 1:
@@ -344,8 +343,10 @@ class CountedTheory(UnknownTheory):
         return counted(case, rank, step, casts_weights) or 0.0 if self._is_counted(case.layout) else 0.0
 
     def _is_counted(self, layout: Layout) -> bool:
-        planned = layout.tp == 1 or bool(self.model.split and self.model.split.is_planned)
-        return layout.virtual_stages == 1 and planned
+        return layout.virtual_stages == 1 and self._splits_as_planned(layout)
+
+    def _splits_as_planned(self, layout: Layout) -> bool:
+        return layout.tp == 1 or bool(self.model.split and self.model.split.is_planned)
 
     def tensor_parallel_sends(self, case: Case, rank: int, step: int) -> tuple[tuple[str, int, int], ...] | None:
         counted: Callable[..., tuple[tuple[str, int, int], ...]] = class_at(self.model.sends)
