@@ -770,6 +770,7 @@ def test_rows_whose_outputs_are_detached_are_noted(way: str, words: str) -> None
         ("clipped in hooks", 2, 0, "clipped to 0.01 (first step)"),
         ("last micro-batch", 2, 1, "2 calls of the model without a backward pass"),
         ("last micro-batch whole", 2, 1, "a backward pass after the loop over micro-batches?"),
+        ("one micro-batch twice", 2, 0, "note: the same rows twice in a step"),
         ("real and made up", 2, 0, "its 2 terms weigh 1, 1"),
         ("loss told", 2, 0, "note: losses without a backward pass"),
         ("no pass on rank 1", 2, 1, "most of them on rank 1 (no backward pass there?)"),

@@ -174,6 +174,25 @@ def test_a_mean_of_means_is_told_from_other_weights() -> None:
     assert "means of 2 ranks" in found(mean_of_means, Fault.UNEVEN, 1).detail
 
 
+@pytest.mark.parametrize(
+    "rows, words",
+    [
+        (slice(4, 8), "data-parallel rank 1 counts 0.999 times"),
+        (slice(4, 6), "micro-batch 0 of data-parallel rank 1 counts 0.999 times"),
+    ],
+)
+def test_a_weight_of_one_rank_is_no_mean_of_means(rows: slice, words: str) -> None:
+    case = dataclasses.replace(CASE, layout=dataclasses.replace(CASE.layout, num_micro_batches=2))
+
+    def lighter(trace: Trace) -> None:
+        part = truth(trace, 1, rows)
+        gradients(trace, 1, lambda n, g: g - 0.001 * part[n])
+
+    diagnosis = examine(lighter, case=case)
+    assert diagnosis and diagnosis.fault is Fault.UNEVEN and words in diagnosis.detail, diagnosis
+    assert "mean of the means" not in diagnosis.detail
+
+
 def test_the_gradient_of_the_step_before() -> None:
     def stale(trace: Trace) -> None:
         old = trace.gradients[0]

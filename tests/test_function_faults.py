@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 
 from meshmark.adapter.contract import Arithmetic, Casting
 from meshmark.judge.diagnosis import diagnose
+from meshmark.judge.failed_step import FailedStep
 from meshmark.judge.faults import Diagnosis, Fault
+from meshmark.judge.function_faults import _left
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import ExactOptimizer, assess, exact_gradients
 from meshmark.judge.twin import Twin
@@ -309,3 +312,12 @@ def test_a_twin_whose_weights_change_between_passes(casting: Casting) -> None:
             assert apart(other[name], right[name]) > 10 * rounding, name
     again = twin.step(now, batch)
     assert all(np.array_equal(again.gradients[n], plain.gradients[n]) for n in right), "the weights are put back"
+
+
+def test_a_candidate_that_overflows_explains_nothing() -> None:
+    """A gradient in bf16 may overflow where that of fp16 is scaled: NaN is no small distance."""
+    failed = FailedStep(case=CASE, trace=copy.deepcopy(honest()[0]), step=STEP, tolerances={WEIGHT: 1e-9})
+    exact = failed.exact
+    assert _left(failed, exact, exact, 0.0) > 1.0  # what is single precision's rounding is more than 1e-9
+    overflows = {**exact, WEIGHT: np.full_like(exact[WEIGHT], np.nan)}
+    assert _left(failed, overflows, exact, 0.0) == math.inf

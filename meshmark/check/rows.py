@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshmark.check.recording import Call
-from meshmark.check.tree import tensors_in
+from meshmark.check.tree import tensors_in, with_tensors
 
 
 def rows_of(steps: Sequence[Sequence[Call]]) -> list[Counter[bytes]]:
@@ -41,6 +41,23 @@ def _by_length(calls: Sequence[Call]) -> dict[int, Counter[bytes]]:
                     digest.update(_bytes(tensor[row]))
                 rows[digest.digest()] += 1
     return found
+
+
+def num_repeated(calls: Sequence[Call]) -> int:
+    """Return how many calls that train have the inputs and targets of an earlier one among them.
+
+    Calls whose targets are not known do not count, because a gradient penalty calls the model on the same rows again.
+    Neither do calls for which the script has changed weights, as sharpness-aware minimisation does.
+    """
+    seen: Counter[tuple[object, ...]] = Counter()
+    for call in calls:
+        targets = tuple(term.targets for term in call.terms if term.targets)
+        if targets and call.used_gradients and not call.weights:
+            digest = hashlib.sha256(repr(with_tensors(call.inputs, lambda x: x.flatten()[:0])).encode())
+            for tensor in tensors_in(call.inputs):
+                digest.update(_bytes(tensor))
+            seen[call.root, digest.digest(), targets] += 1
+    return seen.total() - len(seen)
 
 
 def unordered_digest(tensor: Tensor) -> bytes:

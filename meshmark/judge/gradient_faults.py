@@ -340,9 +340,10 @@ def read_weights(weights: NDArray[np.float64], failed: FailedStep, batch: Batch)
     for parts, name in ((layout.dp, "ranks"), (size, "micro-batches"), (weights.size, failed.parts_name)):
         totals = np.array([float(b.weights.sum()) for b in batch.micro_batches(parts)])
         means = np.array([w[~np.isnan(w)].mean() for w in weights.reshape(parts, -1)[totals > 0]]) * totals[totals > 0]
-        if parts > 1 and np.ptp(means) < SAME * np.abs(means).max():
+        unlike = float(np.ptp(totals) / totals.max())  # as far as `means` vary if every part counts once
+        if parts > 1 and np.ptp(means) < min(SAME, unlike / _CLEARLY) * np.abs(means).max():
             return Fault.UNEVEN, f"a mean of the means of {parts} {name} with unequal numbers of {unit}; {listed}"
-    if told := _of_micro_batches(failed, grid):
+    if told := _of_micro_batches(failed, grid) or _of_one_rank(grid):
         return Fault.UNEVEN, f"{told}; {listed}"
     return Fault.UNEVEN, listed
 
@@ -371,6 +372,30 @@ def _of_micro_batches(failed: FailedStep, grid: NDArray[np.float64]) -> str:
         ends |= {"clipped before the next one is added?"} if _CLIPPED_ALONE in named else set()
         ends |= {"reduced again with a later one?"} if layout.dp > 1 and abs(weight - layout.dp) < SAME else set()
     return f"{', '.join(told)} on every rank{f' ({ends.pop()})' if ends else ''}" if told else ""
+
+
+def _of_one_rank(grid: NDArray[np.float64]) -> str:
+    """Return how often one rank's sequences count, or those of one of its micro-batches, if all others count once.
+
+    `grid` holds the weights of sequences by rank and micro-batch.
+    """
+    numbers = np.arange(grid.size).reshape(grid.shape)
+    places = {f"data-parallel rank {rank}": numbers[rank] for rank in range(grid.shape[0])}
+    places |= {
+        f"micro-batch {micro} of data-parallel rank {rank}": numbers[rank, micro]
+        for rank, micro in np.ndindex(grid.shape[:2])
+    }
+    counts = ~np.isnan(grid.ravel())
+    for place, part in places.items():
+        inside = np.isin(numbers.ravel(), part)
+        within, others = grid.ravel()[inside & counts], grid.ravel()[~inside & counts]
+        if grid.shape[0] == 1 or not within.size or not others.size:
+            continue
+        weight = float(within.mean())
+        spread = max(float(np.abs(others - 1).max()), float(np.abs(within - weight).max()))
+        if abs(weight - 1) > _CLEARLY * spread:
+            return f"{place} counts {weight:.4g} times"
+    return ""
 
 
 _CLIPPED_ALONE = "clip_norm / the norm of its own gradient"

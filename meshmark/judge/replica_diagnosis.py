@@ -352,6 +352,9 @@ def _diagnosed(
         return _diagnosis(failed, _explain_update(failed, updates) or _UNEXPLAINED, updates)
     if norms := [replica for replica, excesses in failed.wrong.items() if QuantityKind.NORM.of() in excesses]:
         reduced = _norm_of_mean(failed, norms[0])
+        if reduced is None and not algorithm.steps_on_local_gradients:  # the right norm is that of what all step on
+            factor = alone[norms[0]][QuantityKind.NORM.of()][failed.step].factor
+            reduced = Fault.CLIPPING, f"the reported norm is {factor:.9g} times the right one"
         return _diagnosis(failed, reduced, updates) if reduced else of_one(norms[0])
     if updates:
         for replica, names in updates.items():

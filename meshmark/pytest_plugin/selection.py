@@ -252,7 +252,7 @@ def _select(config: pytest.Config) -> Selection:
         cluster=cluster_of(os.environ, **given),
         launcher=_launcher(option("--launcher")),
         resume=option("--resume"),
-        shard=part("--shard", option("--shard") or "1/1"),
+        shard=(1, 1) if option("--shard") is None else part("--shard", option("--shard")),
         max_seconds=None if option("--max-time") is None else duration("--max-time", option("--max-time")),
         baseline_gate=_gatekeeper(config),
     )

@@ -88,6 +88,9 @@ for step in range(5):
             rows = slice(6 * number, 6 * number + 6)
             loss = F.cross_entropy(wrapped(x[rows]), y[rows]) / (1 if way.endswith("whole") else 2)
         loss.backward()
+    elif way == "one micro-batch twice":
+        for _ in range(2):
+            (F.cross_entropy(wrapped(x), y) / 2).backward()
     elif way == "real and made up":  # a discriminator's two losses, whose sum it takes
         for rows, target in ((x, 1.0), (torch.randn(12, 8, generator=generator), 0.0)):
             F.binary_cross_entropy_with_logits(wrapped(rows), torch.full((12, 4), target)).backward()

@@ -110,7 +110,7 @@ class Compressing(Algorithm):
     def fault_hypotheses(self, workload: Workload, run: ObservedRun) -> Iterator[FaultHypothesis]:
         from meshmark.algorithms.compressed.faults import compression_faults
 
-        return compression_faults(self)
+        return compression_faults(self, run)
 
 
 @dataclass(frozen=True, kw_only=True)

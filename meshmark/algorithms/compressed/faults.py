@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from meshmark.algorithms.compressed.transition import (
     MajorityVoteTransition,
     PowerSGDTransition,
 )
-from meshmark.algorithms.contract import FaultHypothesis, Tensors, averaged
+from meshmark.algorithms.contract import FaultHypothesis, ObservedRun, Tensors, averaged
 
 Faults = dict[str, type[CompressedTransition]]
 """Wrong transitions, by what they do."""
@@ -48,15 +48,30 @@ class First(CompressedTransition):
         return super().directions([gradients[0] for _ in gradients])
 
 
-class Forgotten(ErrorFeedbackTransition):
+class Recalled(ErrorFeedbackTransition):
+    """What is left enters the next gradient by another factor than 1."""
+
+    times: ClassVar[float]
+    replica: ClassVar[int | None] = None
+    """The replica that does so, if it is one alone."""
+    step: ClassVar[int | None] = None
+    """The step in which it does so, if it is one alone."""
+
     def wanted(self, gradients: Sequence[Tensors]) -> list[Tensors]:
-        return list(gradients)
+        if self.left is not None and self.step in (None, self.steps):
+            self.left = [
+                {name: self.times * x for name, x in own.items()} if self.replica in (None, i) else own
+                for i, own in enumerate(self.left)
+            ]
+        return super().wanted(gradients)
 
 
-class Twice(ErrorFeedbackTransition):
-    def wanted(self, gradients: Sequence[Tensors]) -> list[Tensors]:
-        found = super().wanted(super().wanted(gradients))
-        return found
+class Forgotten(Recalled):
+    times = 0.0
+
+
+class Twice(Recalled):
+    times = 2.0
 
 
 class Late(ErrorFeedbackTransition):
@@ -295,14 +310,34 @@ _OF_COMPRESSORS: dict[CompressorKind, Faults] = {
 }
 
 
-def compression_faults(algorithm: Compressing, of_kind: Faults | None = None) -> Iterator[FaultHypothesis]:
-    """Yield what is got wrong of every compression, of this algorithm (`of_kind`), and of its compressor."""
+def compression_faults(
+    algorithm: Compressing, run: ObservedRun, of_kind: Faults | None = None
+) -> Iterator[FaultHypothesis]:
+    """Yield what is got wrong of every compression, of this algorithm (`of_kind`), and of its compressor.
+
+    What all replicas do in every step comes first, then what one of them does, or all of them once.
+    """
     real: Any = algorithm.transition_class()
     compressor = algorithm.compressor
     of_compressor = _OF_COMPRESSORS[compressor.kind] if compressor else {}
     if compressor and compressor.rounds > 1:
         of_compressor = {"one round of compression": OneRound, **of_compressor}
     own = _OF_KINDS.get(algorithm.kind, {}) if of_kind is None else of_kind
-    for how, change in {**_OF_ALL, **own, **of_compressor}.items():
+    faults = {**_OF_ALL, **own, **of_compressor}
+    for how, change in {**faults, **_of_one(faults, run)}.items():
         wrong = change if issubclass(change, real) else type(change.__name__, (change, real), {})
         yield FaultHypothesis(how, wrong)
+
+
+def _of_one(faults: Faults, run: ObservedRun) -> Faults:
+    """Return those of the faults that can be one replica's, or one step's, with their place."""
+    found: Faults = {}
+    step, replicas = run.failed_step, range(len(run.gradients))
+    places: list[tuple[str, int | None, int | None]] = [(f"on replica {r}", r, None) for r in replicas]
+    places += [(f"in step {step} alone", None, step)]
+    places += [(f"on replica {r} in step {step} alone", r, step) for r in replicas]
+    for how, change in faults.items():
+        if issubclass(change, Recalled):
+            for place, replica, once in places:
+                found[f"{how} {place}"] = type(change.__name__, (change,), {"replica": replica, "step": once})
+    return found

@@ -73,7 +73,7 @@ class OneBitAdam(SignMomenta):
         from meshmark.algorithms.compressed.faults import compression_faults
         from meshmark.algorithms.one_bit.faults import OF_ONE_BIT_ADAM
 
-        return compression_faults(self, OF_ONE_BIT_ADAM)
+        return compression_faults(self, run, OF_ONE_BIT_ADAM)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ class OneBitLAMB(SignMomenta):
         from meshmark.algorithms.compressed.faults import compression_faults
         from meshmark.algorithms.one_bit.faults import OF_ONE_BIT_LAMB
 
-        return compression_faults(self, OF_ONE_BIT_LAMB)
+        return compression_faults(self, run, OF_ONE_BIT_LAMB)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +180,7 @@ class ZeroOneAdam(SignMomenta):
         from meshmark.algorithms.compressed.faults import compression_faults
         from meshmark.algorithms.one_bit.faults import OF_ZERO_ONE_ADAM
 
-        return compression_faults(self, OF_ZERO_ONE_ADAM)
+        return compression_faults(self, run, OF_ZERO_ONE_ADAM)
 
 
 def _is_unclipped(optimizer: OptimizerSpec, kind: OptimizerKind) -> bool:

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from meshmark.check.recording import Step
-from meshmark.check.rows import rows_of
+from meshmark.check.rows import num_repeated, rows_of
 from meshmark.check.run import Moment, Run
 from meshmark.check.verdict import Level, Verdict
 from meshmark.text import pluralize, some_of
@@ -32,11 +32,14 @@ class DataJudge:
     """Pairs of ranks that have read the same rows for the same targets at every step."""
     repeats: list[list[bool]] = field(default_factory=list)
     """Whether each reader reads the rows of the step before, by step from the second on."""
+    within: list[int] = field(default_factory=list)
+    """Most calls of one reader that have the inputs and targets of an earlier call of the step, by step."""
 
     def see(self, moment: Moment) -> None:
         """Take in the rows of a step."""
         before, self.rows = self.rows, rows_of([s.calls for s in moment.readers])
         self._note_shared(before)
+        self.within.append(max((num_repeated(s.calls) for s in moment.readers), default=0))
         targets = [_targets(step) for step in moment.readers]
         readers = list(enumerate(self.run.readers))
         alike = {
@@ -94,6 +97,12 @@ class DataJudge:
             )  # fmt: skip
         elif stale:
             self.verdict.add(Level.NOTE, "the same rows at every step", "each step reads the batch of the one before")
+        if min(self.within, default=0):
+            self.verdict.add(
+                Level.NOTE, "the same rows twice in a step",
+                f"at every step, {pluralize(min(self.within), 'call')} of the model on one rank has the inputs and the "
+                "targets of an earlier call of the step (one micro-batch used for two?)",
+            )  # fmt: skip
 
 
 def _targets(step: Step) -> object:

@@ -81,6 +81,23 @@ class AddsLeftTwice(Compressing):
         return self.honest(own)
 
 
+class ForgetsLeftOnOne(Compressing):
+    """One replica loses what it keeps."""
+
+    def direction(self, own: Named) -> Named:
+        if dist.get_rank() == 1:
+            for x in self.kept.get("left", {}).values():
+                x.zero_()
+        return self.honest(own)
+
+
+class ForgetsLeftOnce(Compressing):
+    def direction(self, own: Named) -> Named:
+        if self.steps_done == 1:
+            self.kept = {}
+        return self.honest(own)
+
+
 class AddsLeftLate(Compressing):
     before: Named
 
@@ -287,6 +304,13 @@ class PowerAddsTwice(Hooked):
             left.mul_(2)
 
 
+class PowerAddsTwiceOnOne(Hooked):
+    def after_backward(self) -> None:
+        if dist.get_rank() == 1:
+            for left in self.factors.error_dict.values():
+                left.mul_(2)
+
+
 class PowerIsCold(Hooked):
     def after_backward(self) -> None:
         self.factors.p_memory_dict.clear()
@@ -312,6 +336,8 @@ _QSGD = {
 }
 _LEFT = {
     ForgetsLeft: "what is left is forgotten",
+    ForgetsLeftOnOne: "what is left is forgotten on replica 1",
+    ForgetsLeftOnce: "what is left is forgotten in step 1 alone",
     AddsLeftTwice: "what is left is added twice",
     AddsLeftLate: "what is left is added a step late",
 }
@@ -339,6 +365,7 @@ _HOOK = {
 _POWER = {
     PowerForgets: "what is left is forgotten",
     PowerAddsTwice: "what is left is added twice",
+    PowerAddsTwiceOnOne: "what is left is added twice on replica 1",
     PowerIsCold: "the factor of the step before is not kept",
     WarmsUpLonger: "the warm-up is a step longer",
 }
