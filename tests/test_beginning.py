@@ -14,6 +14,7 @@ from meshmark.adapter.single import Single
 from meshmark.judge.beginning import Beginning, Direction, Point, Rows, describe
 from meshmark.passes.observe import begins
 from meshmark.records.request import Request, Task
+from meshmark.reference import own_model
 from meshmark.run.runner import is_open_and_short
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
@@ -22,6 +23,7 @@ from meshmark.spec.workload import Workload, workload
 from tests.broken.engine import breaks
 from tests.broken.modules import ONE_MODULE, OneModule, TokensDropped
 from tests.factories import make_good, make_verdict
+from tests.test_own_model import ODD
 
 GPT = workload("gpt-mini")
 
@@ -119,3 +121,9 @@ def test_a_short_run_whose_diagnosis_leaves_the_place_open_is_localised(changes:
     record = make_good(case=case, verdicts=[make_verdict(passed=False, evidence={"diagnosis": told})])
     launch = dataclasses.replace(record.launch, seconds=changes.get("seconds", 10.0))
     assert is_open_and_short(dataclasses.replace(record, launch=launch)) is wanted
+
+
+def test_a_model_that_recomputes_a_part_deviates_nowhere(tmp_path: Path) -> None:
+    """Its backward pass runs a part of the forward pass again, with the values of the replay."""
+    (file := tmp_path / "odd.py").write_text(ODD.replace("{cls}", "Checkpoints"))
+    assert found_in(None, tmp_path, own_model.describe(f"{file}:W")) is None

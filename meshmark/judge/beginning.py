@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from meshmark.algorithms.contract import Tensors
 from meshmark.judge.twin import doubles, exact_model, fresh_buffers
-from meshmark.models.module import random_bits
+from meshmark.models.module import random_bits, with_values
 from meshmark.reference.data import Batch, make_batch
 from meshmark.spec.case import Case
 from meshmark.spec.workload import Workload
@@ -326,17 +326,21 @@ def _replay(call: Call, values: Mapping[str, Tensor], workload: Workload, batch:
     leaves = {name: value.requires_grad_(batch.trains(name)) for name, value in values.items()}
     buffers = {name: value.to(next(iter(values.values())).dtype) for name, value in fresh_buffers(workload).items()}
     inputs, keywords = pytree.tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, (call.inputs, call.keywords))
-    with torch.enable_grad(), Recorder(model) as recorder:
-        output = torch.func.functional_call(model, {**leaves, **buffers}, inputs, keywords)
-        [replayed] = recorder.calls
-        for name, leaf in leaves.items():
-            if leaf.requires_grad:
-                leaf.register_hook(recorder._parameter(name))  # type: ignore[no-untyped-call]
-        outputs = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        given = [g for g in call.output_gradient if g is not None]
-        if given and len(given) == len(outputs):
-            torch.autograd.backward(outputs, [g.cpu().to(out.dtype) for g, out in zip(given, outputs, strict=True)])
-    return replayed.notes
+
+    def replay() -> dict[Key, Tensor]:
+        with torch.enable_grad(), Recorder(model) as recorder:
+            output = model(*inputs, **keywords)
+            [replayed] = recorder.calls
+            for name, leaf in leaves.items():
+                if leaf.requires_grad:
+                    leaf.register_hook(recorder._parameter(name))  # type: ignore[no-untyped-call]
+            outputs = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            given = [g for g in call.output_gradient if g is not None]
+            if given and len(given) == len(outputs):
+                torch.autograd.backward(outputs, [g.cpu().to(out.dtype) for g, out in zip(given, outputs, strict=True)])
+        return replayed.notes
+
+    return with_values(model, {**leaves, **buffers}, replay)
 
 
 def _perturbed(parameters: Tensors, case: Case, run: int) -> dict[str, Tensor]:
