@@ -354,6 +354,12 @@ class KeepsCopies(Plain):
         return h
 class Detaches(Plain):
     def hidden(self, x): return super().hidden(x) * torch.sigmoid(self.a(-x)).mean(-1, keepdim=True).detach()
+class Borrows(Plain):
+    def forward(self, x): return self.b(self.hidden(x)) + self.hidden(x) @ self.a.weight @ self.a.weight.T[:, :10]
+class Normed(Plain):
+    def __init__(self):
+        super().__init__()
+        nn.utils.parametrizations.weight_norm(self.b)
 class W:
     def model(self): return {cls}()
     def batch(self, step): return torch.randn(24, 16, generator=torch.Generator().manual_seed(step))
@@ -372,6 +378,21 @@ def test_no_framework_is_accused_of_what_a_model_keeps(tmp_path: Path, cls: str)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
     records = read_records(tmp_path / "results").records
     assert len(records) == 2 and all(verdict.passed for record in records for verdict in record.verdicts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cls", ["Borrows", "Normed"])
+def test_stage_3_is_not_accused_of_weights_that_are_computed_or_used_elsewhere(tmp_path: Path, cls: str) -> None:
+    (file := tmp_path / "odd.py").write_text(ODD.replace("{cls}", cls))
+    model = describe(f"{file}:W").model
+    assert (model.reads_elsewhere, model.computes_weights) == (cls == "Borrows", cls == "Normed")
+    asked = ["--adapters", "deepspeed,fsdp2", "--workload", f"{file}:W", "--results", str(tmp_path / "results")]
+    suites = ["suites/test_memory.py", "suites/test_communication.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", *suites, *asked]
+    run = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
+    records = read_records(tmp_path / "results").records
+    assert len(records) >= 4 and all(verdict.passed for record in records for verdict in record.verdicts)
 
 
 def test_what_is_not_judged_yet_is_refused_with_its_reason() -> None:

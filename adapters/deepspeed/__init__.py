@@ -114,11 +114,12 @@ class DeepSpeed(Adapter):
         Weights and masters are two copies even in float32. At stage 3 they are two shards: DeepSpeed intends to share
         them, but compares a `torch.device` with a string. In bf16, stage 1 is another optimizer, `BF16_Optimizer`. It
         permanently keeps the whole float32 gradient and the bf16 gradient. If autograd keeps views of weights that
-        stage 3 gathers for every run of a module, the number of copies is unknown.
+        stage 3 gathers for every run of a module, the number of copies is unknown. So is what its linear layers save of
+        weights that are computed.
         """
         using = eager_recipe(case, f"eager-deepspeed-{case.layout.zero_stage}", casts_weights=True)
         model = case.workload.model
-        if case.layout.zero_stage == 3 and model.indexed and model.runs > 1:
+        if case.layout.zero_stage == 3 and (model.computes_weights or model.indexed and model.runs > 1):
             using = dataclasses.replace(using, activations_known=False)
         if not case.precision.is_mixed:
             return using
@@ -172,8 +173,11 @@ class DeepSpeed(Adapter):
 
     @classmethod
     def plans_traffic(cls, case: Case) -> bool:
-        """Stage 3 gathers for each module; how often for one that runs again is its prefetcher's choice."""
-        return not (case.layout.zero_stage == 3 and case.workload.model.runs > 1)
+        """Stage 3 gathers for each module. How often for one that runs again, or for a parameter that is used outside
+        its module, is its prefetcher's choice.
+        """
+        model = case.workload.model
+        return not (case.layout.zero_stage == 3 and (model.runs > 1 or model.reads_elsewhere))
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:

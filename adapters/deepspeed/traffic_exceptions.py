@@ -57,7 +57,25 @@ def compared_orders(case: Case) -> tuple[OneTimeTraffic, ...]:
     most = 4 + 4 * _USES * case.workload.model.runs * count
     reason = "until they have recorded in which order modules use weights, ranks see whether theirs is rank 0's"
     steps = (0, 1) if case.layout.num_micro_batches == 1 else (0,)
-    return (OneTimeTraffic(kind="broadcast", steps=steps, most_bytes=8 * most, most_calls=8, reason=reason),)
+    return (
+        OneTimeTraffic(kind="broadcast", steps=steps, most_bytes=8 * most, most_calls=8, reason=reason),
+        *_found_elsewhere(case),
+    )
+
+
+def _found_elsewhere(case: Case) -> tuple[OneTimeTraffic, ...]:
+    """Return what the first step gathers until stage 3 knows which weights are used outside their modules.
+
+    It gathers such a weight where it is read, and then with the module that reads it (`register_external_parameter`).
+    """
+    model = case.workload.model
+    if not model.reads_elsewhere:
+        return ()
+    shapes = parameter_shapes(model).values()
+    times = 2 * case.layout.num_micro_batches  # in a forward and a backward pass of each
+    num_bytes = times * case.precision.weights.itemsize * sum(math.prod(shape) for shape in shapes)
+    reason = "weights that a function of another module uses are gathered where it reads them, until that is known"
+    return (OneTimeTraffic(kind="all_gather", steps=(0,), most_bytes=num_bytes, most_calls=len(shapes), reason=reason),)
 
 
 _USES = 4

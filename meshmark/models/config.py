@@ -222,6 +222,16 @@ class ModelConfig:
         """Number of `indexed` elements that are in blocks. Recomputed blocks keep no view."""
         return 0
 
+    @property
+    def computes_weights(self) -> bool:
+        """True if a linear layer's weight is computed from parameters, as weight normalisation does."""
+        return False
+
+    @property
+    def reads_elsewhere(self) -> bool:
+        """True if a parameter is used while the module that has it does not run, as by a function of another module."""
+        return False
+
     def refusals(self, case: Case) -> list[str]:
         """Return why the model cannot be trained under `case` with any adapter, one reason each."""
         return []

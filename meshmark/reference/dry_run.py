@@ -58,6 +58,10 @@ class Use:
     """As `ModelConfig.runs`."""
     chooses: bool
     """As `OwnModelConfig.chooses`."""
+    computes_weights: bool
+    """As `ModelConfig.computes_weights`."""
+    reads_elsewhere: bool
+    """As `ModelConfig.reads_elsewhere`."""
 
 
 def use_of(own: OwnWorkload, module: nn.Module, batch: Any) -> Use:  # noqa: ANN401
@@ -85,7 +89,7 @@ def use_of(own: OwnWorkload, module: nn.Module, batch: Any) -> Use:  # noqa: ANN
     handles += [part.register_forward_pre_hook(enter, with_kwargs=True) for part in module.modules()]
     handles += [part.register_forward_hook(leave) for part in module.modules()]
     wholes = {p.untyped_storage().data_ptr(): p for p in module.parameters()}
-    indexed = set[int]()
+    indexed, computed, elsewhere = set[int](), set[int](), set[int]()
     blocks = OwnModel.around(module, own).blocks.values()
     in_blocks = {p.untyped_storage().data_ptr() for block in blocks for p in block.parameters()}
     linear = torch.nn.functional.linear
@@ -93,8 +97,10 @@ def use_of(own: OwnWorkload, module: nn.Module, batch: Any) -> Use:  # noqa: ANN
     def note(tensor: Tensor) -> Tensor:
         address = tensor.untyped_storage().data_ptr()
         whole = wholes.get(address)
-        if whole is not None and (tensor.shape, tensor.stride()) != (whole.shape, whole.stride()):
+        if whole is not None and tensor is not whole:
             indexed.add(address)
+        if whole is not None and not inside[id(whole)]:
+            elsewhere.add(address)
         return tensor
 
     def linear_of_a_whole(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -102,6 +108,8 @@ def use_of(own: OwnWorkload, module: nn.Module, batch: Any) -> Use:  # noqa: ANN
         before, found = set(indexed), linear(x, weight, bias)
         if isinstance(weight, nn.Parameter):
             indexed.intersection_update(before)
+        elif weight.untyped_storage().data_ptr() not in wholes:
+            computed.add(id(weight))
         return found
 
     torch.nn.functional.linear = linear_of_a_whole  # type: ignore[assignment]
@@ -133,6 +141,8 @@ def use_of(own: OwnWorkload, module: nn.Module, batch: Any) -> Use:  # noqa: ANN
         repeats=max(runs.values(), default=0) > 1,
         runs=max(calls.values(), default=1),
         chooses=choices.found,
+        computes_weights=bool(computed),
+        reads_elsewhere=bool(elsewhere),
     )
 
 

@@ -182,6 +182,8 @@ def _described(target: str) -> Workload:
         has_scalars=any(p.dim() == 0 for p in parameters),
         has_float_inputs=any(leaf.is_floating_point() for leaf in _leaves(batch)),
         chooses=use.chooses,
+        computes_weights=use.computes_weights,
+        reads_elsewhere=use.reads_elsewhere,
         couples_rows=couples,
         has_batch_norms=has_batch_norms,
         layers=layers,

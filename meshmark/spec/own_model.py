@@ -108,6 +108,8 @@ class OwnModelConfig(ModelConfig):
     runs: int = 1
     has_scalars: bool = False
     has_float_inputs: bool = False
+    computes_weights: bool = False
+    reads_elsewhere: bool = False
     chooses: bool = False
     """True if it selects the largest of computed values, as a router picks experts. Rounding may decide these."""
     repeats: bool = False
