@@ -245,6 +245,40 @@ def test_the_first_bad_commit_is_found(
     assert len(listed.splitlines()) == 1  # nothing is left
 
 
+MERGED = {
+    "good": "",
+    "a1": "good",
+    "b1": "good",
+    "a2": "a1",
+    "b2": "b1",
+    "m1": "b2 a2",
+    "c1": "b1",
+    "m2": "m1 c1",
+    "e": "m2",
+}
+"""The parents of each commit. Dates are in this order, so that the branches are mixed in a listing by date."""
+
+
+@pytest.mark.usefixtures("repository")
+@pytest.mark.parametrize("first", [name for name in MERGED if name != "good"])
+def test_the_first_bad_commit_of_a_history_with_merges_is_found(first: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A good commit says nothing of another branch's commits, which a listing may have before it."""
+    made, wrong = dict[str, str](), dict[str, bool]()
+    for minute, (name, parents) in enumerate(MERGED.items()):
+        wrong[name] = name == first or any(wrong[parent] for parent in parents.split())
+        Path("planted.json").write_text(json.dumps({"correct": not wrong[name], "name": name}))
+        subprocess.run(["git", "add", "-A"], check=True)
+        tree = subprocess.run(["git", "write-tree"], check=True, capture_output=True, text=True).stdout.strip()
+        date = f"2026-01-01T00:{minute:02}:00"
+        who = {f"GIT_{role}_{what}": "a" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+        stem = ["git", "commit-tree", tree, "-m", name, *(word for p in parents.split() for word in ("-p", made[p]))]
+        dated = {**os.environ, **who, "GIT_AUTHOR_DATE": date, "GIT_COMMITTER_DATE": date}
+        made[name] = subprocess.run(stem, check=True, capture_output=True, text=True, env=dated).stdout.strip()
+    asked = ["bisect", "--good", made["good"], "--bad", made["e"], "--fail-on", "wrong", "--launches", "1"]
+    assert main([*asked, "--", "-k", "x"]) == 0
+    assert f"first bad: {made[first][:7]}" in capsys.readouterr().out
+
+
 def test_a_commit_is_run_in_the_folder_that_it_was_called_in(
     repository: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -345,6 +345,31 @@ def test_a_case_that_no_longer_fits_stays_lost_and_the_run_goes_on(tmp_path: Pat
     runner.close()
 
 
+def test_a_node_that_is_started_twice_is_refused_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHMARK_RDZV_SECRET", "a secret of this test")
+    rdzv, second, met = f"127.0.0.1:{free_port()}", threading.Event(), dict[int, list[str]]()
+
+    def run(rank: int) -> None:
+        with Cluster(ClusterSpec(nnodes=2, node_rank=rank, rdzv=rdzv)) as node:
+            assert second.wait(30)
+            met[rank] = node.exchange("result", f"of {rank}", seconds=30)
+
+    running = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    running[0].start()
+    early = Cluster(ClusterSpec(nnodes=2, node_rank=0, rdzv=rdzv))
+    early._store = early._connect(b"a secret of this test")
+    running[1].start()
+    while not early._store.check(["claimed/1"]):
+        time.sleep(0.01)
+    with pytest.raises(ClusterError, match="node 1 of 2 has joined the run at .* before: is its command running twice"):
+        Cluster(ClusterSpec(nnodes=2, node_rank=1, rdzv=rdzv)).__enter__()
+    early._close()
+    second.set()
+    for thread in running:
+        thread.join(timeout=60)
+    assert met == {0: ["of 0", "of 1"], 1: ["of 0", "of 1"]}
+
+
 def test_a_wait_for_nodes_is_told_and_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody there, somebody else there, and only node 0 there."""
     monkeypatch.setenv("MESHMARK_RDZV_SECRET", "a secret of this test")

@@ -249,6 +249,11 @@ class Cluster:
                 if spec.node_rank == 0:
                     self._server = StoreServer(listen(spec.host, spec.port), secret)
                 self._store = self._connect(secret)
+                if self._store.add(f"claimed/{self._id}", 1) > 1:
+                    raise ClusterError(
+                        f"node {self._id} of {spec.nnodes} has joined the run at {spec.host}:{spec.port} before: is "
+                        "its command running twice, or do two nodes have the same --node-rank?"
+                    )
                 self._store.beat(self._id)  # otherwise a loss before the thread's first heartbeat goes unnoticed
                 threading.Thread(target=self._beat, daemon=True, name="meshmark-heartbeat").start()
                 self.exchange("join", "", seconds=_JOIN_SECONDS)

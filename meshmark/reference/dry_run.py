@@ -235,6 +235,12 @@ def _counted(case: Case, rank: int, step: int, casts_weights: bool) -> tuple[int
         saved.add(made := _Saved(tensor.detach()))
         return made
 
+    read = list[bool]()
+
+    def take_back(each: _Saved) -> Tensor:
+        read.append(True)
+        return each.tensor
+
     drawing = list[weakref.ref[Tensor]]()
     take = torch.get_rng_state
 
@@ -248,11 +254,13 @@ def _counted(case: Case, rank: int, step: int, casts_weights: bool) -> tuple[int
         whole |= _storages(weights.values())
     autocast = precision.is_mixed and not casts_weights
     with (
-        torch.autograd.graph.saved_tensors_hooks(note, lambda each: each.tensor),
+        torch.autograd.graph.saved_tensors_hooks(note, take_back),
         torch.autocast("cpu", low, autocast),
         _taking_states_by(taken),
     ):
         kept = torch.func.functional_call(model, weights, (given,)) if forward is model else forward(given)
+    if read:  # by a backward pass within the loss, as of forces: when the step's own begins, nobody can see
+        return None
     whole |= _storages(sent)
     # A block that is computed again keeps its arguments by name too, such as masks.
     named = [leaf for block in blocks for leaf in pytree.tree_leaves(block.keywords)]

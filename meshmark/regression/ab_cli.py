@@ -11,7 +11,7 @@ from pathlib import Path
 from meshmark.errors import InputError, signals_end_like_ctrl_c
 from meshmark.regression.alternate import MARGIN, SIDES, alternate
 from meshmark.regression.attempts import attempts_of
-from meshmark.regression.bisect import Search, bisect, steps_between
+from meshmark.regression.bisect import Search, bisect, suspects_between
 from meshmark.regression.cli import FAILED, add_gate, expect_timed, print_comparison
 from meshmark.regression.gate import DEFAULT_GATE, UNSURE, parse_gate
 from meshmark.regression.samples import LEAST_DEGREES
@@ -90,11 +90,11 @@ def _bisect(parsed: argparse.Namespace) -> int:
             f"--launches {parsed.launches} with --fail-on {parsed.fail_on or DEFAULT_GATE}: expected at least "
             f"{_LEAST_TIMED}, which show how launches scatter on this machine; or a gate without slower"
         )
-    steps = steps_between(parsed.good, parsed.bad)
+    suspects = suspects_between(parsed.good, parsed.bad)
     with signals_end_like_ctrl_c(), tempfile.TemporaryDirectory(prefix="meshmark-bisect-") as folder:
         options = _behind_dashes(parsed.options)
         search = Search(options=options, gate=gate, scratch=Path(folder), launches=parsed.launches)
-        found = bisect(parsed.good, steps, search)
+        found = bisect(parsed.good, suspects, search)
     print(f"first bad: {found.subject}")
     for change in found.changes:
         print(f"  {change}")
