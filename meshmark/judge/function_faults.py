@@ -25,6 +25,7 @@ from meshmark.judge.failed_step import SAME, Explanation, FailedStep, Fit
 from meshmark.judge.faults import Fault
 from meshmark.judge.truth import exact_loss
 from meshmark.judge.twin import Change
+from meshmark.models.mixture.module import Mixture
 from meshmark.models.module import Model
 from meshmark.reference.data import IGNORED, Batch
 from meshmark.reference.objective import loss_share
@@ -56,6 +57,8 @@ class _Variant:
 
     detail: str
     change: Change
+    couples_rows: bool = False
+    """Whether rows of one micro-batch affect each other, so that micro-batches must be computed one by one."""
 
 
 # --- Variants of modules.
@@ -70,7 +73,7 @@ def other_function(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation 
     for variant, parts in likely:
         if not failed.affords(1):
             break
-        left = _left(failed, _with_parts(failed, variant.change, parts), exact, _LEFT)
+        left = _left(failed, _with_parts(failed, variant, parts), exact, _LEFT)
         if left <= 1:
             found.append((left, f"{variant.detail}{failed.in_micro_batches(parts)}"))
     told = [detail for _, detail in sorted(found)]
@@ -98,10 +101,10 @@ def _likely(failed: FailedStep, variants: Sequence[_Variant]) -> list[tuple[_Var
     return [(variant, parts) for _, variant, parts in found[:_MOST_TRIED]] + of_backward
 
 
-def _with_parts(failed: FailedStep, change: Change, parts: _Parts) -> Tensors:
-    """Return the gradients with `change` in these micro-batches."""
-    right = failed.micro_batch_parts
-    if len(parts) == len(right):
+def _with_parts(failed: FailedStep, variant: _Variant, parts: _Parts) -> Tensors:
+    """Return the gradients with a variant in these micro-batches."""
+    right, change = failed.micro_batch_parts, variant.change
+    if len(parts) == len(right) and not variant.couples_rows:
         return failed.truth(failed.step, failed.batch, change=change)
     batches = list(failed.batch.micro_batches(len(right)))
     other = {i: failed.truth(failed.step, batches[i], change=change) for i in parts}
@@ -129,7 +132,7 @@ def _variants(failed: FailedStep) -> Iterator[_Variant]:
     """Yield the variants of every module, those of several modules before those of one."""
     workload = failed.case.workload
     calls, others = dict[str, list[str]](), dict[str, Mapping[str, _Function]]()
-    options, names_of_modules = list[tuple[str, str, float]](), list[str]()
+    options, names_of_modules, mixtures = list[tuple[str, str, float]](), list[str](), list[str]()
 
     def note(name: str, kind: str, func: _Function, args: Sequence[Any], given: Mapping[str, Any]) -> Tensor:
         calls.setdefault(kind, []).append(name)
@@ -138,6 +141,7 @@ def _variants(failed: FailedStep) -> Iterator[_Variant]:
 
     def recorded(model: Model) -> contextlib.AbstractContextManager[None]:
         options.extend(_options(model))
+        mixtures.extend(name for name, module in model.named_modules() if isinstance(module, Mixture))
         names_of_modules.extend(name for name, module in model.named_modules() if name and any(module.children()))
         return _taken(model, note)
 
@@ -160,6 +164,10 @@ def _variants(failed: FailedStep) -> Iterator[_Variant]:
                 if any(held[name] != value for name in modules):
                     detail = f"{_named(modules)} with {option} {value:g} in place of {held[modules[0]]:g}"
                     yield _Variant(detail=detail, change=Change(within=_setting(modules, option, value or _TINY)))
+    for modules in _groups(mixtures) if mixtures else ():
+        for detail, weigh in _WEIGHTS.items():
+            change = Change(within=_weighing(modules, weigh))
+            yield _Variant(detail=f"{_named(modules)} with {detail}", change=change, couples_rows=True)
     for rank in range(failed.case.layout.tp if failed.case.layout.tp > 1 else 0):
         for how, names in calls.items():
             for modules in _groups(list(dict.fromkeys(names))) if how not in ("layer norm", "positions") else ():
@@ -215,6 +223,83 @@ def _setting(modules: Sequence[str], option: str, value: float) -> Callable[[Mod
                 setattr(model.get_submodule(name), option, before)
 
     return within
+
+
+# --- Mixtures of experts that weigh experts otherwise. N tokens, E experts, K experts of a token.
+
+_Weigh = Callable[[Tensor, Tensor], Tensor]
+"""Returns the weights [N, K] of the chosen experts from all scores [N, E] and the numbers [N, K] of these experts."""
+
+
+def _with_room(factor: float, by_place: bool) -> _Weigh:
+    """Return weights of which those beyond an expert's capacity are zero: its tokens are dropped (arXiv:2006.16668).
+
+    An expert has room for `factor` K N / E tokens. The first that come are taken: token by token or, `by_place`, first
+    all of those whose first choice it is.
+    """
+
+    def weigh(scores_NE: Tensor, chosen_NK: Tensor) -> Tensor:
+        ordered = chosen_NK.T.flatten() if by_place else chosen_NK.flatten()
+        sent = F.one_hot(ordered, scores_NE.shape[1])
+        number = (sent.cumsum(0) * sent).sum(1)  # of a token among those that its expert is sent, from 1
+        taken = number <= math.ceil(factor * chosen_NK.numel() / scores_NE.shape[1])
+        taken_NK = taken.view(chosen_NK.T.shape).T if by_place else taken.view(chosen_NK.shape)
+        return scores_NE.gather(1, chosen_NK).softmax(-1) * taken_NK
+
+    return weigh
+
+
+_WEIGHTS: dict[str, _Weigh] = {
+    "weights that are the softmax over all experts, not over the chosen ones": (
+        lambda scores_NE, chosen_NK: scores_NE.softmax(-1).gather(1, chosen_NK)
+    ),
+    "weights that are the sigmoid of the scores": lambda scores_NE, chosen_NK: scores_NE.gather(1, chosen_NK).sigmoid(),
+    "equal weights of the chosen experts": (
+        lambda scores_NE, chosen_NK: torch.full_like(scores_NE.gather(1, chosen_NK), 1 / chosen_NK.shape[1])
+    ),
+    "the first of the chosen experts alone": (
+        lambda scores_NE, chosen_NK: (chosen_NK == chosen_NK[:, :1]).to(scores_NE) + 0 * scores_NE.gather(1, chosen_NK)
+    ),
+    **{
+        f"tokens dropped beyond a capacity of {factor:g} x the mean{order}": _with_room(factor, by_place)
+        for factor in (1.0, 1.25, 1.5, 2.0)
+        for order, by_place in (("", False), (", first choices first", True))
+    },
+}
+"""Other ways to weigh experts, by description."""
+
+
+def _weighing(modules: Sequence[str], weigh: _Weigh) -> Callable[[Model], Any]:
+    """Return a context in which these mixtures of experts weigh them so."""
+
+    @contextlib.contextmanager
+    def within(model: Model) -> Iterator[None]:
+        changed = [model.get_submodule(name) for name in modules]
+        with contextlib.ExitStack() as stack:
+            for each in changed:
+                assert isinstance(each, Mixture)
+                stack.enter_context(_weighed_by(each, weigh))
+            yield
+
+    return within
+
+
+@contextlib.contextmanager
+def _weighed_by(mixture: Mixture, weigh: _Weigh) -> Iterator[None]:
+    held, router = list[tuple[Tensor, Tensor]](), mixture.router
+
+    def route(scores_NE: Tensor) -> Tensor:
+        chosen_NK = router(scores_NE) if router else mixture.route(scores_NE)
+        held.append((scores_NE, chosen_NK))
+        return chosen_NK
+
+    mixture.router = route
+    mixture.weigh = lambda chosen_scores_NK: weigh(*held.pop())  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del mixture.weigh
+        mixture.router = router
 
 
 _OUTPUTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
