@@ -395,7 +395,9 @@ class AccelerateDeepSpeed(DeepSpeed):
     """The same configuration as the adapter `deepspeed`, given to Accelerate's plugin."""
 
     requires: ClassVar[tuple[Requirement, ...]] = (REQUIREMENT, *DeepSpeed.requires)
-    arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, divides=True, sums=Summing.MODULES)
+    arithmetic: ClassVar = Arithmetic(
+        casting=Casting.WEIGHTS, divides=True, sums=Summing.MODULES, adds_biases_apart=True
+    )
     capabilities: ClassVar = dataclasses.replace(
         DeepSpeed.capabilities,
         lacks={

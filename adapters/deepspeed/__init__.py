@@ -54,7 +54,7 @@ class DeepSpeed(Adapter):
     """Modules that DeepSpeed imports while it builds. This one decorates functions with `torch.compile`, which takes
     seconds.
     """
-    arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, sums=Summing.MODULES)
+    arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, sums=Summing.MODULES, adds_biases_apart=True)
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         families=frozenset(Family),

@@ -82,6 +82,11 @@ class Arithmetic:
     """
     sums: Summing = Summing.TENSORS
     """Order of sums at ZeRO stage 3, where frameworks observe modules. It has no effect at other stages."""
+    adds_biases_apart: bool = False
+    """True if linear layers at ZeRO stage 3 add biases to products that are rounded already, as DeepSpeed's do.
+
+    A bias that is smaller than half of the product's last place is then lost. It has no effect at other stages.
+    """
     splits_products: bool = False
     """True if linear layers and the loss are split over tensor-parallel ranks, as in Megatron-LM.
 

@@ -149,7 +149,7 @@ RUN_OPTIONS = (
         name="conformance",
         file=("cases",),
         is_flag=True,
-        help="also collect suites/test_conformance.py; it trains gpt-mini and chooses the precisions itself",
+        help="also collect suites/test_conformance.py; it trains gpt-mini; clauses about a precision choose it",
     ),
     RunOption(
         name="profile",

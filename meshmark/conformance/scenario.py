@@ -128,8 +128,9 @@ def _half(base: Case) -> Case:
 
 
 def _unmoved(base: Case) -> Case:
+    """Return the case with dropout and no updates, in fp32: rounding would hide a small difference of losses."""
     still = OptimizerSpec(kind=OptimizerKind.SGD, learning_rate=0.0, weight_decay=0.0, clip_norm=None)
-    dropping = _modelling(dropout=DROPOUT)(base)
+    dropping = _modelling(dropout=DROPOUT)(replace(base, precision=Precision.FP32))
     return _optimizing(lambda _: still)(dropping)
 
 
@@ -320,12 +321,14 @@ def plain_cells(
     global_batch: int | None = None,
     corpus: str | None = None,
     own: Workload | None = None,
+    precision: Precision = Precision.FP32,
 ) -> list[Case | InvalidLayout]:
     """Return the cells of a conformance pass of one adapter at a world size.
 
     They cover every ZeRO stage and every axis, and are otherwise as plain as the adapter supports. If it refuses
     these, they combine as much as it requires. The workload grows with the world unless `global_batch` is given. It
     trains on text, so a `corpus` of images is ignored. A user's `own` workload takes its place and does not grow.
+    Scenarios about a precision and about dropout choose it themselves; all others run in `precision`.
     """
     text = None if corpus and Path(corpus).is_dir() else corpus
     can, layouts = adapter.capabilities, list[Layout]()
@@ -348,6 +351,7 @@ def plain_cells(
                 adapter=name,
                 workload=trained if own else on_corpus(_grown(trained, layout, global_batch), text),
                 layout=layout,
+                precision=precision,
             )
             for layout in layouts
         ]

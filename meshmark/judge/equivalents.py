@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from meshmark.adapter.contract import Casting
 from meshmark.judge.tolerance_model import WAYS
-from meshmark.judge.twin import Twin
+from meshmark.judge.twin import BiasApart, Twin
 from meshmark.models.module import Model, random_bits
 from meshmark.models.transformer.module import Attention, FeedForward, rotate
 from meshmark.reference.data import Batch
@@ -100,7 +100,8 @@ class _Rewrite:
 
     def __call__(self, model: Model) -> None:
         for module in model.modules():
-            if type(module) is nn.Linear:
+            if type(module) in (nn.Linear, BiasApart):
+                module.apart = type(module) is BiasApart  # type: ignore[assignment]
                 module.__class__ = _Product
             elif type(module) is Attention and self.fuse:
                 module.__class__ = _AttentionByHand if self.forward else _FusedAttention
@@ -119,12 +120,14 @@ class _Product(nn.Linear):
     run: int
     other_forward: bool
     parts: int
+    apart: bool
+    """Whether the bias is added to a product that is rounded already."""
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.weight.chunk(self.parts)
         biases = [None] * len(weights) if self.bias is None else self.bias.chunk(self.parts)
         pairs = zip(weights, biases, strict=True)
-        found = [product(x, weight, bias, self.run, self.other_forward) for weight, bias in pairs]
+        found = [product(x, weight, bias, self.run, self.other_forward, self.apart) for weight, bias in pairs]
         return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
 
@@ -191,23 +194,28 @@ def _fused(x: Tensor, layers: list[nn.Linear], run: int, other_forward: bool) ->
         layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers
     ]
     weights: list[Tensor] = [layer.weight for layer in layers]
-    y = product(x, torch.cat(weights), torch.cat(biases), run, other_forward)
+    apart = any(isinstance(layer, _Product) and layer.apart for layer in layers)
+    y = product(x, torch.cat(weights), torch.cat(biases), run, other_forward, apart)
     return torch.split(y, [layer.out_features for layer in layers], dim=-1)
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, run: int, other_forward: bool) -> Tensor:
+def product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, run: int, other_forward: bool, apart: bool = False
+) -> Tensor:
     """Apply a linear layer in the dtype of autocast or of the weights, with inner sums in an order that depends on
     `run`.
 
-    The order changes in the backward pass and, with `other_forward`, also in the forward pass.
+    The order changes in the backward pass and, with `other_forward`, also in the forward pass. With `apart`, the bias
+    is added to the rounded product, except to one of two dimensions.
     """
     device = x.device.type
     if torch.is_autocast_enabled(device):
         kind = torch.get_autocast_dtype(device)
         x, weight, bias = x.to(kind), weight.to(kind), None if bias is None else bias.to(kind)
+    apart = apart and bias is not None and x.dim() > 2
     with torch.autocast(device, enabled=False):
-        found: Tensor = _Linear.apply(x, weight, bias, run, other_forward)  # type: ignore[no-untyped-call]
-    return found
+        found: Tensor = _Linear.apply(x, weight, None if apart else bias, run, other_forward)  # type: ignore[no-untyped-call]
+    return found + bias if apart and bias is not None else found
 
 
 class _Linear(torch.autograd.Function):

@@ -30,6 +30,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils import _pytree as pytree
@@ -196,6 +197,19 @@ UNCHANGED = Change()
 
 # --- The twin: what one process computes for a step on the run's own parameters and micro-batches.
 
+
+class BiasApart(nn.Linear):
+    """A linear layer that adds the bias to a product that is rounded already, except to one of two dimensions.
+
+    DeepSpeed's `LinearFunctionForZeroStage3` computes so.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None or x.dim() == 2:
+            return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight) + self.bias
+
+
 Gradients = Mapping[str, Tensor]
 
 
@@ -319,6 +333,10 @@ class Twin:
         if self.arithmetic.splits_products:
             assert isinstance(model, Transformer)
             split(model, tp)
+        if self.case.layout.zero_stage == 3 and self.arithmetic.adds_biases_apart:
+            for part in model.modules():
+                if type(part) is nn.Linear:
+                    part.__class__ = BiasApart
         self.rewrite(model)
         if self.case.layout.zero_stage == 3 and self.arithmetic.sums is not Summing.TENSORS:
             by_block = self.arithmetic.sums is Summing.BLOCKS

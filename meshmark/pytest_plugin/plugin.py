@@ -52,6 +52,7 @@ from meshmark.run.resume import KeptRecords, is_committed
 from meshmark.run.runner import Runner, profile
 from meshmark.run.throughput import values_of
 from meshmark.spec.case import CHOOSE, Case, Cell, InvalidLayout, expect_fit
+from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload
 
 # --- Assertion helpers of the suites.
@@ -209,15 +210,29 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         bases: list[Workload | None] = [*own, None] if len(own) < len(chosen.workloads) else [*own]
         batch, corpus = chosen.global_batch, chosen.corpus
         plain = {
-            "-".join([cell.adapter, cell.layout.id, *([base.id] if base else [])]): cell
+            "-".join([cell.adapter, cell.layout.id, *([base.id] if base else []), *_but_fp32(precision)]): cell
             for base in bases
+            for precision, named in [
+                (each, [str(each)] if each != Precision.FP32 else []) for each in chosen.precisions
+            ]
             for name, adapter in chosen.adapters.items()
             for world in (chosen.worlds if adapter.capabilities.degrees else [1])
             for cell in plain_cells(
-                name, adapter, world, global_batch=None if base else batch, corpus=None if base else corpus, own=base
+                name,
+                adapter,
+                world,
+                global_batch=None if base else batch,
+                corpus=None if base else corpus,
+                own=base,
+                precision=precision,
             )
         }
         _parametrize(metafunc, "conforming", plain)
+
+
+def _but_fp32(precision: Precision) -> list[str]:
+    """Return the last part of the id of a conformance pass: its precision, unless that is the default."""
+    return [] if precision == Precision.FP32 else [precision.name]
 
 
 def _parametrize(metafunc: pytest.Metafunc, name: str, cells: dict[str, Case | InvalidLayout]) -> None:
