@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import stat
 import subprocess
+import tempfile
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +20,7 @@ from meshmark.adapters import ADAPTERS
 from meshmark.conformance.scenario import SCENARIOS, plain_cells
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.errors import ResultsError
+from meshmark.launch import folders
 from meshmark.launch.cluster import Cluster, ClusterSpec, Scratch, _scratch_of_here
 from meshmark.launch.launch import ForkserverLauncher
 from meshmark.records.record import Status
@@ -135,3 +139,21 @@ def test_results_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with Cluster(ClusterSpec()) as cluster, pytest.raises(ResultsError, match="name another with --results"):
         Scratch(tmp_path / "file" / "results", cluster)
+
+
+def test_sockets_of_data_loaders_fit_into_a_rank_s_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the length from which on a warning says that they do not."""
+    most = next(n for n in range(1, 200) if folders.socket_warning(Path("/".ljust(n, "x")))) - 1
+    assert 40 <= most <= 60
+    with tempfile.TemporaryDirectory() as root:
+        for length, fits in ((most, True), (most + 1, False)):
+            temporary = Path(root) / ("x" * (length - len(root) - 1))
+            temporary.mkdir()
+            assert (folders.socket_warning(temporary) is None) == fits
+            monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+            with folders.private_folder() as own:
+                inner = tempfile.mkdtemp(prefix="pymp-", dir=own)  # as multiprocessing's `get_temp_dir` makes it
+                with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as stack:
+                    if not fits:
+                        stack.enter_context(pytest.raises(OSError, match="too long"))
+                    listener.bind(tempfile.mktemp(prefix="listener-", dir=inner))

@@ -118,14 +118,36 @@ def remove_folders(start: str) -> None:
 
 
 def folder_prefix() -> str:
-    """Return the prefix of the names of this process's folders."""
-    return f"meshmark-{os.getpid()}-{_token()}-"
+    """Return the prefix of the names of this process's folders.
+
+    It is short, because sockets of `multiprocessing` are in them, whose paths have a limit.
+    """
+    return f"meshmark-{_token(os.getpid())}-"
 
 
 @functools.cache
-def _token() -> str:
+def _token(pid: int) -> str:
     """A process's number is not enough: containers that share a temporary folder count from 1 each."""
-    return secrets.token_hex(8)
+    return secrets.token_hex(4)
+
+
+_LONGEST_SOCKET = 107
+"""Bytes of the longest path of a Unix socket."""
+_OWN_SOCKET = len("/meshmark-01234567-01234567/pymp-01234567/listener-01234567")
+
+
+def socket_warning(temporary: Path) -> str | None:
+    """Return a warning if sockets of `multiprocessing` in a rank's folder would have too long a path, else None.
+
+    Such a socket passes tensors of data-loader workers. A rank that cannot make it waits for them for ever.
+    """
+    length, most = len(os.fsencode(temporary)), _LONGEST_SOCKET - _OWN_SOCKET
+    if length <= most:
+        return None
+    return (
+        f"the temporary folder's path has {length} characters: from {most + 1} on, sockets of Python's multiprocessing "
+        "have too long a path there, and an engine with data-loader workers hangs; name a shorter one in TMPDIR"
+    )
 
 
 # --- Caches of frameworks. PyTorch compiles into $TMPDIR/torchinductor_USER and loads what it finds there. In a

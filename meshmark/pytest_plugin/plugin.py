@@ -9,8 +9,10 @@ import contextlib
 import dataclasses
 import gc
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -23,7 +25,7 @@ from meshmark.environment import describe
 from meshmark.errors import ClusterError, InputError, ResultsError, signals_end_like_ctrl_c
 from meshmark.judge.deviation import unsampled
 from meshmark.launch.cluster import Cluster
-from meshmark.launch.folders import private_caches
+from meshmark.launch.folders import private_caches, socket_warning
 from meshmark.launch.launch import LAUNCHERS
 from meshmark.models.config import Dataset
 from meshmark.pytest_plugin.entry import asks_for_suites
@@ -294,6 +296,7 @@ def runner(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Itera
     chosen = selection(pytestconfig)
     progress = Progress(pytestconfig)
     pytestconfig.pluginmanager.register(progress)
+    long_path = socket_warning(Path(tempfile.gettempdir()))
     with contextlib.ExitStack() as stack:
         stack.enter_context(_ending_the_run())
         stack.enter_context(private_caches())
@@ -307,7 +310,7 @@ def runner(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Itera
         progress.expect(request.session.items, running.refusal)
         crowded = crowding(chosen) if any(needs_all_ranks(item) for item in request.session.items) else []
         unmatched = unmatched_gaps(chosen.options.known_gaps, chosen.adapters)
-        for warning in [*crowded, *unheeded(os.environ), *unmatched]:
+        for warning in [*crowded, *unheeded(os.environ), *unmatched, *([long_path] if long_path else [])]:
             progress.say(warning)
         yield running
 
