@@ -585,6 +585,20 @@ def test_a_gather_with_a_right_backward_pass_is_not_noted_and_a_prepared_schedul
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "way, most, code, words",
+    [
+        ("in two", 0.25, 0, "all gradients are scaled to a norm of 0.25"),
+        ("on parts", 0.25, 0, "all gradients are scaled to a norm of 0.25"),
+        ("on parts", 0.1234, 3, "the script changes gradients in a hook or after the backward pass"),
+    ],
+)
+def test_shards_that_are_clipped_by_hand_are_not_wrong(way: str, most: float, code: int, words: str) -> None:
+    found, printed = check("--nproc", 2, SCRIPTS / "norm_by_hand.py", way, most)
+    assert found == code and words in printed and "wrong:" not in printed, printed
+
+
+@pytest.mark.slow
 def test_a_remainder_is_no_mean_that_was_asked_for() -> None:
     code, printed = check("--nproc", 2, "--objective", "rows", SCRIPTS / "factors.py", "remainder")
     assert code == 1 and "wrong: a remainder of micro-batches" in printed, printed

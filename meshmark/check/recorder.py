@@ -519,8 +519,10 @@ class Recorder:
         step = self.step
         if not self.active or self.inside_model or self.in_backward or step is None or not step.calls or step.groups:
             return
-        self.reduces = True
-        values = [t for t in tensors if t.is_floating_point() and t.numel() > 1]
+        given = list(tensors)
+        # Numbers alone are no gradients: what clips by hand adds up the squares of each rank's norm.
+        self.reduces = self.reduces or any(t.numel() > 1 for t in given)
+        values = [t for t in given if t.is_floating_point() and t.numel() > 1]
         if values and not any(g is not None for g in step.calls[-1].gradients):
             if function is None:
                 step.gathered = step.gathered or name

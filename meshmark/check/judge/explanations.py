@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -232,11 +233,17 @@ def _scaled_by_rank(wrong: WrongGradients) -> list[float]:
     return factors if max(factors) - min(factors) > CLAMPED * max(factors) else []
 
 
+_ROUND = 5e-5
+"""Relative difference up to which a norm is a number of two digits."""
+
+
 def _is_clipped_by_hand(own: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> bool:
-    """Return whether gradients are the right ones scaled down to a norm that is a round number, such as 0.1 or 5."""
+    """Return whether gradients are the right ones scaled down to a norm of two digits, such as 0.1, 0.25 or 5."""
     norm = norm_of(own)
-    multiples = [norm * k for k in (1, 2, 10)]
-    return norm < 0.999 * norm_of(exact) and any(x > 0.5 and abs(x - round(x)) < 1e-4 * min(x, 1.0) for x in multiples)
+    if not 0.0 < norm < 0.999 * norm_of(exact):
+        return False
+    digits = norm / 10.0 ** (math.floor(math.log10(norm)) - 1)  # from 10 to 100
+    return abs(digits - round(digits)) < _ROUND * digits
 
 
 def _clamped(own: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float | None:
