@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from meshmark.check import rank
+from tests.test_cluster import free_port
 from tests.test_orphans import heed_signals, processes_of, wait_until
 
 ROOT = Path(__file__).parent.parent
@@ -596,6 +597,47 @@ def test_a_gather_with_a_right_backward_pass_is_not_noted_and_a_prepared_schedul
 def test_shards_that_are_clipped_by_hand_are_not_wrong(way: str, most: float, code: int, words: str) -> None:
     found, printed = check("--nproc", 2, SCRIPTS / "norm_by_hand.py", way, most)
     assert found == code and words in printed and "wrong:" not in printed, printed
+
+
+@pytest.mark.slow
+def test_two_agents_of_torchrun_meet_in_one_folder(tmp_path: Path) -> None:
+    """Each node has an agent, whose process number is another."""
+    port = str(free_port())
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    meeting = ["--master-addr", "127.0.0.1", "--master-port", port, "-m", "meshmark.check"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    agents = [
+        subprocess.Popen(
+            [*torchrun, "--node-rank", str(node), *meeting, str(SCRIPTS / "gru_accumulation.py")],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    printed = [agent.communicate(timeout=120)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], printed
+    assert "RIGHT: gru_accumulation.py" in printed[0] and "2 ranks (DDP)" in printed[0], printed
+    wait_until(lambda: not [*tmp_path.glob("meshmark-check-*")], seconds=30)
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_keep_their_recordings_in_a_new_folder(tmp_path: Path) -> None:
+    """The first rank makes the folder, and others may come later."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [
+        *torchrun,
+        "-m",
+        "meshmark.check",
+        "--keep",
+        str(tmp_path / "kept"),
+        str(SCRIPTS / "gru_accumulation.py"),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for code, words in ((0, "RIGHT: gru_accumulation.py"), (1, "it exists, and recordings need a new folder")):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == code and words in done.stdout + done.stderr, done
 
 
 @pytest.mark.slow

@@ -21,13 +21,16 @@ from meshmark.launch.cluster import Cluster, ClusterSpec
 from meshmark.launch.launch import ForkserverLauncher, LaunchResult
 from meshmark.passes.noise import NUM_RUNS, TIME_LIMIT_SECONDS, noise_key, num_chunks, perturb, read_noise, write_noise
 from meshmark.records.rank_report import RankFailure
-from meshmark.records.record import Status
+from meshmark.records.record import Status, code_digest_of
 from meshmark.records.request import Request
+from meshmark.reference.own_model import describe
 from meshmark.run.runner import Runner, RunOptions
+from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
 from tests.factories import make_case
+from tests.test_own_model import ODD
 
 FLOOR = NoiseFloor(
     runs=[
@@ -148,3 +151,22 @@ def test_any_number_of_threads_perturbs_and_hashes_the_same(monkeypatch: pytest.
     assert weight.unique().numel() > 1, "something was changed"
     weight.view(-1)[-1] += 1
     assert digest(weight.numpy()) != found[0][1]
+
+
+def test_noise_of_a_user_s_model_is_that_of_its_code_wherever_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package of the project beside the workload's folder, as in a `src` layout."""
+    (tmp_path / "src" / "hidden_layers").mkdir(parents=True)
+    (helper := tmp_path / "src" / "hidden_layers" / "__init__.py").write_text("from torch import tanh as act\n")
+    (tmp_path / "workloads").mkdir()
+    (file := tmp_path / "workloads" / "mine.py").write_text(
+        "from hidden_layers import act\n" + ODD.replace("torch.tanh(", "act(").replace("{cls}", "Plain")
+    )
+    monkeypatch.syspath_prepend(tmp_path / "src")
+    case = Case(adapter="ddp", workload=describe(f"{file}:W"), layout=Layout(dp=2))
+    before = noise_key(case, 3)
+    assert noise_key(case, 3) == before
+    helper.write_text("from torch import exp as act\n")
+    code_digest_of.cache_clear()
+    assert noise_key(case, 3) != before

@@ -30,13 +30,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE.md", help="write the verdict as a page too")
 
 
-def mistake_in(parsed: argparse.Namespace) -> str | None:
-    """Return what is wrong with the options, or None."""
+def mistake_in(parsed: argparse.Namespace, *, makes_folder: bool = True) -> str | None:
+    """Return what is wrong with the options, or None. Of several ranks, one makes the folder that must be new."""
     if parsed.steps < 1:
         return f"--steps must be 1 or more, got {parsed.steps}"
     if not 0 < parsed.max_disk < math.inf:
         return f"--max-disk must be a number of GB above 0, got {parsed.max_disk:g}"
-    if parsed.keep and Path(parsed.keep).exists():
+    if makes_folder and parsed.keep and Path(parsed.keep).exists():
         return f"--keep {parsed.keep}: it exists, and recordings need a new folder"
     if parsed.output and not Path(parsed.output).absolute().parent.is_dir():
         return f"there is no folder for {parsed.output}"

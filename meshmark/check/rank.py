@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import select
 import shutil
 import signal
@@ -52,9 +53,9 @@ def main(arguments: list[str]) -> NoReturn:
     parser.add_argument("--temporary", action="store_true", help=argparse.SUPPRESS)
     parsed = parser.parse_args(arguments)
     script = Path(parsed.script)
-    if mistake := mistake_in(parsed):
-        parser.error(mistake)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if mistake := mistake_in(parsed, makes_folder=rank == 0):
+        parser.error(mistake)
     try:
         place = Path(parsed.folder) if parsed.folder else meeting_folder(parsed, rank)
     except InputError as error:
@@ -117,7 +118,10 @@ def meeting_folder(parsed: argparse.Namespace, rank: int) -> Path:
 def _meeting_places() -> list[Path]:
     """Return the folders that all ranks of one torchrun can name: among temporary files and, because anybody can take
     that name before them, among the user's own caches."""
-    name = "-".join(["meshmark-check", str(os.getuid()), os.environ.get("MASTER_PORT", "0"), str(os.getppid())])
+    run = str(os.getppid())
+    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":  # ranks of several agents, which have a run's id in common
+        run = re.sub(r"[^A-Za-z0-9]", "_", os.environ.get("TORCHELASTIC_RUN_ID", "none"))[:40]
+    name = "-".join(["meshmark-check", str(os.getuid()), os.environ.get("MASTER_PORT", "0"), run])
     places = [Path(tempfile.gettempdir()) / name]
     with contextlib.suppress(RuntimeError):  # the user has no home
         places.append(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshmark" / name)

@@ -80,8 +80,8 @@ def diagnose(
     at = _WrongStep(step=first, excesses=here, drifted=drifted, twin=twin)
     found = _at(case, trace, deviations, tolerance_model, at)
     loss = min((step for q, step in wrong if q in (QuantityKind.LOSS.of(), QuantityKind.TWIN_LOSS.of())), default=first)
-    # A bias that is added twice, or left out, is zero at first.
-    if found.fault in (Fault.SCALED, Fault.MISSING) and loss > first:
+    # A bias that is added twice, or left out, is zero at first. Where replicas have drifted, so has the loss.
+    if found.fault in (Fault.SCALED, Fault.MISSING) and loss > first and not (drift and drift.step == first):
         told = f"from step {loss} on the loss is wrong too, so the forward pass or its batch is"
         there = {q: e for (q, step), e in wrong.items() if step == loss}
         later = _WrongStep(step=loss, excesses=there, drifted=False, twin=twin, search=at.search)
@@ -101,9 +101,11 @@ def diagnose(
             detail = f"the sum over tensor-parallel ranks: their gradients of {names} add up to the truth"
             return dataclasses.replace(drift, fault=Fault.NOT_REDUCED, detail=detail)
         return dataclasses.replace(drift, detail=f"{drift.detail}, which is wrong too")
-    if found.fault is Fault.NOT_REDUCED and drifted and (reported := nobody_reduced(case, trace, first)):
-        weights = found.detail.partition("; ")[2]
-        return dataclasses.replace(found, detail=f"{reported}; on the lowest, {weights}" if weights else reported)
+    apart = (Fault.NOT_REDUCED, Fault.SCALED)  # one number is a multiple of any other
+    if found.fault in apart and drifted and (reported := nobody_reduced(case, trace, first)):
+        weights = found.detail.partition("; ")[2] if found.fault is Fault.NOT_REDUCED else ""
+        told = f"{reported}; on the lowest, {weights}" if weights else reported
+        return dataclasses.replace(found, fault=Fault.NOT_REDUCED, detail=told)
     return _on_compared_ranks(found, [each for each in drifts if set(each.ranks) <= set(drift.ranks)])
 
 

@@ -116,6 +116,14 @@ def _whose(own: Tensors, rows: Sequence[Tensors], names: Sequence[str], dp: int)
     """Return the data-parallel rank whose sequences alone produce all these gradients, or None."""
     basis = np.stack([np.concatenate([row[n].ravel() for n in names]) for row in rows], axis=1)
     gradient = np.concatenate([np.asarray(own[n], dtype=np.float64).ravel() for n in names])
+    if gradient.size < basis.shape[1]:  # any number is some sum of more numbers
+        of_ranks = basis.reshape(gradient.size, dp, -1).sum(axis=2).T
+        near = [
+            rank
+            for rank, part in enumerate(of_ranks)
+            if any(np.linalg.norm(gradient - times * part) <= _ALONE * np.linalg.norm(gradient) for times in (1, dp))
+        ]
+        return near[0] if len(near) == 1 else None
     weights = np.linalg.lstsq(basis, gradient, rcond=None)[0]
     if np.linalg.norm(gradient - basis @ weights) > LEFT_OVER * np.linalg.norm(gradient):
         return None
@@ -137,6 +145,10 @@ _CLEARLY = 3.0
 """An explanation with one more constant is better if it leaves this many times less unexplained."""
 _VARIES = 0.01
 """Relative difference of a factor between steps from which it is no constant."""
+_ALONE = 1e-4
+"""Relative difference up to which a few numbers are one rank's part."""
+_ONE = 5e-5
+"""Difference from 1 that four digits do not show: such weights explain nothing."""
 _PER_PART = 16
 """Number of elements per part of the batch that is needed to fit weights of the parts."""
 _ALIKE = 3.0
@@ -265,7 +277,7 @@ def _weighed(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None
     parts = failed.parts(batch)
     counted = [i for i, part in enumerate(parts) if part.weights.any()]
     weights = fit.weights(*(fit.flat(failed.row_parts[i]) for i in counted))
-    if weights is None or _is_by_chance(weights):
+    if weights is None or _is_by_chance(weights) or bool(np.all(np.abs(weights - 1) < _ONE)):
         return None
     found = np.full(len(parts), np.nan)  # of a part that is masked whole, nothing can be known
     found[counted] = weights
@@ -278,9 +290,11 @@ def _weighed_rows(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation |
     """
     (name, *others), batch = failed.names, failed.batch
     own, right = (np.asarray(t[name], dtype=np.float64) for t in (failed.trace.gradients[failed.step], exact))
+    if others or own.ndim < 2:
+        return None
     off = np.linalg.norm((own - right).reshape(len(own), -1), axis=1)
     rows = np.flatnonzero(off > LEFT_OVER * off.max())
-    if others or own.ndim < 2 or len(rows) > len(own) / 4:
+    if len(rows) > len(own) / 4:
         return None
     basis = np.stack([part[name][rows].ravel() for part in failed.row_parts], axis=1)
     counted = np.flatnonzero(basis.any(axis=0))
@@ -335,7 +349,7 @@ def read_weights(weights: NDArray[np.float64], failed: FailedStep, batch: Batch)
         if elsewhere := failed.others_with(np.flatnonzero(nothing.ravel())):
             here = "it" if len(failed.names) == 1 else "them"
             return Fault.MISSING, f"{few} are in {elsewhere} other gradients, but not in {here}; {listed}"
-        return Fault.DROPPED, f"{few} are not in it; {listed}"
+        return Fault.DROPPED, f"{few} are not in it{_of_others(grid, absent)}; {listed}"
     unit = failed.case.workload.unit
     for parts, name in ((layout.dp, "ranks"), (size, "micro-batches"), (weights.size, failed.parts_name)):
         totals = np.array([float(b.weights.sum()) for b in batch.micro_batches(parts)])
@@ -346,6 +360,23 @@ def read_weights(weights: NDArray[np.float64], failed: FailedStep, batch: Batch)
     if told := _of_micro_batches(failed, grid) or _of_one_rank(grid):
         return Fault.UNEVEN, f"{told}; {listed}"
     return Fault.UNEVEN, listed
+
+
+def _of_others(grid: NDArray[np.float64], absent: NDArray[np.bool_]) -> str:
+    """Return whose sequences ranks may have read in the place of their own: others then count several times.
+
+    `grid` holds the weights of sequences by rank and micro-batch. `absent` tells by rank and micro-batch whether none
+    of them counts.
+    """
+    away = np.flatnonzero(absent.all(axis=1))
+    there = np.flatnonzero(~absent.any(axis=1))
+    if not away.size or not there.size or away.size + there.size != len(absent) or len(absent) % there.size:
+        return ""
+    times = len(absent) // there.size
+    if not np.allclose(grid[there][~np.isnan(grid[there])], times, rtol=SAME):
+        return ""
+    given = f"the sequences of {there.tolist()}, which count {times} times"
+    return f", as where data-parallel ranks {away.tolist()} read {given} (or as a mean over the rest of the batch)"
 
 
 def _of_micro_batches(failed: FailedStep, grid: NDArray[np.float64]) -> str:
@@ -409,6 +440,8 @@ def _fitted_in_region(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanati
     if sum(int(mask.sum()) for mask in region.values()) < max(FEW, _PER_PART * len(failed.parts(failed.batch))):
         return None
     there = Fit(failed, own, exact, region)
+    if np.linalg.norm(there.own - there.exact) <= there.allowed:
+        return None  # anything would fit that is almost right
     for hypothesis in (_weighed, _previous, _old_weights, _other_batch):
         if found := hypothesis(failed, there, exact):
             return found[0], f"{describe_region(region)} alone: {found[1]}"
@@ -452,8 +485,8 @@ def _other_batch(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | 
         other = make_batch(failed.case.workload, step)
         parts = [*failed.parts_of_ranks(failed.step, other), *failed.rank_parts]
         if (weights := fit.weights(*map(fit.flat, parts))) is not None:
-            ranks = [r for r in range(dp) if abs(weights[r]) > SAME]
-            return Fault.OTHER_BATCH, f"the batch of step {step} on data-parallel ranks {ranks}"
+            if ranks := [r for r in range(dp) if abs(weights[r]) > SAME]:
+                return Fault.OTHER_BATCH, f"the batch of step {step} on data-parallel ranks {ranks}"
     return None
 
 

@@ -430,7 +430,7 @@ def _old_values(
         values = {}
         for name in names:
             value = np.array(now[name])
-            rows = slice(None) if rank is None or not value.ndim else rows_of(rank, failed.num_shards, len(value))
+            rows = ... if rank is None or not value.ndim else rows_of(rank, failed.num_shards, len(value))
             value[rows] = before[name][rows]
             if not np.array_equal(value, now[name]):
                 values[name] = value

@@ -57,6 +57,7 @@ from meshmark.records.request import Request, Task
 from meshmark.reference.data import data_digest
 from meshmark.serial import encode
 from meshmark.spec.case import Case
+from meshmark.spec.own_model import OwnModelConfig
 from meshmark.text import pluralize
 
 # --- Lost nodes.
@@ -611,8 +612,11 @@ def _facts(request: Request) -> dict[str, str]:
     facts |= {f"version of {name}": version for name, version in versions().items()}
     for each in load_adapter(request.adapter).requires:
         facts[f"version of {each.distribution}"] = installed(each.distribution) or "none"
-    code = code_digest_of(request.adapter)
-    return facts | {"code of Meshmark": code_digest(), "code of the adapter and of what it imports": code[:12]}
+    facts |= {"code of Meshmark": code_digest()}
+    facts |= {"code of the adapter and of what it imports": code_digest_of(request.adapter)[:12]}
+    if isinstance(own := request.case.workload.model, OwnModelConfig):
+        facts |= {"code of the workload and of what it imports": code_digest_of(own.target)[:12]}
+    return facts
 
 
 def _gpus(request: Request, spec: ClusterSpec) -> dict[str, str]:

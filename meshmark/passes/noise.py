@@ -36,7 +36,7 @@ from meshmark.adapter.contract import Adapter, Arithmetic, Casting
 from meshmark.adapter.engine import Engine, RankContext, begin_step
 from meshmark.adapter.single import SingleEngine, reduced_backward
 from meshmark.algorithms.contract import GradientRule, Tensors
-from meshmark.environment import machine
+from meshmark.environment import installed, machine
 from meshmark.judge.deviation import Sample, num_replicas
 from meshmark.judge.equivalents import with_equivalents
 from meshmark.judge.layered import all_cores, assess_pieces
@@ -44,17 +44,20 @@ from meshmark.judge.tolerance_model import Comparisons, NoiseFloor, noise_run
 from meshmark.judge.trace import Trace, host_copies, stored_copies
 from meshmark.judge.truth import assess_replicas
 from meshmark.judge.twin import Twin
+from meshmark.models.config import ModelConfig
 from meshmark.models.module import Block, random_bits, row_blocks
 from meshmark.passes.judging import fingerprint
 from meshmark.passes.kernels import ATTENTION, VARIABLES
 from meshmark.passes.observe import MOST_LEFT_OUT
 from meshmark.records.rank_report import RankReport
+from meshmark.records.record import code_digest_of
 from meshmark.records.request import Request
 from meshmark.reference.data import Batch, data_digest
 from meshmark.serial import decode, encode
 from meshmark.spec.algorithm import SYNCHRONOUS
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
+from meshmark.spec.own_model import OwnModelConfig
 from meshmark.spec.precision import Dtype
 
 # --- The optimizer of one replica, in the precision of its engine, for algorithms that ask for it.
@@ -180,8 +183,14 @@ def noise_key(case: Case, steps: int, device: str = "cpu", sample: Sample | None
         *(["twin"] if case.precision.is_mixed and sample is None else []),
         *(["sampled"] if sample else []),
         *([str(case.tuning.arithmetic)] if case.tuning.arithmetic else []),
+        *_code_of(case.workload.model),
     ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _code_of(model: ModelConfig) -> list[object]:
+    """Return what tells the code of a user's own model, wherever it lies. Its id tells that of its own folder alone."""
+    return [code_digest_of(model.target), installed("transformers")] if isinstance(model, OwnModelConfig) else []
 
 
 def _arithmetic(device: str) -> list[object]:

@@ -325,9 +325,12 @@ def _is_stored(path: Path, content: bytes) -> bool:
 def records_path(given: Path) -> Path:
     """Return the file of records that a folder, or a file, stands for.
 
-    Raises `InputError` if it is a device or, in a folder, a pipe.
+    Raises `InputError` if it is a device or, in a folder, a pipe, and `ResultsError` if nobody lets us look.
     """
-    path = given / "records.jsonl" if given.is_dir() else given
+    try:
+        path = given / "records.jsonl" if given.is_dir() else given
+    except OSError as error:
+        raise ResultsError(f"{given}: {error.strerror}; name another with --results") from error
     refuse_device(path)
     if path is not given:
         refuse_pipe(path)
