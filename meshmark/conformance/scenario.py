@@ -321,14 +321,13 @@ def plain_cells(
     global_batch: int | None = None,
     corpus: str | None = None,
     own: Workload | None = None,
-    precision: Precision = Precision.FP32,
 ) -> list[Case | InvalidLayout]:
     """Return the cells of a conformance pass of one adapter at a world size.
 
     They cover every ZeRO stage and every axis, and are otherwise as plain as the adapter supports. If it refuses
     these, they combine as much as it requires. The workload grows with the world unless `global_batch` is given. It
     trains on text, so a `corpus` of images is ignored. A user's `own` workload takes its place and does not grow.
-    Scenarios about a precision and about dropout choose it themselves; all others run in `precision`.
+    They are in fp32. Given in another precision, all scenarios run in that one but those about a precision or dropout.
     """
     text = None if corpus and Path(corpus).is_dir() else corpus
     can, layouts = adapter.capabilities, list[Layout]()
@@ -351,7 +350,6 @@ def plain_cells(
                 adapter=name,
                 workload=trained if own else on_corpus(_grown(trained, layout, global_batch), text),
                 layout=layout,
-                precision=precision,
             )
             for layout in layouts
         ]

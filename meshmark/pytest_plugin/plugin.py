@@ -212,21 +212,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         bases: list[Workload | None] = [*own, None] if len(own) < len(chosen.workloads) else [*own]
         batch, corpus = chosen.global_batch, chosen.corpus
         plain = {
-            "-".join([cell.adapter, cell.layout.id, *([base.id] if base else []), *_but_fp32(precision)]): cell
+            "-".join([cell.adapter, cell.layout.id, *([base.id] if base else []), *_but_fp32(precision)]): (
+                dataclasses.replace(cell, precision=precision)
+            )
             for base in bases
-            for precision, named in [
-                (each, [str(each)] if each != Precision.FP32 else []) for each in chosen.precisions
-            ]
+            for precision in chosen.precisions
             for name, adapter in chosen.adapters.items()
             for world in (chosen.worlds if adapter.capabilities.degrees else [1])
             for cell in plain_cells(
-                name,
-                adapter,
-                world,
-                global_batch=None if base else batch,
-                corpus=None if base else corpus,
-                own=base,
-                precision=precision,
+                name, adapter, world, global_batch=None if base else batch, corpus=None if base else corpus, own=base
             )
         }
         _parametrize(metafunc, "conforming", plain)
