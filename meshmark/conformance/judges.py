@@ -11,6 +11,7 @@ from meshmark.judge.deviation import QuantityKind, by_replica, num_replicas
 from meshmark.judge.tolerance_model import MULTIPLES, compare, gradient_norms
 from meshmark.measure.laps import Interval, mean_interval
 from meshmark.passes.clauses import MESSAGE
+from meshmark.passes.observe import MOST_LEFT_OUT
 from meshmark.records.record import MemoryEvidence, PeerEnd, Record, Status
 from meshmark.reference.data import make_batch
 from meshmark.spec.precision import NARROW
@@ -248,6 +249,10 @@ def _saved(kept: MemoryEvidence, recomputed: MemoryEvidence) -> list[Finding]:
 def overflow(record: Record) -> Finding:
     moved = [int(s["moved"][0]) for s in record.conformance.samples]
     skipped = decide(not any(moved), f"parameters moved by the overflowing step, by rank: {moved}")
+    if (tried := record.training.left_out) >= MOST_LEFT_OUT:
+        told = f"after it, {tried} attempts at later steps overflow as well, and none is taken"
+        why = "are the gradients of a skipped step cleared, and does the loss scale fall?"
+        return all_of(skipped, decide(False, f"{told} ({why})"))
     return all_of(skipped, equivalent(record))
 
 

@@ -22,6 +22,8 @@ SAME = 1e-5
 Other masks move gradients by half a per cent or more.
 """
 TINY = 1e-30
+_ALIKE = 3
+"""Number of equal losses in a row that dropout does not draw."""
 
 
 def dropout(record: Record) -> Finding:
@@ -30,6 +32,7 @@ def dropout(record: Record) -> Finding:
     first, draws = samples[0], np.concatenate(losses)
     reference = np.array(first["reference"])
     again = sum(len(own) - len(set(own)) for own in losses)
+    off = _off_since(losses[0])
     alike = sum(float(np.sum(a == b)) for i, a in enumerate(losses) for b in losses[:i])
     chance = len(draws) // 16  # float32 has some 1e5 numbers in the spread of the losses: a pair may be equal
     z = statistics.NormalDist().inv_cdf(1 - FALSE_ALARMS / 8)
@@ -41,7 +44,7 @@ def dropout(record: Record) -> Finding:
     few = student(z, len(first["size"]) - 1)
     shift = first["evaluation"][0] / first["exact"][0] - 1
     return all_of(
-        decide(again <= chance, f"{again} of {len(draws)} losses came twice on a rank"),
+        decide(again <= chance, f"{again} of {len(draws)} losses came twice on a rank{off}"),
         decide(alike <= chance, f"{int(alike)} losses equal on different data-parallel ranks"),
         decide(
             abs(away) < z and abs(spread) < z,
@@ -55,6 +58,15 @@ def dropout(record: Record) -> Finding:
         decide(not drifts, f"gradients reported by several ranks {drift_text(drifts)}"),
         decide(abs(shift) < EVALUATION_TOLERANCE, f"evaluation without dropout off by {shift:.1e}"),
     )
+
+
+def _off_since(losses: NDArray[np.float64]) -> str:
+    """Return since when all losses of a rank are equal, as without dropout. Empty if the last ones differ."""
+    first = next((i for i in range(len(losses)) if len(set(losses[i:])) == 1), len(losses))
+    if len(losses) - first < _ALIKE:
+        return ""
+    why = ": it stays off after the evaluation" if first == len(losses) // 2 else ""
+    return f" (no dropout from step {first} on{why})"
 
 
 def draws_again(kept: Record, recomputed: Record) -> Finding:

@@ -93,11 +93,17 @@ class Diagnosis:
 MOST_NAMES = 5
 
 
+_NEARER = 0.3
+"""Share of a factor's distance from 1 that it may be from a quantity that names it."""
+
+
 def named_factor(factor: float, known: Mapping[str, float], tolerance: float = 1e-3) -> str:
     """Return `factor` with every known quantity that it equals, such as `0.5 = 1/dp = 1/num_micro_batches`.
 
-    Where several fit, the text says how to tell them apart.
+    A quantity must be much nearer to it than 1 is, which is right. Where several fit, the text says how to tell them
+    apart.
     """
-    matching = [name for name, value in known.items() if abs(factor - value) <= tolerance * abs(value)]
+    off = _NEARER * abs(factor - 1)
+    matching = [name for name, value in known.items() if abs(factor - value) <= min(tolerance * abs(value), off)]
     several = " (a layout in which these differ tells which)" if len(matching) > 1 else ""
     return " = ".join([f"{factor:.7g}", *matching]) + several

@@ -616,6 +616,8 @@ _CUT = 0.95
 """Share of a tensor up to which it is wrong in part."""
 _MOST_TOLD = 3
 """Largest number of equally good rules that are reported."""
+_GROUP = 3
+"""Fewest wrong parameters that are not by chance all in one group."""
 
 
 def explain_updates(failed: FailedStep) -> Explanation | None:
@@ -641,7 +643,7 @@ def explain_updates(failed: FailedStep) -> Explanation | None:
             + " in this step, but in the next one" * _moves_again(failed),
         )
     exact = replay(failed, ExactOptimizer(failed.case.workload.optimizer))
-    return (
+    found = (
         _zero_for_none(failed, exact)
         or in_other_places(failed, after, exact)
         or _closest_hypothesis(failed, exact)
@@ -652,6 +654,16 @@ def explain_updates(failed: FailedStep) -> Explanation | None:
         or _decayed(failed, exact)
         or rounding(_relative(failed, exact), "updates")
     )
+    return (found[0], f"{found[1]}{_of_group(failed)}") if found else None
+
+
+def _of_group(failed: FailedStep) -> str:
+    """Return in which group of the optimizer's all wrong parameters are, if it has two. Empty if they are in both."""
+    spec = failed.case.workload.optimizer
+    decays = {spec.decays(name) for name in failed.names}
+    if not spec.groups_decay or len(failed.names) < _GROUP or len(decays) > 1:
+        return ""
+    return f", all in the group with{'' if decays.pop() else 'out'} weight decay"
 
 
 def _moves_again(failed: FailedStep) -> bool:
