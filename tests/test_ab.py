@@ -107,7 +107,15 @@ def test_pairs_end_when_all_is_decided(tmp_path: Path) -> None:
         (rate,) = (change for change in found.changes if change.metric == "tokens/s")
         assert rate.outcome is outcome
         assert rate.effect and rate.effect.lowest < 1 / factor - 1 < rate.effect.highest
-    assert len(said) < 3 * 60 and "1 of 1 case decided; " in said[-1]
+    assert len(said) < 3 * 60 and "1 of 1 case decided; " in said[-2]
+    assert said[-1].startswith("note: both sides ran the same code")
+
+
+def test_sides_that_ran_other_code_are_not_said_to_have_run_the_same(tmp_path: Path) -> None:
+    said: list[str] = []
+    other = dataclasses.replace(make_timed().environment, packages_digest="another")
+    alternate(side(0.1), side(0.2, environment=other), tmp_path, most_pairs=8, say=said.append)
+    assert said and not any("same code" in text for text in said)
 
 
 def busy(processor: float) -> Callable[[Path], list[Record]]:

@@ -123,11 +123,24 @@ def alternate(
         say(f"pair {pair + 1}: {decided if trials else 'nothing is timed, so one pair does'}; {seconds:.0f} s")
         if not open_cases and (pair + 1 >= LEAST_PAIRS or not trials):
             break
+    if _code_of(ours) == _code_of(theirs):
+        say(
+            "note: both sides ran the same code, for all that their cases import is the same. A package that is "
+            "installed here is of neither side: install it as an editable one, or put its folder on PYTHONPATH"
+        )
     found = compare(ours, theirs, across=True)
     alpha = ALPHA / max(len(trials), 1)
     rest = [change for change in found.changes if change.kind is not Kind.SLOWER]
     rows = [row for case, trial in trials.items() for row in trial.changes(case, alpha, margin, pair_seconds)]
     return dataclasses.replace(found, changes=[*rest, *rows])
+
+
+def _code_of(records: Sequence[Record]) -> set[str]:
+    """Return what is known of the code that each case ran."""
+    return {
+        repr((r.case.id, r.sources, r.environment.commit, r.environment.packages_digest, r.environment.versions))
+        for r in records
+    }
 
 
 def _add(trials: dict[str, CaseTrials], ours: Sequence[Record], theirs: Sequence[Record], pair: int) -> None:
