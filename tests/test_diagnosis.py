@@ -529,6 +529,31 @@ def test_an_optimizer_that_a_checkpoint_did_not_bring_back() -> None:
     assert "back at their initial values" in found(start, Fault.UPDATE, 1).detail
 
 
+def test_moments_of_another_rank_s_part_of_a_flat_buffer_are_named() -> None:
+    """As where every rank reads the first rank's file of moments."""
+    spec = CASE.workload.optimizer
+
+    def of_first(trace: Trace) -> None:
+        taken = ExactOptimizer(spec)
+        for step in range(STEPS - 1):
+            after = taken.step(trace.parameters[step], trace.gradients[step])
+            assert taken.optimizer is not None
+            if step == 0:
+                states = [taken.optimizer.state[p] for p in taken.parameters.values()]
+                for moment in ("exp_avg", "exp_avg_sq"):
+                    flat = torch.cat([state[moment].flatten() for state in states])
+                    half = -(-len(flat) // 2)
+                    flat[half:] = flat[: len(flat) - half].clone()
+                    for state, part in zip(states, torch.split(flat, [s[moment].numel() for s in states]), strict=True):
+                        state[moment].copy_(part.view_as(state[moment]))
+        trace.parameters[2] = {n: p.astype(np.float32) for n, p in after.items()}
+
+    case = dataclasses.replace(CASE, layout=dataclasses.replace(CASE.layout, zero_stage=1))
+    diagnosis = examine(of_first, case=case)
+    assert diagnosis and diagnosis.fault is Fault.MISPLACED and diagnosis.step == 1, diagnosis
+    assert diagnosis.detail.startswith("with the moments of rank 0's part of a flat buffer in that of rank 1")
+
+
 def test_what_is_told_wrong_while_all_that_is_trained_is_right() -> None:
     def loss(trace: Trace) -> None:
         trace.losses[1] *= 2

@@ -7,6 +7,7 @@ no more than rounding, or a tenth of the deviation.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -107,6 +108,10 @@ def update_hypotheses(
             )
             yield UpdateHypothesis(fault=Fault.UPDATE, detail=detail, optimizer=_StepsOften(spec, times))
     yield from _hypotheses_of_memory(spec, failed_step)
+    for rank, other in itertools.permutations(range(shards), 2) if failed_step and shards <= _MOST_SHARDS else ():
+        detail = f"with the moments of rank {other}'s part of a flat buffer in that of rank {rank}, from this step on"
+        swapped = _TakesShard(spec, failed_step, shards, (rank, other))
+        yield UpdateHypothesis(fault=Fault.MISPLACED, detail=detail, optimizer=swapped)
     if len(wrong) == 2 and failed_step:
         exchanged = _ExchangesMoments(spec, failed_step, (wrong[0], wrong[1]))
         detail = f"with the moments of {wrong[0]} and {wrong[1]} exchanged before this step"
@@ -541,6 +546,32 @@ class _TakesMoments(_ForgetsNow):
             for index, own in enumerate(parameters):
                 for name, moment in kept[(index + self.places) % len(parameters)].items():
                     self.optimizer.state[own][name].copy_(moment)
+
+
+_MOST_SHARDS = 4
+"""Number of ranks up to which one rank's part of the moments is looked for in the place of another's."""
+
+
+class _TakesShard(_ForgetsNow):
+    """Once gives one rank's part of all parameters, laid out one behind the other, the moments of another rank's."""
+
+    def __init__(self, spec: OptimizerSpec, step: int, shards: int, places: tuple[int, int]) -> None:
+        super().__init__(spec, step, _MOMENTS[spec.kind])
+        self.shards, self.places = shards, places
+
+    def change_all(self) -> None:
+        assert self.optimizer is not None
+        kept = [self.optimizer.state[p] for p in self.parameters.values() if p in self.optimizer.state]
+        for name in self.names:
+            held = [state[name] for state in kept if name in state]
+            if not held:
+                continue
+            flat = torch.cat([moment.flatten() for moment in held])
+            own, other = (rows_of(rank, self.shards, len(flat)) for rank in self.places)
+            part = flat[other].clone()[: own.stop - own.start]
+            flat[own.start : own.start + len(part)] = part
+            for moment, values in zip(held, torch.split(flat, [m.numel() for m in held]), strict=True):
+                moment.copy_(values.view_as(moment))
 
 
 class _ExchangesMoments(_ForgetsNow):
