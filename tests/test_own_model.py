@@ -24,6 +24,7 @@ from meshmark.judge.truth import ExactOptimizer, assess_replicas, initial_values
 from meshmark.models.module import block_of, build_model, parameter_shapes, sizes_by_block, skeleton
 from meshmark.records.record_file import read_records
 from meshmark.reference.data import make_batch, on_corpus
+from meshmark.reference.dry_run import activation_bytes
 from meshmark.reference.objective import parameter_groups
 from meshmark.reference.own_model import OwnModel, describe, load_workload, reference_values
 from meshmark.serial import decode, encode
@@ -393,6 +394,21 @@ def test_stage_3_is_not_accused_of_weights_that_are_computed_or_used_elsewhere(t
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
     records = read_records(tmp_path / "results").records
     assert len(records) >= 4 and all(verdict.passed for record in records for verdict in record.verdicts)
+
+
+FORCES = """
+        x = x.clone().requires_grad_()
+        energy = model(x).square().sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return energy + force.square().sum(), torch.tensor(float(len(x)))"""
+
+
+def test_activations_of_a_loss_that_differentiates_within_itself_are_not_planned(tmp_path: Path) -> None:
+    """As an interatomic potential's does. When a step's own backward pass begins, nobody can see."""
+    for name, loss, is_planned in (("plain", PARTS["loss"], True), ("forces", FORCES, False)):
+        (tmp_path / name).mkdir()
+        case = Case(adapter="ddp", workload=describe(written(tmp_path / name, loss=loss)), layout=Layout(dp=2))
+        assert (activation_bytes(case, 0, 1, casts_weights=False) is not None) == is_planned
 
 
 def test_what_is_not_judged_yet_is_refused_with_its_reason() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from meshmark.adapter.contract import Arithmetic, Casting, Summing
 from meshmark.adapter.engine import RankContext
@@ -18,15 +19,18 @@ from meshmark.adapter.single import Single, SingleEngine, reduced_backward
 from meshmark.judge.deviation import Deviations, QuantityKind
 from meshmark.judge.diagnosis import diagnose
 from meshmark.judge.faults import Fault
+from meshmark.judge.other_roundings import with_other_roundings
 from meshmark.judge.tolerance_model import ToleranceModel, fit, noise_run
 from meshmark.judge.trace import Trace, host_copies
 from meshmark.judge.truth import assess
 from meshmark.judge.twin import Twin, rounded_gradients, twin_of
+from meshmark.models.module import Model, build_model
 from meshmark.reference.data import make_batch
 from meshmark.reference.own_model import describe
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision
+from meshmark.spec.workload import workload
 from tests.factories import make_case, make_workload
 
 STEPS = 2
@@ -262,3 +266,48 @@ def test_a_backward_pass_that_finds_other_weights_finds_them_in_every_rank_s_par
     far = np.linalg.norm(expected - right)
     assert far > 0.1 * np.linalg.norm(right)
     assert np.linalg.norm(found - expected) < 0.1 * far
+
+
+class WideSum(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T + self.bias if self.bias is not None else x @ self.weight.T
+
+
+class NarrowSum(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.weight.T
+        if self.bias is not None:
+            y += self.bias
+        return y
+
+
+@pytest.mark.parametrize("casting", list(Casting))
+@pytest.mark.parametrize("layer", [WideSum, NarrowSum])
+def test_biases_that_are_added_to_rounded_products_are_no_defect(layer: type[nn.Linear], casting: Casting) -> None:
+    """A bias below half of a product's last place is lost, as small ones are: no noise would allow for it."""
+
+    def rewrite(model: nn.Module) -> None:
+        for part in model.modules():
+            if type(part) is nn.Linear:
+                part.__class__ = layer
+
+    case = Case(adapter="ddp", workload=workload("gpt-mini"), layout=Layout(dp=2), precision=Precision.BF16)
+    twin = Twin(case=case, arithmetic=Arithmetic(casting=casting), device=torch.device("cpu"))
+    values = {n: p.detach().numpy().copy() for n, p in initialized(case).named_parameters()}
+    for name in values:
+        values[name] += np.float32(2.5e-4) * name.endswith("bias")
+    batch = make_batch(case.workload, 0)
+    own = dataclasses.replace(twin, rewrite=rewrite).step(values, batch)
+    plain = twin.step(values, batch)
+    trace = Trace(parameters=[values], losses=[own.loss], gradients=[dict(own.gradients)])
+    assert abs(plain.loss - own.loss) > 1e-5
+    found = with_other_roundings(twin, plain, trace, values, batch, 0)
+    assert found.loss == own.loss and all(np.array_equal(found.gradients[n], own.gradients[n]) for n in values)
+    trace.gradients[0]["head.norm.weight"] = trace.gradients[0]["head.norm.weight"] * 1.00001
+    assert with_other_roundings(twin, plain, trace, values, batch, 0) is plain
+
+
+def initialized(case: Case) -> Model:
+    model = build_model(case.workload.model)
+    model.initialize(case.workload.seed)
+    return model

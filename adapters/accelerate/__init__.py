@@ -396,7 +396,7 @@ class AccelerateDeepSpeed(DeepSpeed):
 
     requires: ClassVar[tuple[Requirement, ...]] = (REQUIREMENT, *DeepSpeed.requires)
     arithmetic: ClassVar = Arithmetic(
-        casting=Casting.WEIGHTS, divides=True, sums=Summing.MODULES, adds_biases_apart=True
+        casting=Casting.WEIGHTS, divides=True, sums=Summing.MODULES, adds_biases_apart_at=frozenset({3})
     )
     capabilities: ClassVar = dataclasses.replace(
         DeepSpeed.capabilities,

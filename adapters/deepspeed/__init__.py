@@ -54,7 +54,9 @@ class DeepSpeed(Adapter):
     """Modules that DeepSpeed imports while it builds. This one decorates functions with `torch.compile`, which takes
     seconds.
     """
-    arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, sums=Summing.MODULES, adds_biases_apart=True)
+    arithmetic: ClassVar = Arithmetic(
+        casting=Casting.WEIGHTS, sums=Summing.MODULES, adds_biases_apart_at=frozenset({3})
+    )
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         families=frozenset(Family),

@@ -82,10 +82,10 @@ class Arithmetic:
     """
     sums: Summing = Summing.TENSORS
     """Order of sums at ZeRO stage 3, where frameworks observe modules. It has no effect at other stages."""
-    adds_biases_apart: bool = False
-    """True if linear layers at ZeRO stage 3 add biases to products that are rounded already, as DeepSpeed's do.
+    adds_biases_apart_at: frozenset[int] = frozenset()
+    """ZeRO stages at which linear layers add biases to products that are rounded already, as `x @ W.T + bias` does.
 
-    A bias that is smaller than half of the product's last place is then lost. It has no effect at other stages.
+    A bias that is smaller than half of the product's last place is then lost. DeepSpeed's layers do so at stage 3.
     """
     splits_products: bool = False
     """True if linear layers and the loss are split over tensor-parallel ranks, as in Megatron-LM.

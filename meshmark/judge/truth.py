@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from meshmark import rank_progress
 from meshmark.algorithms.contract import GradientRule, Tensors
 from meshmark.errors import AdapterError
-from meshmark.judge.chunked_head import with_chunked_head
 from meshmark.judge.deviation import (
     Deviation,
     Deviations,
@@ -43,6 +42,7 @@ from meshmark.judge.deviation import (
     deviation,
     global_norm,
 )
+from meshmark.judge.other_roundings import with_other_roundings
 from meshmark.judge.trace import Trace, observed_run
 from meshmark.judge.twin import (
     UNCHANGED,
@@ -222,7 +222,7 @@ def assess_replicas(
             for replica, (trace, t) in enumerate(zip(traces, twins, strict=True)):
                 whole = replace(t, gradients=reduced[replica])
                 if len(traces) == 1:
-                    whole = with_chunked_head(twin, whole, trace, here[0], algorithm.part(batch, 0), step)
+                    whole = with_other_roundings(twin, whole, trace, here[0], algorithm.part(batch, 0), step)
                 for quantity, value in whole.deviations(trace, step, right[replica]).items():
                     note(replica, quantity, value)
             for way, other in twin.others.items():

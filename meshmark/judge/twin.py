@@ -210,6 +210,13 @@ class BiasApart(nn.Linear):
         return F.linear(x, self.weight) + self.bias
 
 
+def add_biases_apart(model: nn.Module, layer: type[nn.Linear] = BiasApart) -> None:
+    """Make linear layers add biases to products that are rounded already."""
+    for part in model.modules():
+        if type(part) is nn.Linear:
+            part.__class__ = layer
+
+
 Gradients = Mapping[str, Tensor]
 
 
@@ -333,10 +340,8 @@ class Twin:
         if self.arithmetic.splits_products:
             assert isinstance(model, Transformer)
             split(model, tp)
-        if self.case.layout.zero_stage == 3 and self.arithmetic.adds_biases_apart:
-            for part in model.modules():
-                if type(part) is nn.Linear:
-                    part.__class__ = BiasApart
+        if self.case.layout.zero_stage in self.arithmetic.adds_biases_apart_at:
+            add_biases_apart(model)
         self.rewrite(model)
         if self.case.layout.zero_stage == 3 and self.arithmetic.sums is not Summing.TENSORS:
             by_block = self.arithmetic.sums is Summing.BLOCKS

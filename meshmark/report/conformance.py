@@ -25,6 +25,7 @@ from meshmark.report.table import Markup, block, inline
 from meshmark.report.table import table as markdown
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
+from meshmark.spec.precision import Precision
 from meshmark.text import clip, describe_error, pluralize
 
 _MARKS = {
@@ -71,7 +72,8 @@ class AdapterColumn:
         layout = self.base.layout
         stage = f" ZeRO-{layout.zero_stage}" if layout.zero_stage and "fsdp" not in self.base.adapter else ""
         own = f" on {self.base.workload.id}" if self.base.workload.dataset is Dataset.OWN else ""
-        return f"{self.base.adapter}{stage}{own}"
+        precision = f" in {self.base.precision}" if self.base.precision != Precision.FP32 else ""
+        return f"{self.base.adapter}{stage}{own}{precision}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -230,10 +230,10 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp gpipe", k.SkipsToTheOtherCell, F.FORWARD, workload=AMOEBANET),
     # Experts
     *on("ddp fsdp2", e.RoutesToOne, F.FORWARD, F.MISSING, workload=MIXTURE),
-    *on("ddp gpipe", e.WeighsOverAll, F.FORWARD, workload=MIXTURE),
+    *on("ddp gpipe", e.WeighsOverAll, F.VARIANT, workload=MIXTURE),
     *on("ddp", e.ExpertsSwapped, F.FORWARD, workload=MIXTURE),
     *on("ddp fsdp2", e.GateLearnsNothing, F.MISSING, workload=MIXTURE),
-    *on("ddp", e.DropsTokens, F.FORWARD, workload=MIXTURE),
+    *on("ddp", e.DropsTokens, F.VARIANT, workload=MIXTURE),
     *on("ddp", e.OneTokenElsewhere, F.FORWARD, workload=MIXTURE),
     # Buffers
     *on("gpipe pipeline", k.InfersOnStages, F.BUFFERS, workload=AMOEBANET),

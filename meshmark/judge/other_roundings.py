@@ -1,16 +1,22 @@
-"""Heads that take some positions at a time, in 16 bits.
+"""Roundings to 16 bits that a correct run may have and no adapter declares: biases added apart, heads in chunks.
+
+A linear layer that is written as `x @ weight.T + bias` rounds the product before it adds the bias. Where a bias is
+smaller than half of the product's last place, it is lost.
 
 Logits of a whole batch are the largest tensor of many a model. A loss that is computed in chunks never holds them. The
 gradient of the head's weight is then a sum of products that are each rounded to 16 bits, and all other gradients are
-those of the twin. The sum can be computed for the usual chunks, so that no noise needs to be allowed for: a run's
-gradient is that of one of them, or it is wrong.
+those of the twin.
+
+Both can be computed, so that no noise needs to be allowed for: a run's gradients are those of one of them, or they are
+wrong.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -19,7 +25,7 @@ from torch.nn import functional as F
 
 from meshmark.algorithms.contract import Tensors
 from meshmark.judge.trace import Trace
-from meshmark.judge.twin import Twin, TwinStep
+from meshmark.judge.twin import Twin, TwinStep, add_biases_apart
 from meshmark.models.module import Model
 from meshmark.reference.data import Batch
 
@@ -29,25 +35,50 @@ _NUMBERS = (2, 3, 4, 6, 8, 16)
 """Numbers of chunks that are tried."""
 
 
-def with_chunked_head(
+def with_other_roundings(
     twin: Twin, found: TwinStep, trace: Trace, parameters: Tensors, batch: Batch, step: int
 ) -> TwinStep:
-    """Return the twin's step, with the gradients of a chunked head if these are the run's.
+    """Return the twin's step, or that of another rounding if its gradients are the run's.
 
     Chunks are looked for only if the head's gradients are the only ones that are not the twin's.
     """
-    if not (names := _of_head(twin)):
-        return found
     own = trace.gradients[step]
     off = {name for name in found.gradients if _distance(own, found.gradients, name) > SAME}
-    if not off or not off <= names:
+    if not off or not twin.case.precision.is_mixed:
         return found
-    for rewrite in _rewrites(batch):
-        other = dataclasses.replace(twin, rewrite=rewrite).step_of(trace, parameters, batch, step)
-        if all(_distance(own, other.gradients, name) <= SAME for name in off):
-            chunked = {name: other.gradients[name] for name in off}
-            return dataclasses.replace(found, gradients={**found.gradients, **chunked})
+
+    def rewritten(rewrite: Callable[[Model], None]) -> TwinStep:
+        return dataclasses.replace(twin, rewrite=rewrite).step_of(trace, parameters, batch, step)
+
+    if off <= _of_head(twin):
+        for rewrite in _rewrites(batch):
+            other = rewritten(rewrite)
+            if all(_distance(own, other.gradients, name) <= SAME for name in off):
+                chunked = {name: other.gradients[name] for name in off}
+                return dataclasses.replace(found, gradients={**found.gradients, **chunked})
+    for layer in (_BiasAdded, _NarrowBiasAdded) if any(n.endswith("bias") for n in found.gradients) else ():
+        apart = rewritten(functools.partial(add_biases_apart, layer=layer))
+        if all(_distance(own, apart.gradients, name) <= SAME for name in found.gradients):
+            return apart
     return found
+
+
+class _BiasAdded(nn.Linear):
+    """Under autocast, the sum of the narrow product and the wide bias is wide."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight)
+        return y if self.bias is None else y + self.bias
+
+
+class _NarrowBiasAdded(nn.Linear):
+    """The sum in place is as narrow as the product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight)
+        if self.bias is not None:
+            y += self.bias
+        return y
 
 
 def _distance(own: Tensors, exact: Tensors, name: str) -> float:
@@ -58,9 +89,7 @@ def _distance(own: Tensors, exact: Tensors, name: str) -> float:
 
 
 def _of_head(twin: Twin) -> set[str]:
-    """Return the names of the parameters of the model's last linear layer. Empty where no rounding is 16 bits wide."""
-    if not twin.case.precision.is_mixed:
-        return set()
+    """Return the names of the parameters of the model's last linear layer."""
     head = next(reversed(twin.linear_layers), "")
     return {f"{head}.weight", f"{head}.bias"} if head else set()
 
