@@ -397,10 +397,11 @@ def test_stage_3_is_not_accused_of_weights_that_are_computed_or_used_elsewhere(t
 
 
 FORCES = """
-        x = x.clone().requires_grad_()
-        energy = model(x).square().sum()
-        (force,) = torch.autograd.grad(energy, x, create_graph=True)
-        return energy + force.square().sum(), torch.tensor(float(len(x)))"""
+        with torch.enable_grad():
+            x = x.clone().requires_grad_()
+            energy = model(x).square().sum()
+            (force,) = torch.autograd.grad(energy, x, create_graph=True)
+            return energy + force.square().sum(), torch.tensor(float(len(x)))"""
 
 
 def test_activations_of_a_loss_that_differentiates_within_itself_are_not_planned(tmp_path: Path) -> None:
