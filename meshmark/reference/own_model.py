@@ -950,6 +950,8 @@ def _expect_a_sum_and_a_weight(
     parts = [pytree.tree_map(lambda leaf, rows=rows: leaf[rows], batch) for rows in _halves(_num_rows(batch))]
     with torch.no_grad():
         halves = [own.loss(module, part) for part in parts]
+    # A loss that differentiates has a gradient here too.
+    total, halves = total.detach(), [(loss.detach(), count) for loss, count in halves]
     if abs(float(weight) - sum(float(w) for _, w in halves)) > _COUPLED * float(weight):
         raise InputError(
             f"workload {target!r}: the weights of two halves of a batch, "
