@@ -493,30 +493,34 @@ def test_parameters_that_stay_and_parameters_that_follow_another_rule() -> None:
     assert found(other(clip_norm=1.0), Fault.CLIPPING, 1).detail == "clipped to 1"
 
 
-def test_an_optimizer_that_a_checkpoint_did_not_bring_back() -> None:
-    spec = CASE.workload.optimizer
+def restored(trace: Trace, change: Callable[[ExactOptimizer], None]) -> None:
+    """Make the second step that of an optimizer whose states were changed after the first, as by a checkpoint."""
+    optimizer = ExactOptimizer(CASE.workload.optimizer)
+    for step in range(STEPS - 1):
+        after = optimizer.step(trace.parameters[step], trace.gradients[step])
+        if step == 0:
+            change(optimizer)
+    trace.parameters[2] = {n: p.astype(np.float32) for n, p in after.items()}
 
+
+def test_an_optimizer_that_a_checkpoint_did_not_bring_back() -> None:
     def forgetful(trace: Trace) -> None:
-        fresh = ExactOptimizer(spec)
-        for step in range(STEPS - 1):
-            after = fresh.step(trace.parameters[step], trace.gradients[step])
-            assert fresh.optimizer is not None
-            if step == 0:
-                for state in fresh.optimizer.state.values():
-                    state["exp_avg"].zero_()
-                    state["exp_avg_sq"].zero_()
-        trace.parameters[2] = {n: p.astype(np.float32) for n, p in after.items()}
+        def forget(optimizer: ExactOptimizer) -> None:
+            assert optimizer.optimizer is not None
+            for state in optimizer.optimizer.state.values():
+                state["exp_avg"].zero_()
+                state["exp_avg_sq"].zero_()
+
+        restored(trace, forget)
 
     def exchanging(trace: Trace) -> None:
-        taken = ExactOptimizer(spec)
-        for step in range(STEPS - 1):
-            after = taken.step(trace.parameters[step], trace.gradients[step])
-            assert taken.optimizer is not None
-            if step == 0:
-                one, other = (taken.optimizer.state[taken.parameters[name]] for name in pair)
-                for moment in ("exp_avg", "exp_avg_sq"):
-                    one[moment], other[moment] = other[moment], one[moment]
-        trace.parameters[2] = {n: p.astype(np.float32) for n, p in after.items()}
+        def exchange(optimizer: ExactOptimizer) -> None:
+            assert optimizer.optimizer is not None
+            one, other = (optimizer.optimizer.state[optimizer.parameters[name]] for name in pair)
+            for moment in ("exp_avg", "exp_avg_sq"):
+                one[moment], other[moment] = other[moment], one[moment]
+
+        restored(trace, exchange)
 
     pair = ("blocks.0.attention.q.weight", "blocks.0.attention.k.weight")
 
@@ -531,22 +535,19 @@ def test_an_optimizer_that_a_checkpoint_did_not_bring_back() -> None:
 
 def test_moments_of_another_rank_s_part_of_a_flat_buffer_are_named() -> None:
     """As where every rank reads the first rank's file of moments."""
-    spec = CASE.workload.optimizer
 
     def of_first(trace: Trace) -> None:
-        taken = ExactOptimizer(spec)
-        for step in range(STEPS - 1):
-            after = taken.step(trace.parameters[step], trace.gradients[step])
-            assert taken.optimizer is not None
-            if step == 0:
-                states = [taken.optimizer.state[p] for p in taken.parameters.values()]
-                for moment in ("exp_avg", "exp_avg_sq"):
-                    flat = torch.cat([state[moment].flatten() for state in states])
-                    half = -(-len(flat) // 2)
-                    flat[half:] = flat[: len(flat) - half].clone()
-                    for state, part in zip(states, torch.split(flat, [s[moment].numel() for s in states]), strict=True):
-                        state[moment].copy_(part.view_as(state[moment]))
-        trace.parameters[2] = {n: p.astype(np.float32) for n, p in after.items()}
+        def take(optimizer: ExactOptimizer) -> None:
+            assert optimizer.optimizer is not None
+            states = [optimizer.optimizer.state[p] for p in optimizer.parameters.values()]
+            for moment in ("exp_avg", "exp_avg_sq"):
+                flat = torch.cat([state[moment].flatten() for state in states])
+                half = -(-len(flat) // 2)
+                flat[half:] = flat[: len(flat) - half].clone()
+                for state, part in zip(states, torch.split(flat, [s[moment].numel() for s in states]), strict=True):
+                    state[moment].copy_(part.view_as(state[moment]))
+
+        restored(trace, take)
 
     case = dataclasses.replace(CASE, layout=dataclasses.replace(CASE.layout, zero_stage=1))
     diagnosis = examine(of_first, case=case)

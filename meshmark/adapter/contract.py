@@ -85,7 +85,8 @@ class Arithmetic:
     adds_biases_apart_at: frozenset[int] = frozenset()
     """ZeRO stages at which linear layers add biases to products that are rounded already, as `x @ W.T + bias` does.
 
-    A bias that is smaller than half of the product's last place is then lost. DeepSpeed's layers do so at stage 3.
+    A bias that is smaller than half of the product's last place is then lost. DeepSpeed's layers do so at stage 3,
+    except to inputs of two dimensions, and so does the twin.
     """
     splits_products: bool = False
     """True if linear layers and the loss are split over tensor-parallel ranks, as in Megatron-LM.

@@ -212,10 +212,10 @@ def product(
     if torch.is_autocast_enabled(device):
         kind = torch.get_autocast_dtype(device)
         x, weight, bias = x.to(kind), weight.to(kind), None if bias is None else bias.to(kind)
-    apart = apart and bias is not None and x.dim() > 2
+    inside, added = (None, bias) if apart and x.dim() > 2 else (bias, None)
     with torch.autocast(device, enabled=False):
-        found: Tensor = _Linear.apply(x, weight, None if apart else bias, run, other_forward)  # type: ignore[no-untyped-call]
-    return found + bias if apart and bias is not None else found
+        found: Tensor = _Linear.apply(x, weight, inside, run, other_forward)  # type: ignore[no-untyped-call]
+    return found if added is None else found + added
 
 
 class _Linear(torch.autograd.Function):

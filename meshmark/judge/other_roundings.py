@@ -56,11 +56,22 @@ def with_other_roundings(
             if all(_distance(own, other.gradients, name) <= SAME for name in off):
                 chunked = {name: other.gradients[name] for name in off}
                 return dataclasses.replace(found, gradients={**found.gradients, **chunked})
-    for layer in (_BiasAdded, _NarrowBiasAdded) if any(n.endswith("bias") for n in found.gradients) else ():
+    for layer in (_BiasAdded, _NarrowBiasAdded) if _may_add_biases(twin, found) else ():
         apart = rewritten(functools.partial(add_biases_apart, layer=layer))
         if all(_distance(own, apart.gradients, name) <= SAME for name in found.gradients):
             return apart
     return found
+
+
+def _may_add_biases(twin: Twin, found: TwinStep) -> bool:
+    """Return whether linear layers may add their biases otherwise than the twin's: not if it is declared already.
+
+    A compiled twin would be compiled again in every step, which takes seconds.
+    """
+    declared = twin.case.layout.zero_stage in twin.arithmetic.adds_biases_apart_at
+    return not (declared or twin.case.tuning.compile) and any(
+        f"{layer}.bias" in found.gradients for layer in twin.linear_layers
+    )
 
 
 class _BiasAdded(nn.Linear):
