@@ -64,6 +64,12 @@ def test_one_case_that_was_run_is_enough(pytester: pytest.Pytester, way: str) ->
     result.stdout.no_fnmatch_line("*every case was skipped*")
 
 
+def test_an_empty_part_is_a_mistake_and_runs_nothing(pytester: pytest.Pytester) -> None:
+    result = run(pytester, "passed", "--shard", "")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--shard '': expected a whole number*"])
+
+
 @pytest.mark.parametrize("options", [("--allow-skipped",), ("--shard", "2/2")], ids=["allowed", "part"])
 def test_it_passes_where_that_is_allowed_or_only_a_part_is_run(
     pytester: pytest.Pytester, options: tuple[str, ...]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +27,7 @@ from meshmark.judge.deviation import Deviation, Drift, Quantity
 from meshmark.launch.launch import ForkserverLauncher
 from meshmark.measure.readings import Bytes
 from meshmark.passes.clauses import MESSAGE
+from meshmark.passes.observe import MOST_LEFT_OUT
 from meshmark.pytest_plugin.plugin import expect_clause
 from meshmark.records.record import (
     ConformanceEvidence,
@@ -231,6 +234,9 @@ def test_dropout_must_be_fresh_different_as_strong_and_off_in_evaluation() -> No
     a, b = draw.normal(5.2, 0.01, (2, DROPOUT_STEPS))
     assert randomness.dropout(dropped(a, b)).result is ClauseResult.PASS
     assert "twice on a rank" in failing(randomness.dropout(dropped(np.full_like(a, 5.2), b)))
+    off = np.concatenate([a[: DROPOUT_STEPS // 2], np.full(DROPOUT_STEPS // 2, 5.0)])
+    stays = "no dropout from step 12 on: it stays off after the evaluation"
+    assert stays in failing(randomness.dropout(dropped(off, b)))
     assert "equal on different" in failing(randomness.dropout(dropped(a, a)))
     assert "mean" in failing(randomness.dropout(dropped(a + 0.02, b + 0.02)))
     assert "spread" in failing(randomness.dropout(dropped(5.2 + (a - 5.2) / 9, 5.2 + (b - 5.2) / 9)))
@@ -267,6 +273,37 @@ def test_recomputed_dropout_must_have_the_forward_passs_masks() -> None:
 def failing(finding: Finding) -> str:
     assert finding.result is ClauseResult.FAIL
     return finding.evidence
+
+
+def test_overflows_after_which_no_step_is_taken_are_told() -> None:
+    still = plain_conformance(samples=[{"moved": [0.0]}, {"moved": [0.0]}])
+    stuck = TrainingCurves(losses=[5.1, 5.2, 5.3], left_out=2 * MOST_LEFT_OUT)
+    told = failing(judges.overflow(plain(task=Task.OVERFLOW, conformance=still, training=stuck)))
+    assert "48 attempts at later steps overflow as well, and none is taken" in told
+    once = dataclasses.replace(stuck, left_out=1)
+    assert judges.overflow(plain(task=Task.OVERFLOW, conformance=still, training=once)).result is ClauseResult.PASS
+
+
+def test_a_precision_that_is_asked_for_is_each_clause_s() -> None:
+    """All but those about a precision, and about dropout, whose losses are compared as those of one precision."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "suites/test_conformance.py",
+        "--collect-only",
+        "-q",
+        "-p",
+        "no:benchmark",
+    ]
+    asked = ["--adapters", "ddp", "--precision", "fp32,bf16", "-k", "resume"]
+    listed = subprocess.run([*command, *asked], cwd=Path(__file__).parent.parent, capture_output=True, text=True).stdout
+    assert "[ddp-dp2-resume]" in listed and "[ddp-dp2-bf16-resume]" in listed, listed
+    low = dataclasses.replace(DDP, precision=Precision.BF16)
+    varied = {name: scenario.varied(low)[0].precision for name, scenario in SCENARIOS.items()}
+    assert {name for name, precision in varied.items() if precision != Precision.BF16} == {
+        "bf16 reduction", "fp16", "dropout", "recomputed dropout",
+    }  # fmt: skip
 
 
 def test_an_overflowing_step_must_move_nothing_anywhere() -> None:

@@ -174,6 +174,19 @@ def test_a_mean_of_means_is_told_from_other_weights() -> None:
     assert "means of 2 ranks" in found(mean_of_means, Fault.UNEVEN, 1).detail
 
 
+def test_ranks_that_read_other_ranks_rows_are_told_from_a_part_that_is_left_out() -> None:
+    case = dataclasses.replace(CASE, layout=Layout(dp=4))
+
+    def twice(trace: Trace) -> None:
+        part = truth(trace, 1, slice(0, 4))
+        gradients(trace, 1, lambda n, g: 2 * part[n])
+        trace.losses[1] *= 1.01  # of those rows alone
+
+    diagnosis = examine(twice, case=case)
+    assert diagnosis and diagnosis.fault is Fault.DROPPED, diagnosis
+    assert "as where data-parallel ranks [2, 3] read the sequences of [0, 1], which count 2 times" in diagnosis.detail
+
+
 @pytest.mark.parametrize(
     "rows, words",
     [
@@ -586,6 +599,7 @@ def test_a_factor_is_named_by_all_that_it_equals() -> None:
         == "0.50001 = 1/dp = 1/pp (a layout in which these differ tells which)"
     )
     assert named_factor(0.7, {"1/dp": 0.5}) == "0.7"
+    assert named_factor(1.00005, {"unmasked part of the rows": 1.0}) == "1.00005", "1 is right, and names no error"
 
 
 def test_a_gradient_of_zero_where_there_is_none_is_not_called_clipping() -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from meshmark.errors import ResultsError
 from meshmark.records.record import ConformanceEvidence
-from meshmark.records.record_file import RecordFile
+from meshmark.records.record_file import RecordFile, records_path
 from meshmark.report.planned import planned_memory, totals
 from meshmark.report.results import results
 from tests.factories import make_case, make_good, make_memory_evidence, make_timed
@@ -95,3 +96,9 @@ def test_a_record_without_a_plan_has_a_dash(missing: str) -> None:
     assert totals(record) == []
     (row,) = planned_memory(results([record]))
     assert (row["steady, planned"], row["peak, planned"]) == ("–", "–")
+
+
+def test_a_folder_that_cannot_be_looked_at_is_an_error_of_results() -> None:
+    """As one that this user may not enter, which root may."""
+    with pytest.raises(ResultsError, match="name too long; name another with --results"):
+        records_path(Path("x" * 300))

@@ -212,16 +212,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         bases: list[Workload | None] = [*own, None] if len(own) < len(chosen.workloads) else [*own]
         batch, corpus = chosen.global_batch, chosen.corpus
         plain = {
-            "-".join([cell.adapter, cell.layout.id, *([base.id] if base else []), *_but_fp32(precision)]): (
-                dataclasses.replace(cell, precision=precision)
-            )
+            "-".join([cell.adapter, cell.layout.id, *([base.id] if base else []), *_but_fp32(cell.precision)]): cell
             for base in bases
             for precision in chosen.precisions
             for name, adapter in chosen.adapters.items()
             for world in (chosen.worlds if adapter.capabilities.degrees else [1])
-            for cell in plain_cells(
+            for fp32 in plain_cells(
                 name, adapter, world, global_batch=None if base else batch, corpus=None if base else corpus, own=base
             )
+            for cell in [dataclasses.replace(fp32, precision=precision)]
         }
         _parametrize(metafunc, "conforming", plain)
 
