@@ -19,6 +19,7 @@ from pathlib import Path
 
 import meshmark
 from meshmark.errors import InputError
+from meshmark.git import run_git
 from meshmark.text import pluralize
 
 PACKAGES = (
@@ -161,16 +162,7 @@ def _commit() -> str:
     root = Path(__file__).parent.parent
     if not (root / ".git").exists():  # installed: a repository around it would be somebody else's
         return ""
-    try:
-        return subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
+    return _git(str(root), "describe", "--always", "--dirty", "--abbrev=12")
 
 
 _WRITTEN_HERE = tuple(f":(top,exclude,glob)**/{name}" for name in ("records.jsonl", "baseline.json", "evidence/**"))
@@ -200,10 +192,10 @@ def project_of(folder: str) -> Project:
 def _git(folder: str, *words: str) -> str:
     """Return the output of git, or an empty string if git fails or is not installed."""
     try:
-        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, errors="replace")
+        done = run_git(*words, folder=folder)
     except OSError:
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return done.stdout.decode(errors="replace").strip() if done.returncode == 0 else ""
 
 
 @functools.cache

@@ -50,6 +50,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         "meshmark/judge/function_faults.py",
         "meshmark/judge/partial_faults.py",
         "meshmark/judge/update_faults.py",
+        "meshmark/judge/update_hypotheses.py",
         "tests/broken",
     ),
     "add a clause to the conformance table": (

@@ -394,6 +394,50 @@ def test_a_commit_that_is_worse_in_another_way_is_passed_over(
     assert "first bad: " in said and "wrong, and no larger" in said[said.index("first bad: ") :] and larger in said
 
 
+def test_another_repository_in_the_environment_is_left_alone(
+    repository: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As git sets it for hooks and `rebase --exec` in a linked worktree: their HEAD was moved to the other commit."""
+    monkeypatch.setenv("GIT_DIR", str(Path(".git").resolve()))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(Path(".git/index").resolve()))
+    head = Path(".git/HEAD").read_text()
+    with sides.checkout(repository[0], tmp_path / "place") as place:
+        assert (place / ".git").is_dir()
+        assert sides.git("-C", str(place), "rev-parse", "HEAD") == repository[0]
+    assert Path(".git/HEAD").read_text() == head
+
+
+def test_submodules_are_checked_out_at_their_commits(
+    repository: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their folders were empty, so that Python imported the ones of the working tree on both sides."""
+
+    def git(*words: str) -> None:
+        who = ("-c", "user.name=a", "-c", "user.email=a", "-c", "protocol.file.allow=always")
+        subprocess.run(["git", *who, *words], check=True, capture_output=True)
+
+    library = tmp_path / "library"
+    git("init", "-q", str(library))
+    git("-C", str(library), "commit", "-q", "--allow-empty", "-m", "none")
+    git("submodule", "add", str(library), "libs")
+    git("commit", "-q", "-a", "-m", "old")
+    Path("libs/size.py").write_text("SIZE = 2\n")
+    git("-C", "libs", "add", "size.py")
+    git("-C", "libs", "commit", "-q", "-m", "size")
+    git("commit", "-q", "-a", "-m", "new")
+    old, new = (sides.git("rev-parse", name) for name in ("HEAD~1", "HEAD"))
+    with sides.checkout(old, tmp_path / "old") as place:
+        assert (place / "libs" / ".git").is_dir() and not (place / "libs" / "size.py").exists()
+    with sides.checkout(new, tmp_path / "new") as place:
+        assert (place / "libs" / "size.py").read_text() == "SIZE = 2\n"
+    git("update-index", "--cacheinfo", f"160000,{'1' * 40},libs")
+    git("commit", "-q", "-m", "one that nobody has")
+    with pytest.raises(InputError, match="submodule libs has no commit 111111111111"):
+        with sides.checkout(sides.git("rev-parse", "HEAD"), tmp_path / "none"):
+            pass
+    assert not (tmp_path / "none").exists()
+
+
 def test_mistakes_are_told(repository: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     for asked, words in (
         (["--good", "nowhere", "--bad", "HEAD"], "'nowhere': no commit of the repository here"),
@@ -404,6 +448,10 @@ def test_mistakes_are_told(repository: list[str], capsys: pytest.CaptureFixture[
     ):
         assert main(["bisect", *asked, "--", "-k", "x"]) == 2
         assert words in capsys.readouterr().err
+    Path(".git/shallow").write_text(f"{repository[2]}\n")  # as `git clone --depth` leaves it
+    assert main(["bisect", "--good", repository[0], "--bad", "HEAD", "--", "-k", "x"]) == 2
+    assert "this clone is shallow: git fetch --unshallow" in capsys.readouterr().err
+    Path(".git/shallow").unlink()
     for options in ([], ["--"]):
         assert main(["ab", "--a", "HEAD", "--b", "HEAD", *options]) == 2
         assert "expected a command after --" in capsys.readouterr().err

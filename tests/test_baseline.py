@@ -261,14 +261,21 @@ def test_pytest_refuses_a_baseline_of_other_conditions_or_cases() -> None:
     code = (
         "import sys, pytest\n"
         "common = '--pyargs meshmark.suites --adapters ddp --collect-only -q -p no:cacheprovider'.split()\n"
-        "for more in (['--baseline', 'none'], ['--baseline', 'here'], ['--baseline', 'here', '--across']):\n"
+        "for more in (['--baseline', 'none'], ['--baseline', 'here'], ['--baseline', 'here', '--across'],\n"
+        "    ['--baseline', 'here', '--fail-on', 'missing'], ['--fail-on', 'wrong']):\n"
         "    print(int(pytest.main([*common, *more])), file=sys.stderr)\n"
     )
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     said = done.stdout + done.stderr
-    assert said.count("\n4\n") == 3, said
-    for words in ("no baseline 'none': baselines/ holds here", "measured under other conditions", "holds no case of"):
+    assert said.count("\n4\n") == 5, said
+    for words in (
+        "no baseline 'none': baselines/ holds here",
+        "measured under other conditions",
+        "holds no case of",
+        "--fail-on missing: a session with --baseline compares each case as it ends",
+        "--fail-on and --across are for a comparison",
+    ):
         assert words in said
 
 

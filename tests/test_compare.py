@@ -273,6 +273,22 @@ def test_clauses_are_compared() -> None:
     assert any(metric.startswith("clause ") for metric in worse)
 
 
+def test_clauses_that_only_one_side_has_checked_are_missing() -> None:
+    """B may have other clauses, or none: neither may pass a gate that asks for what A had."""
+
+    def clause(scenario: str) -> Record:
+        about = ConformanceEvidence(scenario=scenario, base=make_case())
+        return make_good(task=Task.OBSERVE, conformance=about, outcome=Outcome(status=Status.OK))
+
+    both = [make_good(), clause("plain")]
+    for theirs in ([make_good()], [make_good(), clause("clip")]):
+        changes = compare(both, theirs).changes
+        (gone,) = parse_gate("missing").failing(changes)
+        assert gone.metric == "clauses" and "checked in A alone" in gone.evidence
+        assert not parse_gate("wrong").failing(changes)
+    assert not parse_gate("missing").failing(compare(both, both).changes)
+
+
 def test_a_missing_case_is_told_and_can_fail() -> None:
     other = make_good(case=make_case("fsdp2"))
     found = compare([make_good(), other], [make_good()])

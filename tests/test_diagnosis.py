@@ -24,7 +24,8 @@ from meshmark.judge.partial_faults import describe_region
 from meshmark.judge.tolerance_model import ToleranceModel, fit, noise_run
 from meshmark.judge.trace import Trace, drifts_between, host_copies
 from meshmark.judge.truth import ExactOptimizer, assess, exact_gradients
-from meshmark.judge.update_faults import _TakesMoments, explain_updates, replay
+from meshmark.judge.update_faults import explain_updates, replay
+from meshmark.judge.update_hypotheses import _TakesMoments
 from meshmark.reference.data import make_batch
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout

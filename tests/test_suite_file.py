@@ -68,6 +68,25 @@ def test_a_check_of_a_script_is_a_command(tmp_path: Path) -> None:
     assert suite.checks == (("check", "--nproc=2", "--objective=tokens", page, "train.py", "--lr", "0.1"),)
 
 
+def test_options_behind_the_file_hold_for_the_gate_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gate compared the file's folder, with what an earlier run had left there, and passed."""
+    path = tmp_path / "suite.toml"
+    path.write_text(
+        '[[cases]]\nadapters = "ddp"\nselect = "memory or traffic"\n'
+        f'[options]\nresults = "first"\n[gates]\nbaseline = "{tmp_path}"\n'
+    )
+    runs, gates = list[list[str]](), list[tuple[str, ...]]()
+    monkeypatch.setattr(suite_file, "run_pytest", lambda words: runs.append([*words]) or 0)
+    monkeypatch.setattr(suite_file, "hold", lambda gate: gates.append(tuple(gate)) or 0)
+    assert run_file(path, ["--results", "today", "-k", "not dp4", "-x"]) == 0
+    assert gates.pop()[1:3] == (str(tmp_path), "today")
+    assert runs.pop()[-3:] == ["-k=(memory or traffic) and (not dp4)", "-x", "--results=today"]
+    assert run_file(path) == 0
+    assert gates.pop()[1:3] == (str(tmp_path), "first") and "-k=memory or traffic" in runs.pop()
+    assert run_file(path, ["--co"]) == 0
+    assert runs.pop()[-1] == "--collect-only" and not gates, "what has run earlier is not today's"
+
+
 def test_a_process_that_a_checked_script_leaves_holds_no_run_up(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

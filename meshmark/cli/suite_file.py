@@ -131,8 +131,13 @@ class SuiteFile:
     """Arguments of `meshmark compare` for the results of the runs. Empty without [gates]."""
 
 
-def read_suite(path: Path) -> SuiteFile:
-    """Read a suite file. Raises `InputError`, with the table and the key, for unreadable or unknown content."""
+def read_suite(path: Path, results: str | None = None) -> SuiteFile:
+    """Read a suite file. Raises `InputError`, with the table and the key, for unreadable or unknown content.
+
+    Args:
+        path: The suite file.
+        results: The folder to write to and to compare, in place of the one that the file names.
+    """
     refuse_device(path)
     try:
         said = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -148,7 +153,7 @@ def read_suite(path: Path) -> SuiteFile:
     options = _table(path, said, "options")
     common = options.pop("select", None)
     every = _arguments(f"{path}: [options]", options, (*OPTIONS, "select"))
-    results = _results(f"{path}: [options]", options)
+    results = results or _results(f"{path}: [options]", options)
     gate = _table(path, said, "gates")
     if gate and not cases:
         raise InputError(
@@ -275,12 +280,41 @@ def run_file(path: Path, words: Sequence[str] = ()) -> int:
         path: The suite file.
         words: More arguments for pytest, behind the file's own.
     """
-    suite = read_suite(path)
-    ended = [run_pytest([*run, *words]) for run in suite.runs]
+    said, rest = _words().parse_known_args(words)
+    suite = read_suite(path, said.results)
+    if said.results is not None:
+        rest.append(f"--results={said.results}")
+    if said.collect_only:
+        rest.append("--collect-only")
+    ended = [run_pytest([*_narrowed(run, said.k), *rest]) for run in suite.runs]
+    if said.collect_only:  # nothing has run that could be compared
+        return _worst(ended)
     ended += [run_check(check) for check in suite.checks]
     if suite.gate:
         ended.append(hold(suite.gate))
+    return _worst(ended)
+
+
+def _worst(ended: Sequence[int]) -> int:
     return min(ended, key=lambda code: (code == 0, _WORST.index(code) if code in _WORST else -1))
+
+
+def _words() -> argparse.ArgumentParser:
+    """Return a parser of those options of pytest that the runs, the checks and the gate have to agree on."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--results")
+    parser.add_argument("-k")
+    parser.add_argument("--collect-only", "--co", action="store_true")
+    return parser
+
+
+def _narrowed(run: Sequence[str], expression: str | None) -> list[str]:
+    """Return the arguments of a run for the tests that match `expression` too. Pytest heeds the last -k alone."""
+    if expression is None:
+        return [*run]
+    own = [word.removeprefix("-k=") for word in run if word.startswith("-k=")]
+    both = " and ".join(f"({one})" for one in (*own, expression)) if own else expression
+    return [*(word for word in run if not word.startswith("-k=")), f"-k={both}"]
 
 
 def run_pytest(words: Sequence[str]) -> int:

@@ -44,7 +44,7 @@ from meshmark.judge.tolerance_model import ToleranceModel
 from meshmark.judge.trace import Trace, observed_run
 from meshmark.judge.truth import MOST_PAST, ExactOptimizer, exact_gradients, exact_pipelined_step, local_rules
 from meshmark.judge.twin import Twin
-from meshmark.judge.update_faults import update_hypotheses
+from meshmark.judge.update_hypotheses import update_hypotheses
 from meshmark.reference.data import make_batch
 from meshmark.spec.case import Case
 from meshmark.spec.optimizer import OptimizerSpec

@@ -44,8 +44,8 @@ from meshmark.launch.launch import LAUNCHERS, expect_interfaces, unheeded_variab
 from meshmark.passes.observe import WATCHED_STEP
 from meshmark.reference.data import check_data, on_corpus
 from meshmark.regression.baseline import find_baseline
-from meshmark.regression.baseline_gate import BaselineGate, baseline_gate, expect_conditions
-from meshmark.regression.gate import parse_gate
+from meshmark.regression.baseline_gate import PER_TEST, BaselineGate, baseline_gate, expect_conditions
+from meshmark.regression.gate import DEFAULT_GATE, parse_gate
 from meshmark.run.runner import RunOptions
 from meshmark.spec.case import NONE, Cell, Tuning
 from meshmark.spec.precision import Precision, precision
@@ -319,7 +319,15 @@ def unheeded(environment: Mapping[str, str]) -> list[str]:
 def _gatekeeper(config: pytest.Config) -> BaselineGate | None:
     gate, name = parse_gate(config.getoption("--fail-on")), config.getoption("--baseline")
     if name is None:
+        if config.getoption("--fail-on") != DEFAULT_GATE or config.getoption("--across"):
+            raise InputError("--fail-on and --across are for a comparison: give --baseline NAME too, or leave them out")
         return None
+    if unasked := [str(kind) for kind in gate.limits if kind not in PER_TEST]:
+        raise InputError(
+            f"--fail-on {','.join(unasked)}: a session with --baseline compares each case as it ends, in "
+            f"{', '.join(PER_TEST)}; meshmark compare {name} {config.getoption('--results')} --fail-on "
+            f"{','.join(unasked)} compares the folders afterwards"
+        )
     keeper = baseline_gate(find_baseline(name, config.invocation_params.dir), gate)
     if not config.getoption("--across"):
         nnodes = config.getoption("--nnodes") or 1

@@ -14,7 +14,6 @@ import hashlib
 import importlib.util
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from typing import Any
 
 from meshmark.environment import PACKAGES, Environment, code_digest, distributions_of, project_of
 from meshmark.errors import AdapterError
+from meshmark.git import run_git
 from meshmark.import_target import class_at
 from meshmark.judge.deviation import Deviations, Drift, ObservedPath, Quantity, QuantityKind, Sample
 from meshmark.judge.faults import Diagnosis
@@ -187,7 +187,7 @@ def _imported(file: Path, source: bytes) -> tuple[set[str], set[Path]]:
 def _tracked(folder: Path) -> set[Path] | None:
     """Return the files in `folder` that git tracks. None if no repository has it."""
     try:
-        listed = subprocess.run(["git", "ls-files", "-z"], cwd=folder, capture_output=True)
+        listed = run_git("ls-files", "-z", folder=folder)
     except OSError:
         return None
     names = listed.stdout.split(b"\0")
@@ -232,9 +232,8 @@ def _commit(file: Path) -> str:
     """Return the commit of the repository around a file, if the repository tracks the file. It counts as changed where
     the repository holds modules that are in no commit, which the file may import.
     """
-    command = ["git", "ls-files", "--error-unmatch", "--", file.name]
     try:
-        tracked = subprocess.run(command, cwd=file.parent, capture_output=True).returncode == 0
+        tracked = run_git("ls-files", "--error-unmatch", "--", file.name, folder=file.parent).returncode == 0
     except OSError:
         return ""
     if not tracked or not (commit := project_of(str(file.parent)).commit):
@@ -249,14 +248,14 @@ def _untracked_modules(folder: Path) -> str:
     Those in Python count if git does not ignore them, compiled ones always: they are built there. Configurations count
     in `folder` itself.
     """
-    listing = ["git", "ls-files", "-z", "--others"]
+    listing = ["ls-files", "-z", "--others"]
     configurations = [f":(glob)*{suffix}" for suffix in sorted(_CONFIGURATIONS)]
     names = list[bytes]()
     for command in (
         [*listing, "--exclude-standard", "--", ":/*.py", *configurations],
         [*listing, "--", ":/*.so"],
     ):
-        listed = subprocess.run(command, cwd=folder, capture_output=True).stdout
+        listed = run_git(*command, folder=folder).stdout
         names += [name for name in listed.split(b"\0") if name and b"site-packages" not in name]
     digest = hashlib.sha256()
     for name in names:

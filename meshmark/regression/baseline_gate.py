@@ -11,7 +11,7 @@ from meshmark.errors import InputError, ResultsError
 from meshmark.records.record import Record
 from meshmark.records.record_file import read_records
 from meshmark.records.request import Task
-from meshmark.regression.change import Change, incomparable
+from meshmark.regression.change import Change, Kind, incomparable
 from meshmark.regression.conditions import _joined, conditions, conditions_here, hinders, without
 from meshmark.regression.exact import exact_changes
 from meshmark.regression.gate import Gate
@@ -22,6 +22,9 @@ from meshmark.regression.times import Key as TestKey
 from meshmark.regression.verdicts import verdict_changes
 from meshmark.spec.case import Case
 from meshmark.text import some_of
+
+PER_TEST = (Kind.WRONG, Kind.BIGGER, Kind.SLOWER)
+"""Kinds of change that a single case shows, without the others of its session."""
 
 
 def suite_of(metric: str) -> str:

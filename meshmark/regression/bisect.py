@@ -104,7 +104,9 @@ def suspects_between(good: str, bad: str) -> Suspects:
         missing = " and ".join(repr(text) for text, commit in ((good, first), (bad, last)) if commit is None)
         raise InputError(f"{missing}: no commit of the repository here; did you fetch its history?")
     if not git("rev-list", "--max-count=1", "--ancestry-path", f"{first}..{last}"):
-        raise InputError(f"no commit leads from --good {good} to --bad {bad}; are they the other way round?")
+        shallow = git("rev-parse", "--is-shallow-repository") == "true"
+        why = "this clone is shallow: git fetch --unshallow" if shallow else "are they the other way round?"
+        raise InputError(f"no commit leads from --good {good} to --bad {bad}; {why}")
     return Commits(first, last)
 
 

@@ -25,7 +25,7 @@ class Kind(StrEnum):
     SLOWER = "slower"
     """Fewer tokens, or samples, per second."""
     MISSING = "missing"
-    """A case that was run in A and not in B."""
+    """A case that was run in A and not in B, or clauses that were checked in A alone."""
     SLOWER_START = "slower-start"
     """Launches and builds. Other load on the machine affects these far more than steps."""
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshmark.errors import InputError, ResultsError
+from meshmark.git import run_git, without_repository
 from meshmark.launch.processes import die_with_parent
 from meshmark.records.record import Record, Status
 from meshmark.records.record_file import read_records
@@ -52,7 +53,7 @@ def run_suites(side: Side, options: Sequence[str], results: Path) -> list[Record
     words = [*options] if named else ["--pyargs", "meshmark.suites", *options]
     # -P leaves the working directory, which may be a stranger's, off the module path.
     command = [side.python, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *words, "--results", str(results)]
-    own = {**os.environ, **side.variables}
+    own = {**without_repository(os.environ), **side.variables}
     path = os.pathsep.join([*map(str, side.paths), *filter(None, [own.get("PYTHONPATH")])])
     environment = {**own, **({"PYTHONPATH": path} if path else {})}
     try:
@@ -148,14 +149,17 @@ def _mapped(text: str, checkout: Path) -> tuple[dict[str, str], list[Path]]:
     return ({"PYTHONPATH": os.pathsep.join(others)} if asked else {}), mapped
 
 
+_SUBMODULE = "160000 commit "
+"""What `git ls-tree` prints for a submodule, before its commit."""
+
+
 def commit_of(text: str, folder: Path | None = None) -> str | None:
     """Return the commit that `text` names in the repository of `folder`, or None."""
-    command = ["git", "rev-parse", "--verify", "--quiet", "--end-of-options", f"{text}^{{commit}}"]
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        done = run_git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{text}^{{commit}}", folder=folder)
     except OSError:
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout.decode().strip() if done.returncode == 0 else None
 
 
 @contextmanager
@@ -164,20 +168,38 @@ def checkout(commit: str, place: Path) -> Iterator[Path]:
 
     It is a clone that shares the repository's objects, not a worktree: SIGKILL would leave that in the repository.
     """
-    git("clone", "--quiet", "--shared", "--no-checkout", git("rev-parse", "--show-toplevel"), str(place))
-    git("-C", str(place), "checkout", "--quiet", "--detach", commit)
     try:
+        _clone(Path(git("rev-parse", "--show-toplevel")), commit, place)
         yield place
     finally:
         shutil.rmtree(place, ignore_errors=True)
 
 
+def _clone(repository: Path, commit: str, place: Path) -> None:
+    """Check `commit` out at `place`, with the submodules that are there in `repository`. These are not fetched.
+
+    Raises `InputError` if a submodule's repository lacks the commit: its side would import nothing, or another version.
+    """
+    git("clone", "--quiet", "--shared", "--no-checkout", str(repository), str(place))
+    git("-C", str(place), "checkout", "--quiet", "--detach", commit)
+    for entry in git("-C", str(place), "ls-tree", "-r", "-z", commit).split("\0"):
+        described, _, name = entry.partition("\t")
+        if not described.startswith(_SUBMODULE) or not (repository / name / ".git").exists():
+            continue
+        wanted = described.split()[2]
+        if commit_of(wanted, repository / name) is None:
+            raise InputError(
+                f"submodule {name} has no commit {wanted[:12]}, which {commit[:12]} names: git -C {name} fetch"
+            )
+        _clone(repository / name, wanted, place / name)
+
+
 def git(*words: str) -> str:
     """Run git and return its output. Raises `InputError` with git's message when it fails."""
-    done = subprocess.run(["git", *words], capture_output=True, text=True)
+    done = run_git(*words)
     if done.returncode:
-        raise InputError(f"git {shlex.join(words)}: {done.stderr.strip()}")
-    return done.stdout.strip()
+        raise InputError(f"git {shlex.join(words)}: {done.stderr.decode(errors='replace').strip()}")
+    return os.fsdecode(done.stdout).strip()
 
 
 def _installed(requirement: str, target: Path) -> Path:

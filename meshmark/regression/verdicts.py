@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from meshmark.records.record import Record, Status, Verdict, decisive
 from meshmark.regression.change import Change, ChangeOutcome, Kind
 from meshmark.regression.runs import CaseRuns
+from meshmark.text import some_of
 
 ENDINGS = ("instrumented pass", "timed pass")
 """Metrics that say how a pass ended."""
@@ -92,9 +93,11 @@ def _ranked(one: int | None, other: int | None) -> ChangeOutcome:
 
 
 def clause_changes(before: Iterable[Record], after: Iterable[Record]) -> Iterator[Change]:
-    """Compare every clause that both sides have checked for one adapter in one layout."""
+    """Compare every clause that both sides have checked for one adapter in one layout, and tell which ones were
+    answered in A alone.
+    """
     ours, theirs = ([r for r in records if r.conformance.scenario] for records in (before, after))
-    if not (ours and theirs):
+    if not ours:
         return
     from meshmark.conformance.finding import ClauseResult
     from meshmark.report.conformance import columns  # which import torch
@@ -103,13 +106,25 @@ def clause_changes(before: Iterable[Record], after: Iterable[Record]) -> Iterato
     others = {column.base.id: column for column in columns(theirs)}
     for column in columns(ours):
         found = others[column.base.id].findings if column.base.id in others else {}
+        name = f"{column.base.adapter}-{column.base.layout.id}"
+        answered = [clause for clause, one in column.findings.items() if one.result in ranks]
+        if gone := [clause for clause in answered if clause not in found or found[clause].result not in ranks]:
+            yield Change(
+                case=name,
+                metric="clauses",
+                kind=Kind.MISSING,
+                outcome=ChangeOutcome.WORSE,
+                before=f"{len(answered)} checked",
+                after=f"{len(answered) - len(gone)} of them",
+                evidence=f"checked in A alone: {some_of(gone)}",
+            )
         for clause, one in column.findings.items():
             if clause not in found:
                 continue
             other = found[clause]
             same = one.result is other.result
             yield Change(
-                case=f"{column.base.adapter}-{column.base.layout.id}",
+                case=name,
                 metric=f"clause {clause}",
                 kind=Kind.WRONG,
                 outcome=ChangeOutcome.SAME if same else _ranked(ranks.get(one.result), ranks.get(other.result)),
