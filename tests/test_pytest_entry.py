@@ -56,6 +56,17 @@ def test_with_a_checkout_the_plugin_is_registered_once(tmp_path: Path, where: st
     assert ids == ["test_memory[ddp-dp2.mb3-gpt-tiny-fp32]", "test_memory[ddp-dp4.mb3-gpt-tiny-fp32]"]
 
 
+@pytest.mark.slow
+def test_a_project_whose_warnings_are_errors_runs_the_suites(tmp_path: Path) -> None:
+    """With Meshmark as it is installed: pytest warned that parts of the plugin had been imported already."""
+    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\nfilterwarnings = ["error"]\n')
+    command = [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "--collect-only", "-q"]
+    asked = ["--pyargs", "meshmark.suites.test_memory", "--adapters", "ddp", "--world", "2"]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    run = subprocess.run([*command, *asked], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0 and "test_memory[ddp-dp2" in run.stdout, run.stdout + run.stderr
+
+
 ENDS = """
 import atexit, os
 from os import _exit

@@ -28,6 +28,8 @@ from meshmark.launch.cluster import Cluster
 from meshmark.launch.folders import private_caches, socket_warning
 from meshmark.launch.launch import LAUNCHERS
 from meshmark.models.config import Dataset
+from meshmark.pytest_plugin import selection as selecting
+from meshmark.pytest_plugin import session_log
 from meshmark.pytest_plugin.entry import asks_for_suites
 from meshmark.pytest_plugin.progress import Progress
 from meshmark.pytest_plugin.selection import (
@@ -160,11 +162,14 @@ def expect_clause(scenarios: ScenarioRunner, case: Case, clause: Clause) -> None
 
 # --- The pytest plugin: options, and the session's cases and runner.
 
-_PARTS = ("session_log", "selection")
-pytest_plugins = [f"meshmark.pytest_plugin.{part}" for part in _PARTS]
 
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Add the options and the plugin's other parts.
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+    `pytest_plugins` would warn that they are imported already, which ends a run whose warnings are errors.
+    """
+    for part in (session_log, selecting):
+        pluginmanager.register(part, part.__name__)
     add_options(parser)
 
 
