@@ -92,7 +92,7 @@ class Environment:
     project_date: str = ""
     """Date of that commit, UTC, ISO 8601."""
     packages_digest: str = ""
-    """Digest of the code of `PACKAGES` as it is installed. Empty in older records."""
+    """Digest of the code of Meshmark and of `PACKAGES` as they are installed. Empty in older records."""
 
 
 def describe(device: str, backend: str, nnodes: int, command: Iterable[str] | None = None) -> Environment:
@@ -113,7 +113,7 @@ def describe(device: str, backend: str, nnodes: int, command: Iterable[str] | No
         omp_num_threads=os.environ.get("OMP_NUM_THREADS", DEFAULT_THREADS),
         project_commit=project.commit,
         project_date=project.date,
-        packages_digest=code_digest(PACKAGES),
+        packages_digest=code_digest(("meshmark", *PACKAGES)),
     )
 
 

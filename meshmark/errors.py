@@ -94,8 +94,11 @@ def refuse_records(output: str | Path, *sources: str | Path) -> None:
         raise InputError(f"-o {str(output)!r}: it holds records, which a page would replace; name another file")
 
 
-def refuse_links(output: str | Path) -> None:
-    """Raise `InputError` if a page, or a picture or page beside it, would be written through a link."""
+def refuse_page(output: str | Path, *sources: str | Path) -> None:
+    """Raise `InputError` if a page would be written over records, over one of its `sources`, or through a link at its
+    place or at that of a picture or page beside it.
+    """
+    refuse_records(output, *sources)
     path = Path(output)
     beside = path.parent.glob(f"{glob.escape(path.stem)}-*") if path.parent.is_dir() else []
     for file in (path, *beside):
@@ -103,6 +106,12 @@ def refuse_links(output: str | Path) -> None:
             raise InputError(
                 f"{str(file)!r} is a link to {os.readlink(file)!r}; remove it, or name another file with -o"
             )
+
+
+def refuse_strangers(folder: Path) -> None:
+    """Raise `InputError` if `folder` is another user's, who could have links there, to files of this user's."""
+    if folder.exists() and folder.stat().st_uid != os.geteuid():
+        raise InputError(f"{str(folder)!r} belongs to another user: name a page elsewhere with -o")
 
 
 class JudgingError(MeshmarkError):

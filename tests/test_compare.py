@@ -263,6 +263,16 @@ def test_launch_and_build_seconds_are_tested_too() -> None:
     assert found["launch seconds"].outcome is ChangeOutcome.SAME
 
 
+def test_right_in_fewer_steps_is_not_the_same() -> None:
+    """What a longer run judged wrong may come after the last step of a shorter one."""
+    found = rows([make_good()], [make_good(steps=make_good().steps - 1)])
+    change = found["equivalence verdict"]
+    assert change.outcome is ChangeOutcome.UNDECIDED and "give both the same --steps" in change.evidence
+    assert parse_gate("wrong,unsure").failing([change])
+    longer = rows([make_good()], [make_good(steps=make_good().steps + 1)])
+    assert longer["equivalence verdict"].outcome is ChangeOutcome.SAME
+
+
 def test_clauses_are_compared() -> None:
     def clause(status: Status) -> Record:
         about = ConformanceEvidence(scenario="plain", base=make_case())

@@ -16,9 +16,10 @@ from meshmark.judge.deviation import Deviation, QuantityKind
 from meshmark.records import record_file
 from meshmark.records.record import EquivalenceEvidence, Record
 from meshmark.records.record_file import RecordFile, read_records
+from meshmark.report.results import results
 from meshmark.run.verdict import judge_equivalence
 from meshmark.serial import encode
-from tests.factories import make_equivalence, make_good, make_record, make_timed
+from tests.factories import make_environment, make_equivalence, make_good, make_record, make_timed
 
 
 def make_bulky(distance: float = 1e-7) -> Record:
@@ -223,3 +224,12 @@ def test_the_latest_of_several_records_of_one_pass_is_all_that_a_report_reads(tm
     write(tmp_path, make_record(), make_timed(), make_good(), again)
     assert read_records(tmp_path, latest=True).records == [again, make_timed(), make_good()]
     assert len(read_records(tmp_path).records) == 4
+
+
+def test_a_wrong_record_of_the_same_code_is_kept_before_the_latest(tmp_path: Path) -> None:
+    """Readers of the latest records alone said that the case was right."""
+    wrong = make_good(verdicts=[dataclasses.replace(make_good().verdicts[0], passed=False)])
+    others = dataclasses.replace(wrong, environment=make_environment(commit="fedcba987654"))
+    write(tmp_path, others, wrong, make_good(steps=6), make_good())
+    assert read_records(tmp_path, latest=True).records == [wrong, make_good()]
+    assert [result.correct for result in results(read_records(tmp_path, latest=True).records)] == [False]

@@ -300,6 +300,10 @@ def test_what_is_wrong_at_times_is_wrong(tmp_path: Path) -> None:
     assert answer(render(tmp_path, [wrong, others]))["ddp"]["correct"] == "yes"
     edited = [dataclasses.replace(record, environment=dirty) for record in (wrong, right)]
     assert answer(render(tmp_path, edited))["ddp"]["correct"] == "yes"
+    for digest, correct in (("1", "**no**"), ("2", "yes")):  # as a package, Meshmark has no commit
+        before = dataclasses.replace(wrong, environment=make_environment(commit="", packages_digest="1"))
+        after = dataclasses.replace(right, environment=make_environment(commit="", packages_digest=digest))
+        assert answer(render(tmp_path, [before, after]))["ddp"]["correct"] == correct
 
 
 def test_cases_stand_in_order_of_first_appearance() -> None:

@@ -62,3 +62,10 @@ def test_cases_that_this_session_did_not_run_are_left_out() -> None:
     other = make_good(case=make_case("fsdp2"))
     lines = summary(attempts_of([make_good()]), [make_good(), other])
     assert not any(other.case.id in line for line in lines)
+
+
+def test_what_was_wrong_before_is_told_beside_what_is_right_now() -> None:
+    good, wrong = make_good(), make_good(verdicts=[make_verdict(passed=False)])
+    lines = summary(attempts_of([good]), [wrong, good])
+    assert lines[1].split()[:2] == [good.case.id, "yes"]
+    assert f"right now, but wrong in an earlier run of the same code, which counts: {good.case.id}" in lines

@@ -149,3 +149,18 @@ def test_the_command_writes_the_page_and_notes_how(tmp_path: Path, capsys: pytes
     page = output.read_text()
     assert "**Train llama-8b on 16 h100**" in page and "--gpus 16 --gpu h100" in page
     assert make_good().case.adapter in page
+
+
+def test_a_page_replaces_no_records_and_follows_no_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A stranger's results folder may have a link in the page's place."""
+    file = RecordFile(tmp_path)
+    file.append(make_good())
+    file.close()
+    held, mine = (tmp_path / "records.jsonl").read_bytes(), tmp_path / "mine"
+    assert main(["which", str(tmp_path), "-o", str(tmp_path / "records.jsonl")]) == 2
+    assert "it holds records, which a page would replace" in capsys.readouterr().err
+    mine.write_text("mine")
+    (tmp_path / "which.md").symlink_to(mine)
+    assert main(["which", str(tmp_path)]) == 2
+    assert "is a link to" in capsys.readouterr().err
+    assert mine.read_text() == "mine" and (tmp_path / "records.jsonl").read_bytes() == held

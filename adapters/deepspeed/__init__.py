@@ -136,7 +136,32 @@ class DeepSpeed(Adapter):
 
         Stage 1 does not keep reduced gradients of other ranks either.
         """
-        return (*cls._states_beyond(case, rank), *_kept_weights(case, rank))
+        return (*cls._states_beyond(case, rank), *cls._padding(case, rank), *_kept_weights(case, rank))
+
+    @classmethod
+    def _padding(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
+        """Return what padding takes: stages 1 and 2 pad their flat buffers so that every rank's part has an even number
+        of elements, stage 3 every tensor so that all parts are alike.
+        """
+        shards, _ = state_shards(case.layout, rank)
+        stage, precision, optimizer = case.layout.zero_stage, case.precision, case.workload.optimizer
+        if stage == 3:
+            padding = sum(-size % shards for size in cls.held_sizes(case))
+            reason = "tensors are padded to a multiple of the ranks"
+        else:
+            padding = sum(-sum(sizes) % (2 * shards) for sizes in cls.partitioned_sizes(case))
+            reason = "flat buffers are padded to an even number of elements per rank"
+        if not padding:
+            return ()
+        weights = precision.weights.itemsize / (shards if stage == 3 else 1)
+        gradients = precision.master.itemsize / (1 if keeps_whole_gradients(case) else shards)
+        moments = 0 if optimizer.is_matrix_wise else optimizer.states_per_parameter
+        found = {
+            "parameters": weights + precision.master.itemsize / shards,
+            "gradients": 0.0 if stage < 3 and not precision.is_mixed else gradients,  # else in `kept_gradients`
+            "optimizer_states": precision.states.itemsize * moments / shards,
+        }
+        return tuple(ExtraMemory(category=c, num_bytes=padding * each, reason=reason) for c, each in found.items())
 
     @classmethod
     def _states_beyond(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:

@@ -89,7 +89,8 @@ class DeepSpeedCoalesced(DeepSpeed):
         found = super().traffic_exceptions(case, rank)
 
         def once(flow: Flow) -> Flow:
-            return dataclasses.replace(flow, num_bytes=flow.num_bytes // rounds, fewest=1, most=-(-flow.most // rounds))
+            fewest, most = min(flow.fewest, 1), -(-flow.most // rounds)
+            return dataclasses.replace(flow, num_bytes=flow.num_bytes // rounds, fewest=fewest, most=most)
 
         flows, padded = step_traffic(case, rank), []
         for each in found:

@@ -80,7 +80,8 @@ class DeepSpeedRecommended(DeepSpeed):
         small, _ = _padded_elements(case)
         beside = 4.0 * small.unpadded if case.layout.dp > 1 else 0.0  # a whole tensor is the only shard itself
         reason = "tensors of up to 1e5 elements are whole on every rank, beside their shards"
-        return (bucket, ExtraMemory(category="parameters", num_bytes=beside, reason=reason))
+        whole = ExtraMemory(category="parameters", num_bytes=beside, reason=reason)
+        return (bucket, whole, *cls._padding(case, rank))
 
     @classmethod
     def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:

@@ -299,7 +299,9 @@ class DeepSpeedFetchesByReduction(DeepSpeed):
         if own is None or not several:
             return found
         calls = len(several) * 2 * case.layout.num_micro_batches
-        less = dataclasses.replace(own, num_bytes=-times * padded, fewest=0, most=0)
+        all_gone = len(several) == len(modules)  # no call gathers
+        fewer = (-own.fewest, -own.most) if all_gone else (0, 0)
+        less = dataclasses.replace(own, num_bytes=-times * padded, fewest=fewer[0], most=fewer[1])
         summed = dataclasses.replace(own, kind="all_reduce", num_bytes=times * padded, fewest=calls, most=calls)
         reason = "weights of a module with several come together by all-reduce"
         return (*found, TrafficException(sends=(less, summed), reason=reason))

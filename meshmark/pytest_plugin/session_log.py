@@ -35,7 +35,7 @@ from meshmark.report.table import bytes_text, visible
 from meshmark.run.throughput import throughput
 from meshmark.run.verdict import smallest_detectable
 from meshmark.spec.case import CHOOSE, Case, Cell
-from meshmark.text import clip, pluralize
+from meshmark.text import clip, pluralize, some_of
 
 # --- `--max-time`: end a run in good order when its time is up.
 
@@ -384,12 +384,16 @@ def summary(attempts: Sequence[Attempt], records: Sequence[Record]) -> list[str]
     """Return the summary's lines: a table of the cases that ran, then what failed, in words."""
     ids = {attempt.case for attempt in attempts if not attempt.conforming}
     plain = [record for record in records if record.case.id in ids and not record.conformance.scenario]
-    ran = [result for result in results(plain) if not result.skipped]
+    last = {(record.case.id, record.task, record.environment.device): record for record in plain}
+    ran = [result for result in results(last.values()) if not result.skipped]
     ran.sort(key=_is_right)
     lines = _table([_HEADINGS, *map(_row, ran[:MOST_CASES])]) if ran else []
     if len(ran) > MOST_CASES:
         rest = Counter(result.correctness.text for result in ran[MOST_CASES:])
         lines.append(f"and {pluralize(len(ran) - MOST_CASES, 'more case')}; correct: " + _counts(rest))
+    right = {result.case.id for result in ran if _is_right(result)}
+    if before := [one.case.id for one in results(plain) if one.case.id in right and not _is_right(one)]:
+        lines += ["", f"right now, but wrong in an earlier run of the same code, which counts: {some_of(before)}"]
     lines += _left_out([result.observed for result in ran if result.observed])
     lines += _clauses(attempts)
     if defects := by_defect(attempts):

@@ -272,16 +272,24 @@ def decisive(records: Sequence[Record]) -> Record:
     """
     last = records[-1]
     here = last.environment
-    is_known = here.commit and all(source.is_known for source in last.sources)
-    if not is_known or here.commit.endswith("-dirty") or here.project_commit.endswith("-dirty"):
+    changed = any(commit.endswith("-dirty") for commit in (here.commit, here.project_commit))
+    if changed or not all(source.is_known for source in last.sources):
         return last
     same = [record for record in reversed(records) if _code_of(record) == _code_of(last)]
-    return next((r for r in same if any(not (v.passed or v.undecided) for v in r.verdicts)), last)
+    return next((record for record in same if was_wrong(record)), last)
+
+
+def was_wrong(record: Record) -> bool:
+    """Return whether a verdict of a record says so."""
+    return any(not (verdict.passed or verdict.undecided) for verdict in record.verdicts)
 
 
 def _code_of(record: Record) -> tuple[object, ...]:
-    environment = record.environment
-    return environment.commit, environment.project_commit, record.sources, environment.versions, record.adapter
+    """Return what tells the code of a record. Where Meshmark is installed as a package it has no commit, but a version
+    and a digest.
+    """
+    here = record.environment
+    return here.commit, here.project_commit, record.sources, here.versions, here.packages_digest, record.adapter
 
 
 # --- How far traffic travels: within a node, to another node of the same switch, or beyond the switch.

@@ -47,7 +47,9 @@ from meshmark.records.record import (
     Record,
     TimingEvidence,
     TrafficEvidence,
+    decisive,
     validate_record,
+    was_wrong,
 )
 from meshmark.serial import decode, encode
 from meshmark.spec.algorithm import without_foreign_options
@@ -724,13 +726,13 @@ def read_records(folder: Path, *, latest: bool = False) -> Reading:
 
     A file may be packed (`.jsonl.gz`).
 
-    `latest` keeps only the last of several records of one pass over one case on one device, which is all that a report
-    shows; the same applies to sessions.
+    `latest` keeps only the last of several records of one pass over one case on one device, before it the one that is
+    `decisive` if that is another, which is all that a report shows; and the last of several sessions.
 
     Raises `ResultsError` when there is no such file, or no good line in it.
     """
     path = records_path(folder)
-    records, sessions, complaints = dict[object, Record](), dict[object, Session](), list[str]()
+    records, sessions, complaints = dict[object, list[Record]](), dict[object, Session](), list[str]()
     shared, num_unread = _Shared(), 0
     try:
         with open_lines(path) as file, _without_collections():
@@ -743,7 +745,8 @@ def read_records(folder: Path, *, latest: bool = False) -> Reading:
                         complaints.append(complaint(path, number, error))
                     parsed = None
                 if isinstance(parsed, Record):
-                    records[_pass_of(parsed) if latest else number] = parsed
+                    key = _pass_of(parsed) if latest else number
+                    records[key] = [*filter(was_wrong, records.get(key, ())), parsed]
                 elif parsed:
                     sessions[parsed.session if latest else number] = parsed
     except (OSError, EOFError, zlib.error) as error:
@@ -757,7 +760,11 @@ def read_records(folder: Path, *, latest: bool = False) -> Reading:
         )
     if latest:
         gc.freeze()  # what a report has read stays until its end, and nobody need look through it again
-    return Reading(records=list(records.values()), complaints=complaints, sessions=list(sessions.values()))
+    kept = list[Record]()
+    for of_one_pass in records.values():
+        counts, last = decisive(of_one_pass), of_one_pass[-1]
+        kept += [last] if counts is last else [counts, last]
+    return Reading(records=kept, complaints=complaints, sessions=list(sessions.values()))
 
 
 @contextlib.contextmanager

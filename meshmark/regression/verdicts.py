@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from meshmark.records.record import Record, Status, Verdict, decisive
 from meshmark.regression.change import Change, ChangeOutcome, Kind
 from meshmark.regression.runs import CaseRuns
-from meshmark.text import some_of
+from meshmark.text import pluralize, some_of
 
 ENDINGS = ("instrumented pass", "timed pass")
 """Metrics that say how a pass ended."""
@@ -23,7 +24,20 @@ def verdict_changes(name: str, before: CaseRuns, after: CaseRuns) -> Iterator[Ch
     for suite in SUITES:
         one_verdict, other_verdict = (_verdict(runs, suite) for runs in (before, after))
         if one_verdict or other_verdict:
-            yield _verdicts(name, suite, one_verdict, other_verdict)
+            change = _verdicts(name, suite, one_verdict, other_verdict)
+            fewer = "" if suite == "throughput" else _fewer_steps(before, after)
+            is_right = other_verdict is not None and other_verdict.passed and not other_verdict.undecided
+            if fewer and is_right:  # what was wrong in a step that was not judged is not known
+                change = replace(change, outcome=ChangeOutcome.UNDECIDED, evidence=fewer)
+            yield change
+
+
+def _fewer_steps(before: CaseRuns, after: CaseRuns) -> str:
+    """Return that B was judged in fewer steps than A, in words. Empty if it was not."""
+    if not (before.observed and after.observed):
+        return ""
+    one, other = decisive(before.observed).steps, decisive(after.observed).steps
+    return f"judged in {pluralize(other, 'step')}, and in {one} in A: give both the same --steps" * (other < one)
 
 
 def _verdict(runs: CaseRuns, suite: str) -> Verdict | None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshmark.errors import InputError, ResultsError, refuse_links, refuse_records
+from meshmark.errors import InputError, ResultsError, refuse_page, refuse_strangers
 from meshmark.records.judged_case import num_judged
 from meshmark.records.record_file import OTHER_RECORD, Reading, latest_attempts, read_records
 from meshmark.report.guard import rendered, write_page
@@ -75,19 +74,12 @@ def _output_file(text: str) -> Path:
     return path
 
 
-def _expect_own(folder: Path) -> None:
-    """Raise `InputError` if `folder` is another user's, who could have links there, to files of this user's."""
-    if folder.exists() and folder.stat().st_uid != os.geteuid():
-        raise InputError(f"{str(folder)!r} belongs to another user: name a page elsewhere with -o")
-
-
 def _report(parsed: argparse.Namespace) -> None:
     folder = parsed.results if parsed.results.is_dir() else parsed.results.parent
     output = parsed.output or folder / "report.md"
-    refuse_records(output, parsed.results)
+    refuse_page(output, parsed.results)
     if not parsed.output:
-        _expect_own(folder)
-    refuse_links(output)
+        refuse_strangers(folder)
     judged = _judged(parsed.results)
     try:
         reading = read_records(parsed.results, latest=True)

@@ -19,7 +19,7 @@ from meshmark.conformance.clauses import CLAUSES
 from meshmark.conformance.finding import ClauseResult
 from meshmark.conformance.reproducers import Reproducer, failed_clauses, read_reproducers
 from meshmark.environment import Environment
-from meshmark.errors import InputError, ResultsError
+from meshmark.errors import InputError, ResultsError, refuse_page, refuse_strangers
 from meshmark.models.transformer import ModelSpec
 from meshmark.plan.frameworks import framework
 from meshmark.plan.model_names import plan_model
@@ -158,7 +158,11 @@ def _which(parsed: argparse.Namespace) -> None:
     cluster = Cluster(
         model=plan_model(parsed.model), gpu=gpu(parsed.gpu), num_gpus=parsed.gpus, global_batch=parsed.global_batch
     )
-    output = parsed.output or parsed.results[0] / "which.md"
+    first = parsed.results[0] if parsed.results[0].is_dir() else parsed.results[0].parent
+    output = parsed.output or first / "which.md"
+    refuse_page(output, *parsed.results)
+    if not parsed.output:
+        refuse_strangers(first)
     command = ["meshmark", "which", *map(str, parsed.results)]
     for name in ("output", "model", "gpus", "gpu", "global_batch"):
         if (value := getattr(parsed, name)) is not None:

@@ -919,10 +919,10 @@ def _steps(steps: Collection[int]) -> str:
 
 
 _SEEN = {
-    ("memory", "smallest_buffer_bytes"): "a buffer of {:,.0f} bytes that stays",
-    ("memory", "smallest_leak_bytes"): "a leak of {:,.0f} bytes a step",
-    ("communication", "smallest_message_bytes"): "a message of {:,.0f} bytes in any step",
-    ("communication", "smallest_setup_message_bytes"): "one of {:,.0f} in a step that sets up",
+    ("memory", "smallest_buffer_bytes"): "a buffer of {} that stays",
+    ("memory", "smallest_leak_bytes"): "a leak of {} a step",
+    ("communication", "smallest_message_bytes"): "a message of {} in any step",
+    ("communication", "smallest_setup_message_bytes"): "one of {} in a step that sets up",
 }
 
 
@@ -934,4 +934,5 @@ def smallest_detectable(records: Sequence[Record]) -> str:
             for key in _SEEN:
                 if key[0] == verdict.suite and key[1] in verdict.evidence:
                     found[key] = max(found.get(key, 0.0), float(verdict.evidence[key[1]]))
-    return ", ".join(text.format(found[key]) for key, text in _SEEN.items() if key in found)
+    sizes = {key: pluralize(round(size), "byte") for key, size in found.items()}
+    return ", ".join(text.format(sizes[key]) for key, text in _SEEN.items() if key in sizes)
