@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from pathlib import Path
@@ -25,6 +26,7 @@ from meshmark.records.record import (
 )
 from meshmark.records.record_file import Attempt, Ending, RecordFile, Session
 from meshmark.records.request import Task
+from meshmark.regression.baseline_gate import baseline_gate
 from meshmark.regression.causes import causes
 from meshmark.regression.change import Change, ChangeOutcome, Kind
 from meshmark.regression.cli import compare_folders
@@ -531,6 +533,22 @@ def test_a_test_that_b_did_not_end_is_missing(tmp_path: Path, capsys: pytest.Cap
     ended = [dataclasses.replace(attempt, ending=Ending.PASSED) for attempt in began.attempts]
     leave(after, dataclasses.replace(began, exit_code=0, attempts=ended))
     assert main([*compared, "wrong,missing"]) == 0
+
+
+def test_a_damaged_baseline_gates_nothing_silently(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A torn line, or the markers of a merge, may stand where a case was."""
+    for name in ("a", "b"):
+        with contextlib.closing(RecordFile(tmp_path / name)) as file:
+            file.append(make_good())
+    asked = ["compare", str(tmp_path / "a"), str(tmp_path / "b")]
+    assert main([*asked, "--fail-on", "wrong"]) == 0
+    with (tmp_path / "a" / "records.jsonl").open("a") as file:
+        file.write("<<<<<<< HEAD\n")
+    assert main([*asked, "--fail-on", "wrong"]) == 2
+    assert "1 line cannot be read" in capsys.readouterr().err
+    with pytest.raises(ResultsError, match="so that a gate would leave out cases"):
+        baseline_gate(tmp_path / "a", parse_gate("wrong"))
+    assert main(asked) == 0, "without a gate it is told"
 
 
 def test_a_gate_does_not_pass_an_older_record_for_a_failed_test_whose_own_is_damaged(

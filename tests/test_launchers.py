@@ -31,7 +31,7 @@ from meshmark.environment import threads_of_ranks
 from meshmark.errors import InputError, MeshmarkError, NoSpaceError
 from meshmark.launch import fork_server, launch
 from meshmark.launch.cluster import Cluster, ClusterSpec
-from meshmark.launch.folders import private_base, private_caches, private_folder
+from meshmark.launch.folders import import_folder, private_base, private_caches, private_folder
 from meshmark.launch.fork_server import LAUNCHER, LOST_EXIT_CODE, ForkServer
 from meshmark.launch.launch import (
     LAUNCHERS,
@@ -69,6 +69,24 @@ ACCIDENTS = {
     )
 }
 ADAPTERS = builtin_adapters() | ACCIDENTS
+
+
+def test_another_environment_gets_no_packages_of_meshmark_s_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Installed as a package, Meshmark put its whole site-packages before those of the environment that was named."""
+    assert import_folder("python") == str(Path(__file__).parents[1]), "a checkout has no packages beside it"
+    installed = tmp_path / "site-packages" / "meshmark"
+    installed.mkdir(parents=True)
+    (installed / "__init__.py").write_text("NAME = 'meshmark'\n")
+    (installed.parent / "others.py").touch()
+    monkeypatch.setattr("meshmark.__file__", str(installed / "__init__.py"))
+    assert import_folder(sys.executable) == ""
+    asks = "import importlib.util, meshmark; print(meshmark.NAME, importlib.util.find_spec('others'))"
+    there = {"PYTHONPATH": import_folder("/environments/other/bin/python")}
+    command = [sys.executable, "-S", "-c", asks]
+    found = subprocess.run(command, env=there, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert found.stdout == "meshmark None\n"
 
 
 def make_case(adapter: str) -> Case:

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-import meshmark
 from meshmark.cli.options import RUN_OPTIONS
 from meshmark.errors import InputError, ResultsError, UnknownNameError, refuse_device, signals_end_like_ctrl_c
+from meshmark.launch.folders import import_folder
 from meshmark.launch.processes import die_with_parent
 from meshmark.records.record import SCHEMA
 from meshmark.records.record_file import Attempt, Ending, Reading, RecordFile, Session, latest_attempts, read_records
@@ -329,8 +329,8 @@ def _run_process(command: Sequence[str], *, stdout: int | None = None) -> tuple[
 
     Signals that end this process also end that one gracefully, so that it can clean up.
     """
-    root = str(Path(meshmark.__file__).parent.parent)  # of a checkout that is not installed
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), root]))}
+    path = [os.environ.get("PYTHONPATH"), import_folder(sys.executable)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
     ends_with_us = functools.partial(die_with_parent, os.getpid())  # where SIGKILL leaves no time for good order
     with (
         signals_end_like_ctrl_c(),

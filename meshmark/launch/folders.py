@@ -12,10 +12,12 @@ import resource
 import secrets
 import shutil
 import stat
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import meshmark
 from meshmark.errors import InputError, NoSpaceError
 from meshmark.text import text_of
 
@@ -129,6 +131,27 @@ def folder_prefix() -> str:
 def _token(pid: int) -> str:
     """A process's number is not enough: containers that share a temporary folder count from 1 each."""
     return secrets.token_hex(4)
+
+
+def import_folder(python: str) -> str:
+    """Return the folder that a process of the interpreter `python` needs on its path to import this Meshmark, or "".
+
+    Meshmark may be installed among the packages of an environment. Then this environment's own interpreter finds it,
+    and another one must not have that folder on its path, because it would import the other packages from there too.
+    """
+    package = Path(meshmark.__file__).parent
+    if package.parent.name not in ("site-packages", "dist-packages"):  # a checkout, which need not be installed
+        return str(package.parent)
+    return "" if Path(python) == Path(sys.executable) else str(_linked(package))
+
+
+@functools.cache
+def _linked(package: Path) -> Path:
+    """Return a folder with nothing but a link to `package`. It is deleted when this process ends."""
+    folder = Path(tempfile.mkdtemp(prefix=folder_prefix()))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (folder / package.name).symlink_to(package)
+    return folder
 
 
 _LONGEST_SOCKET = 107

@@ -25,12 +25,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import meshmark
 from meshmark.adapter.registry import load_adapter
 from meshmark.environment import DEFAULT_THREADS, interpreter_of
 from meshmark.errors import InputError, NodeLostError
 from meshmark.launch.cluster import LOOPBACK, Cluster, ClusterSpec, meet
-from meshmark.launch.folders import cache_variables, private_folder
+from meshmark.launch.folders import cache_variables, import_folder, private_folder
 from meshmark.launch.fork_server import LAUNCHER, ForkServer, execute
 from meshmark.launch.processes import (
     await_cleaners,
@@ -205,23 +204,23 @@ def unheeded_variables(environment: Mapping[str, str]) -> list[str]:
     return sorted(name for name in environment if name.startswith(_CONFIGURING))
 
 
-def process_environment(spec: ClusterSpec, task: Task) -> dict[str, str]:
-    """Return all environment variables of processes that run ranks for `task`. Does not change this process's own.
+def process_environment(spec: ClusterSpec, task: Task, python: str = sys.executable) -> dict[str, str]:
+    """Return all environment variables of processes of `python` that run ranks for `task`. Does not change this
+    process's own.
 
     They are this process's variables, without those that configure a framework or place a rank, and with Meshmark's
     settings. Raises `InputError` if the user's variables name a cache folder that others can write to, or a network
     interface that does not exist here.
     """
     expect_interfaces(os.environ)
-    root = str(Path(meshmark.__file__).parent.parent)  # they import the checkout wherever they were started
-    path = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    path = [import_folder(python), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     defaults = {"OMP_NUM_THREADS": DEFAULT_THREADS}
     if device := "lo" if spec.host in LOOPBACK else device_towards(spec.host):
         defaults["GLOO_SOCKET_IFNAME"] = device
         defaults["TP_SOCKET_IFNAME"] = device  # torch RPC's, which listens at the host's name otherwise, and unpickles
     always = {
         **VARIABLES,
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, path))),
         "KINETO_LOG_LEVEL": "9",
         "TORCH_DISTRIBUTED_DEBUG": "OFF",  # DETAIL sends more than was asked for, and DDP crashes with it
         # Frameworks warn of their own deprecations. That is no error of what is judged.
@@ -368,7 +367,8 @@ class ForkserverLauncher:
         if key in self._trunks and _is_gone(self._trunks[key]):
             self.close()
         if key not in self._trunks:
-            self._trunks[key] = ForkServer.start(process_environment(self.cluster.spec, task), _ALWAYS, python)
+            environment = process_environment(self.cluster.spec, task, python)
+            self._trunks[key] = ForkServer.start(environment, _ALWAYS, python)
             self._trunks[key].await_ready("torch", seconds=_IMPORT_SECONDS)
         return self._trunks[key]
 

@@ -15,7 +15,7 @@ from meshmark.regression.change import Change, Kind, incomparable
 from meshmark.regression.conditions import _joined, conditions, conditions_here, hinders, without
 from meshmark.regression.exact import exact_changes
 from meshmark.regression.gate import Gate
-from meshmark.regression.runs import CaseRuns, Key, by_case, key_of, of_last_code
+from meshmark.regression.runs import CaseRuns, Key, by_case, expect_whole, key_of, of_last_code
 from meshmark.regression.samples import STEP, Sample, samples
 from meshmark.regression.times import ALPHA, SAME_WITHIN, change_of, scatter_of, test_of
 from meshmark.regression.times import Key as TestKey
@@ -78,7 +78,9 @@ class BaselineGate:
 
 def baseline_gate(folder: Path, gate: Gate) -> BaselineGate:
     """Return the gate of a baseline folder. Raises `ResultsError` when the folder cannot be read."""
-    return BaselineGate(folder=folder, cases=by_case(of_last_code(read_records(folder).records)[0]), gate=gate)
+    reading = read_records(folder)
+    expect_whole(folder, reading)
+    return BaselineGate(folder=folder, cases=by_case(of_last_code(reading.records)[0]), gate=gate)
 
 
 def expect_conditions(keeper: BaselineGate, here: Environment) -> None:

@@ -19,7 +19,7 @@ from meshmark.regression.change import Change, ChangeOutcome, Kind
 from meshmark.regression.compare import Comparison, compare, unfinished_changes
 from meshmark.regression.gate import DEFAULT_GATE, UNSURE, Gate, parse_gate
 from meshmark.regression.page import lines, page
-from meshmark.regression.runs import complain, damaged_lines, left_out, of_last_code, without_shared
+from meshmark.regression.runs import complain, damaged_lines, expect_whole, left_out, of_last_code, without_shared
 from meshmark.report.github import report_to_github, warn_github
 from meshmark.report.table import one_line
 from meshmark.text import pluralize
@@ -102,9 +102,10 @@ def compare_folders(before: Path, after: Path, gate: Gate | None, *, across: boo
     errors.
     """
     timed, margin = (gate.timed, gate.margin) if gate else (True, None)
-    ours, _ = _read_side(before)
+    ours, held = _read_side(before)
     theirs, reading = _read_side(after)
     if gate:
+        expect_whole(before, held)
         _expect_records_of_failures(after, reading)
     found = compare(ours, without_shared(theirs, ours), across=across, timed=timed, margin=margin)
     changes = [*found.changes, *unfinished_changes(found, ours, reading.sessions)]

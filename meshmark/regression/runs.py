@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from meshmark.errors import ResultsError
 from meshmark.records.record import Record, Status
 from meshmark.records.record_file import OTHER_RECORD, Reading
 from meshmark.records.request import Task
@@ -79,6 +80,15 @@ def of_last_code(records: Sequence[Record]) -> tuple[list[Record], list[Record]]
 
 def _code(record: Record) -> tuple[str, str]:
     return record.environment.commit, record.environment.project_commit
+
+
+def expect_whole(baseline: Path, reading: Reading) -> None:
+    """Raise `ResultsError` if lines of a baseline are damaged: their cases would not be gated."""
+    if damaged := damaged_lines(reading):
+        raise ResultsError(
+            f"baseline {str(baseline)!r}: {pluralize(len(damaged), 'line')} cannot be read ({damaged[0]}), so that a "
+            "gate would leave out cases; restore its records, or delete the damaged lines"
+        )
 
 
 def damaged_lines(reading: Reading) -> list[str]:
