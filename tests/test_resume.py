@@ -87,6 +87,9 @@ OTHER: dict[str, dict[str, Any]] = {
     "another case": {"case": make_case("ddp")},
     "a full disk": {"outcome": Outcome(status=Status.NO_SPACE)},
     "too slow": {"outcome": Outcome(status=Status.SLOW)},
+    "killed, maybe by the machine": {"outcome": Outcome(status=Status.KILLED, rank=0, message="killed by SIGKILL")},
+    "hung": {"outcome": Outcome(status=Status.HUNG, rank=0)},
+    "out of memory": {"outcome": Outcome(status=Status.OOM, rank=0)},
 }
 
 

@@ -12,8 +12,10 @@ from meshmark.records.request import Request, Task
 from meshmark.serial import decode, encode
 
 KEPT = "kept: the results folder holds this pass, of the same code and machine"
-_AGAIN = (Status.SKIPPED, Status.SLOW)
-"""Statuses of records that are made again. Skips cost nothing, and slow passes may end under a higher limit."""
+_AGAIN = (Status.SKIPPED, Status.SLOW, Status.KILLED, Status.HUNG, Status.OOM)
+"""Statuses of records that are made again. Skips cost nothing, and slow passes may end under a higher limit. What was
+killed, hung or ran out of memory may have had a fault of the machine.
+"""
 
 
 class KeptRecords:
