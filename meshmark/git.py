@@ -37,4 +37,5 @@ def run_git(*words: str, folder: str | Path | None = None) -> subprocess.Complet
     """Run git in `folder`, by default the current one, on the repository around it. Raises `OSError` if git cannot be
     run.
     """
-    return subprocess.run(["git", *words], cwd=folder, env=without_repository(os.environ), capture_output=True)
+    plain = ("-c", "log.showSignature=false", "-c", "color.ui=false")  # whatever the user has configured
+    return subprocess.run(["git", *plain, *words], cwd=folder, env=without_repository(os.environ), capture_output=True)

@@ -27,6 +27,7 @@ from meshmark.records.record_file import RecordFile
 from meshmark.regression import bisect as bisection
 from meshmark.regression import side as sides
 from meshmark.regression.alternate import alternate
+from meshmark.regression.causes import causes
 from meshmark.regression.change import ChangeOutcome
 from meshmark.regression.gate import parse_gate
 from meshmark.regression.sequential import evidence, half_width
@@ -164,7 +165,9 @@ def test_a_side_that_crashes_is_worse(tmp_path: Path) -> None:
         return [make_timed(outcome=Outcome(status=Status.KILLED), timing=timing)]
 
     found = alternate(side(0.1), crashed, tmp_path, most_pairs=1, say=lambda _: None)
-    assert [c.metric for c in found.of(ChangeOutcome.WORSE)] == ["timed pass"]
+    worse = found.of(ChangeOutcome.WORSE)
+    assert [(c.metric, c.after) for c in worse] == [("timed pass", "killed"), ("case", "not timed")]
+    assert [str(cause.change.metric) for cause in causes(worse)] == ["timed pass"], "they are one message"
 
 
 SESSION = """#!/bin/sh

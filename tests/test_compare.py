@@ -22,6 +22,7 @@ from meshmark.records.record import (
     Outcome,
     Record,
     Status,
+    TimingEvidence,
     TrafficEvidence,
 )
 from meshmark.records.record_file import Attempt, Ending, RecordFile, Session
@@ -299,6 +300,36 @@ def test_clauses_that_only_one_side_has_checked_are_missing() -> None:
         assert gone.metric == "clauses" and "checked in A alone" in gone.evidence
         assert not parse_gate("wrong").failing(changes)
     assert not parse_gate("missing").failing(compare(both, both).changes)
+
+
+def test_a_case_whose_timed_pass_did_not_end_well_is_not_timed() -> None:
+    hung = make_timed(outcome=Outcome(status=Status.HUNG, rank=0), timing=TimingEvidence())
+    found = compare([make_good(), make_timed()], [make_good(), hung])
+    (gone,) = parse_gate("slower:3%,missing").failing(found.changes)
+    assert gone.metric == "case" and gone.after == "not timed"
+
+
+@pytest.mark.parametrize("kinds", ["slower-start:10%", "bigger", "bigger,missing"])
+def test_a_gate_of_what_nobody_measured_is_refused(
+    tmp_path: Path, kinds: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = make_good(memory=MemoryEvidence(), traffic=TrafficEvidence(), launch=LaunchSeconds())
+    for name in ("a", "b"):
+        with contextlib.closing(RecordFile(tmp_path / name)) as file:
+            file.append(bare)
+    asked = ["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--fail-on"]
+    assert main([*asked, kinds]) == 2
+    assert "in both" in capsys.readouterr().err
+    assert main([*asked, f"wrong,{kinds}"]) == (2 if "slower" in kinds else 0)
+
+
+def test_a_release_of_python_that_only_mends_is_no_other_condition() -> None:
+    def of(version: str) -> list[Record]:
+        return [make_good(environment=make_environment(versions={"python": version}))]
+
+    assert compare(of("3.11.7"), of("3.11.14")).changes
+    with pytest.raises(ResultsError, match="python: 3.11 in A, 3.12 in B"):
+        compare(of("3.11.7"), of("3.12.1"))
 
 
 def test_a_missing_case_is_told_and_can_fail() -> None:

@@ -34,7 +34,7 @@ def git(*words: str) -> None:
 def look_again() -> None:
     """As the next process does."""
     project_of.cache_clear()
-    sources._source.cache_clear()
+    sources._SOURCES.clear()
 
 
 @pytest.fixture
@@ -49,6 +49,24 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     git("add", "mine.py", "beside.py")
     git("commit", "-q", "-m", "mine")
     return tmp_path / "mine.py"
+
+
+def test_code_that_changes_while_it_runs_is_not_known(mine: Path) -> None:
+    """Of the launches before and after the change, each has run one version, and the record cannot tell which."""
+
+    def of_mine() -> sources.Source:
+        (found,) = sources.sources_of("mine.py:Mine", CASE.workload)
+        return found
+
+    first = of_mine()
+    assert first.is_known and of_mine() == first
+    mine.write_text("x = 2\n")
+    assert not of_mine().sha256 and not of_mine().is_known
+    assert of_mine().sha256 not in ("", first.sha256), "the next launch runs this"
+    git("commit", "-q", "-a", "-m", "changed")
+    mine.touch()
+    of_mine()
+    assert of_mine().is_known and of_mine().commit != first.commit
 
 
 def request() -> Request:

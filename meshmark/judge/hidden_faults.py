@@ -1,13 +1,15 @@
 """Find faults of a run in 16 bits that are smaller than the rounding of other correct arithmetic.
 
 Correct engines may round in other places than the twin, so a run passes that is as far from the twin as they are. A
-weight that is one update old, or a message that is rounded, may be as near. Exact bits tell them apart: a run that has
-the twin's results of a wrong computation, and not those of the right one, computes what is wrong.
+weight that is one update old, a message that is rounded, or a norm that is computed in 16 bits may be as near. Exact
+bits tell them apart: a run that has the twin's results of a wrong computation, and not those of the right one, computes
+what is wrong.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import re
 import sys
@@ -17,7 +19,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 from meshmark import rank_progress
 from meshmark.adapter.contract import Casting
@@ -29,7 +32,7 @@ from meshmark.judge.function_faults import returning
 from meshmark.judge.tolerance_model import ToleranceModel
 from meshmark.judge.trace import Trace
 from meshmark.judge.twin import UNCHANGED, Change, Twin, TwinStep, known_parameters
-from meshmark.models.module import Model, parameter_shapes
+from meshmark.models.module import Model, build_model, parameter_shapes
 from meshmark.reference.data import Batch, make_batch
 from meshmark.text import describe_error
 
@@ -67,7 +70,7 @@ def _search(trace: Trace, deviations: Deviations, tolerance_model: ToleranceMode
     *others, end = wrong_steps
     layout = twin.case.layout
     forward_is_right, watch = run.has_right_loss(end), Stopwatch()
-    for wrong in itertools.chain(_rounded_messages(twin), _older_weights(trace, twin)):
+    for wrong in itertools.chain(_rounded_messages(twin), _narrow_norms(twin), _older_weights(trace, twin)):
         if watch.seconds > SEARCH_SECONDS or watch.clock_seconds > CLOCK_SECONDS:
             return None
         rank_progress.advance()
@@ -281,3 +284,52 @@ class _Rounded(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
         (gradient,) = gradients
         return gradient.to(ctx.narrow).to(gradient.dtype) if ctx.narrow else gradient, None, None, None
+
+
+# --- Norms that are computed in 16 bits, which autocast leaves in 32.
+
+
+def _narrow_norms(twin: Twin) -> Iterator[_Wrong]:
+    """Yield norms whose input, weight and bias are rounded to the precision of products: all norms, and single ones."""
+    if twin.arithmetic.casting is not Casting.AUTOCAST or twin.case.tuning.compile:
+        return
+    with torch.device("meta"):
+        modules = dict(build_model(twin.case.workload.model).named_modules())
+    norms = [n for n, m in modules.items() if type(m).__name__.endswith("Norm") and not isinstance(m, BatchNorm)]
+    for names in dict.fromkeys((tuple(norms), *((name,) for name in norms))) if norms else ():
+        what = names[0] if len(names) == 1 else "all norms"
+        yield _Wrong(
+            fault=Fault.PRECISION,
+            detail=f"{what} computed in {twin.case.precision.compute}",
+            change=Change(within=_narrowing(names, getattr(torch, twin.case.precision.compute))),
+        )
+
+
+def _narrowing(
+    modules: Sequence[str], narrow: torch.dtype
+) -> Callable[[Model], contextlib.AbstractContextManager[None]]:
+    """Return a context in which these modules compute in `narrow`."""
+
+    def narrowed(module: nn.Module) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            own = copy.copy(module)
+            values: dict[str, Any] = {n: p if p is None else p.to(narrow) for n, p in module._parameters.items()}
+            own._parameters = values
+            with torch.autocast(x.device.type, enabled=False):
+                found: Tensor = type(module).forward(own, x.to(narrow))
+            return found
+
+        return forward
+
+    @contextlib.contextmanager
+    def within(model: Model) -> Iterator[None]:
+        changed = [model.get_submodule(name) for name in modules]
+        for module in changed:
+            module.forward = narrowed(module)
+        try:
+            yield
+        finally:
+            for module in changed:
+                del module.forward
+
+    return within

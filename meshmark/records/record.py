@@ -61,7 +61,11 @@ class Source:
 
 
 def sources_of(adapter: str, workload: Workload) -> list[Source]:
-    """Return the sources that are not part of Meshmark, whose own version the environment records."""
+    """Return the sources that are not part of Meshmark, whose own version the environment records.
+
+    A source has no digest if its code has changed since the last call. Ranks import it anew at every launch, so that it
+    is not known which of the two they have run.
+    """
     targets = [adapter] if not adapter.startswith("meshmark.") else []
     if isinstance(workload.model, OwnModelConfig):
         targets.append(workload.model.target)
@@ -75,21 +79,39 @@ def code_digest_of(adapter: str) -> str:
     """
     file = _file(adapter.rpartition(":")[0])
     try:
-        return _digest(file, _required(adapter), whole=True) if file else ""
+        return _digest(file, _required(adapter), whole=True)[0] if file else ""
     except OSError:
         return ""
 
 
-@functools.cache
+_SOURCES = dict[tuple[str, bool], tuple[Source, dict[Path, tuple[int, int]]]]()
+"""Sources that were asked for, each with the size and date of every file of its code."""
+
+
 def _source(target: str, is_adapter: bool) -> Source:
+    source, stamps = _SOURCES.get((target, is_adapter), (None, {}))
+    if source is not None and _stamps(stamps) == stamps:
+        return source
+    if source is not None:
+        project_of.cache_clear()  # the change may be in a commit by now, or in none
     where, _, name = target.rpartition(":")
-    file = _file(where)
+    file, digest, files = _file(where), "", set[Path]()
     told = f"{Path(where).name if where.endswith('.py') else where}:{name}"
-    try:
-        digest = _digest(file, _required(target) if is_adapter else ()) if file else ""
-    except OSError:
-        digest = ""
-    return Source(target=told, sha256=digest, commit=_commit(file) if file else "")
+    with contextlib.suppress(OSError):
+        digest, files = _digest(file, _required(target) if is_adapter else ()) if file else ("", set())
+    found = Source(target=told, sha256=digest, commit=_commit(file) if file else "")
+    _SOURCES[target, is_adapter] = found, _stamps(files)
+    return found if source is None else dataclasses.replace(found, sha256="")
+
+
+def _stamps(files: Iterable[Path]) -> dict[Path, tuple[int, int]]:
+    """Return the sizes and dates of files, by which a change is noticed."""
+    found = dict[Path, tuple[int, int]]()
+    for file in files:
+        with contextlib.suppress(OSError):
+            about = file.stat()
+            found[file] = about.st_size, about.st_mtime_ns
+    return found
 
 
 def _required(adapter: str) -> list[str]:
@@ -120,13 +142,13 @@ _LARGE_BYTES = 64 * 2**20
 """Size from which on a file is told by its size and date."""
 
 
-def _digest(file: Path, required: Iterable[str] = (), *, whole: bool = False) -> str:
+def _digest(file: Path, required: Iterable[str] = (), *, whole: bool = False) -> tuple[str, set[Path]]:
     """Return a hash of a file, of what it and what it imports import from other folders, of installed distributions
     among that, those that are `required` too, and of what git does not track of that in the file's own folder, such as
-    another repository's clone.
+    another repository's clone. And all files that it and they import.
 
-    Not of what git tracks next to it, which `_commit` covers, unless it is to be the `whole` code. Empty if that is too
-    much. Raises `OSError` if the file cannot be read.
+    The hash is not of what git tracks next to it, which `_commit` covers, unless it is to be the `whole` code. Empty if
+    that is too much. Raises `OSError` if the file cannot be read.
     """
     found, seen, queue, packages, distributions = {file: file.read_bytes()}, {file}, [file], set[str](), set(required)
     tracked = set[Path]() if whole else _tracked(file.parent)
@@ -141,13 +163,13 @@ def _digest(file: Path, required: Iterable[str] = (), *, whole: bool = False) ->
         found |= {one: _content(one) for one in new if _is_unknown(one, file.parent, tracked)}
         queue += [one for one in new if one.suffix == ".py"]
         if len(seen) > _MOST_FILES:
-            return ""
+            return "", seen
     digest = hashlib.sha256(found.pop(file))
     for each in sorted(found):
         digest.update(hashlib.sha256(found[each]).digest())
     if others := distributions - {"meshmark", *PACKAGES}:  # the environment has a digest of those
         digest.update(code_digest(others).encode())
-    return digest.hexdigest()
+    return digest.hexdigest(), seen
 
 
 def _content(file: Path) -> bytes:

@@ -89,12 +89,18 @@ def _compare(parsed: argparse.Namespace) -> int:
 
 
 def expect_timed(found: Comparison, gate: Gate | None, fail_on: str, sides: tuple[str, str]) -> None:
-    """Raise `ResultsError` if the gate is about times and both sides have timed no case."""
-    if gate and Kind.SLOWER in gate.limits and not any(change.kind is Kind.SLOWER for change in found.changes):
-        raise ResultsError(
-            f"--fail-on {fail_on}: no case was timed in both {sides[0]} and {sides[1]}, so that none can be "
-            "slower; expected records of suites/test_throughput.py, or a gate without slower"
-        )
+    """Raise `ResultsError` if the gate is about times, or about nothing but bytes, that both sides have of no case."""
+    measured = {change.kind for change in found.changes}
+    suites = {Kind.SLOWER: "throughput", Kind.SLOWER_START: "equivalence"}
+    if gate and not {*gate.limits} - {Kind.BIGGER, Kind.MISSING}:
+        suites[Kind.BIGGER] = "memory"
+    for kind, suite in suites.items():
+        if gate and kind in gate.limits and kind not in measured:
+            what = "measured" if kind is Kind.BIGGER else "timed"
+            raise ResultsError(
+                f"--fail-on {fail_on}: no case was {what} in both {sides[0]} and {sides[1]}, so that none can be "
+                f"{kind}; expected records of suites/test_{suite}.py, or a gate without {kind}"
+            )
 
 
 def compare_folders(before: Path, after: Path, gate: Gate | None, *, across: bool = False) -> Comparison:

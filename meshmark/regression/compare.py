@@ -97,7 +97,10 @@ def _missing(name: str, ours: CaseRuns, theirs: CaseRuns | None, timed: bool) ->
     ran = [after[-1:] for before, after in passes if any(r.outcome.status is not Status.SKIPPED for r in before)]
     skipped = [record for last in ran for record in last if record.outcome.status is Status.SKIPPED]
     untimed = (
-        timed and theirs is not None and not theirs.timed and any(r.outcome.status is Status.OK for r in ours.timed)
+        timed
+        and theirs is not None
+        and not any(r.outcome.status is Status.OK for r in theirs.timed)
+        and any(r.outcome.status is Status.OK for r in ours.timed)
     )
     if not ran or (theirs and not skipped and not untimed):
         return None

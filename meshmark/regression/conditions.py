@@ -40,7 +40,10 @@ def _around(environment: Environment) -> dict[str, str]:
         "backend": environment.backend,
         "OMP_NUM_THREADS": environment.omp_num_threads,
     }
-    return found | {name: version for name, version in environment.versions.items() if name not in READERS}
+    versions = {name: version for name, version in environment.versions.items() if name not in READERS}
+    if "python" in versions:  # 3.11 of 3.11.7: images and CI's set-up move to the next release by themselves
+        versions["python"] = ".".join(versions["python"].split(".")[:2])
+    return found | versions
 
 
 def hinders(condition: str, *, timed: bool) -> bool:

@@ -79,7 +79,9 @@ def of_last_code(records: Sequence[Record]) -> tuple[list[Record], list[Record]]
 
 
 def _code(record: Record) -> tuple[str, str]:
-    return record.environment.commit, record.environment.project_commit
+    """Return what tells the code of a record: an installed Meshmark has no commit, but a digest."""
+    here = record.environment
+    return here.commit or here.packages_digest, here.project_commit
 
 
 def expect_whole(baseline: Path, reading: Reading) -> None:

@@ -614,6 +614,7 @@ class Runner:
             arithmetic = load_adapter(request.adapter).arithmetic
             tolerance_model = self._tolerances.of(request).declared(arithmetic.casting if arithmetic else None)
             request = dataclasses.replace(request, tolerance_model=tolerance_model)
+        sources_of(request.adapter, request.case.workload)  # a change from here on is noticed when the record is made
         first, power = launch_watched(self.launcher, request)
         launches, outcome = [first], outcome_of_launch(first, request.case.world_size)
         if request.task is Task.TIME and outcome.status is Status.OK:
