@@ -117,6 +117,13 @@ def describe(device: str, backend: str, nnodes: int, command: Iterable[str] | No
     )
 
 
+def code_here() -> tuple[str, str]:
+    """Return what tells the code that runs: of Meshmark its commit, or a digest if it is installed as a package, and
+    the commit of the user's repository around the working directory.
+    """
+    return _commit() or code_digest(("meshmark", *PACKAGES)), project_of(os.getcwd()).commit
+
+
 def memory_bytes() -> int:
     """Return the memory of this machine in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -7,20 +7,22 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from meshmark.cli.commands import main
 from meshmark.environment import ALLOCATOR_VARIABLES
 from meshmark.errors import InputError, ResultsError
-from meshmark.pytest_plugin.plugin import NoBaselineWarning, UnsureWarning, expect_no_worse
+from meshmark.pytest_plugin.plugin import NoBaselineWarning, UnsureWarning, expect, expect_no_worse
 from meshmark.records.judged_case import JudgedCase
-from meshmark.records.record import SCHEMA, Outcome, Record, Relaunch, Status
+from meshmark.records.record import SCHEMA, ConformanceEvidence, Outcome, Record, Relaunch, Status
 from meshmark.records.record_file import Attempt, Ending, RecordFile, Session, read_records
 from meshmark.regression.baseline import accept, find_baseline
 from meshmark.regression.baseline_gate import BaselineGate, baseline_gate, expect_cases, expect_conditions
 from meshmark.regression.change import Change
 from meshmark.regression.gate import DEFAULT_GATE, parse_gate
+from meshmark.spec.known_gap import KnownGap
 from tests.factories import (
     make_case,
     make_environment,
@@ -241,6 +243,22 @@ def test_another_case_of_the_same_name_is_told_and_no_pass() -> None:
     with pytest.raises(pytest.fail.Exception, match="the same name stands for another workload"):
         strict = dataclasses.replace(found, gate=parse_gate("wrong,unsure"))
         expect_no_worse(make_good(case=other), "memory", strict)
+
+
+def test_a_known_gap_excuses_the_verdict_and_not_the_growth_of_bytes() -> None:
+    """It was xfailed before the baseline was asked."""
+    gap = KnownGap(clause="memory", symptom="activations", reason="keeps a table")
+    declared: dict[str, Any] = {
+        "conformance": ConformanceEvidence(known_gaps=[gap]),
+        "verdicts": [make_verdict(), make_verdict("memory", passed=False, summary="activations on rank 0")],
+    }
+    before = make_good(**declared)
+    found = baseline_gate(accept(write(before), "here", allow=("wrong",)), parse_gate(DEFAULT_GATE))
+    with pytest.raises(pytest.xfail.Exception, match="keeps a table"):
+        expect(before, "memory", found)
+    bigger = make_good(**declared, memory=make_memory_evidence(readings=[make_memory(activations=2000)] * 2))
+    with pytest.raises(pytest.fail.Exception, match="peak memory worse"):
+        expect(bigger, "memory", found)
 
 
 def test_other_conditions_are_refused() -> None:

@@ -562,8 +562,13 @@ def test_a_test_that_b_did_not_end_is_missing(tmp_path: Path, capsys: pytest.Cap
     assert f"FAILED by --fail-on missing: {case}: test_memory worse: run -> not ended" in capsys.readouterr().out
     assert main([*compared, "wrong"]) == 0
     ended = [dataclasses.replace(attempt, ending=Ending.PASSED) for attempt in began.attempts]
-    leave(after, dataclasses.replace(began, exit_code=0, attempts=ended))
+    leave(after, dataclasses.replace(began, exit_code=0, attempts=ended, code="0123456789ab"))
     assert main([*compared, "wrong,missing"]) == 0
+    again = dataclasses.replace(began, session="two", code="0123456789ab")
+    leave(after, again)
+    assert main([*compared, "wrong,missing"]) == 0, "the same code has finished it before"
+    leave(after, dataclasses.replace(again, session="three", code="ba9876543210"))
+    assert main([*compared, "wrong,missing"]) == 1, "other code has not"
 
 
 def test_a_damaged_baseline_gates_nothing_silently(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

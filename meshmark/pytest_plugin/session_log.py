@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from meshmark.environment import code_here
 from meshmark.errors import ResultsError
 from meshmark.pytest_plugin.selection import SELECTION, module_of, selection
 from meshmark.records.record import SCHEMA, Record
@@ -225,6 +226,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
         command=shlex.join(["pytest", *config.invocation_params.args]),
         device=config.getoption("--device"),
         corpus=config.getoption("--corpus"),
+        code=" ".join(filter(None, code_here())),
     )
     with contextlib.suppress(ResultsError):  # the runner, which needs the folder too, says so
         _write(config)

@@ -99,6 +99,8 @@ class Session:
     exit_code: int | None = None
     """Exit code of pytest, or None until it has ended."""
     attempts: list[Attempt] = field(default_factory=list)
+    code: str = ""
+    """Commits of Meshmark and of the user's repository around the working directory. Empty in older records."""
 
 
 def by_defect(attempts: Iterable[Attempt]) -> list[list[Attempt]]:
@@ -116,13 +118,14 @@ def by_defect(attempts: Iterable[Attempt]) -> list[list[Attempt]]:
 def latest_attempts(sessions: Iterable[Session], *, conforming: bool) -> list[tuple[Attempt, Session]]:
     """Return the latest attempt of each test, with its session.
 
-    An unfinished attempt counts only if no session finished the test.
+    An unfinished attempt counts only if no session of the same code finished the test.
     """
     found: dict[tuple[str, str, str | None], tuple[Attempt, Session]] = {}
     for session in {each.session: each for each in sessions}.values():
         for attempt in session.attempts:
             key = attempt.test, session.device, session.corpus
-            if attempt.conforming is conforming and (attempt.ending is not Ending.UNFINISHED or key not in found):
+            ended = attempt.ending is not Ending.UNFINISHED
+            if attempt.conforming is conforming and (ended or key not in found or found[key][1].code != session.code):
                 found[key] = attempt, session
     return list(found.values())
 
