@@ -100,6 +100,19 @@ def test_a_model_that_its_name_tells_the_size_of_alone_is_told(capsys: pytest.Ca
     assert main([*plan, "gpt-175b", "--gpus", "512"]) == 0 and not capsys.readouterr().err, "Megatron's, with its shape"
 
 
+def test_a_row_says_what_it_was_predicted_for(tmp_path: Path) -> None:
+    """Not what the row names, where an option replaces that."""
+    source, target = tmp_path / "in.csv", tmp_path / "out.csv"
+    source.write_text(f"{','.join(ROW)}\n{','.join(ROW.values())}\n")
+    predict_file(source, target)
+    (plain,) = csv.DictReader(target.read_text().splitlines())
+    assert (plain["predicted_gpu"], plain["predicted_recipe"]) == ("h100", "megatron-core")
+    assert main(["predict", str(source), "-o", str(target), "--gpu", "a100-80", "--framework", "fsdp2"]) == 0
+    (replaced,) = csv.DictReader(target.read_text().splitlines())
+    assert replaced["gpu"] == "h100" and replaced["predicted_gpu"] == "a100-80"
+    assert replaced["predicted_recipe"] != plain["predicted_recipe"]
+
+
 def test_the_example_is_predicted_row_by_row_by_its_frameworks(tmp_path: Path) -> None:
     source, target = ROOT / "examples" / "layouts.csv", tmp_path / "out.csv"
     assert predict_file(source, target) == len(read_rows(source)) == 9

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from meshmark.conformance.finding import Finding, all_of, decide, drift_text
 from meshmark.judge.tolerance_model import FALSE_ALARMS
 from meshmark.records.record import Record
+from meshmark.text import pluralize
 
 EVALUATION_TOLERANCE = 1e-5
 """Relative tolerance for the evaluation loss, which has no measured noise. Dropout left on moves it a hundred times
@@ -55,8 +57,35 @@ def dropout(record: Record) -> Finding:
             f"gradients {along:+.1f} in multiple and {size:+.1f} in size of "
             f"the exact ones, {few:.1f} standard errors allowed",
         ),
+        _spreads(first),
         decide(not drifts, f"gradients reported by several ranks {drift_text(drifts)}"),
         decide(abs(shift) < EVALUATION_TOLERANCE, f"evaluation without dropout off by {shift:.1e}"),
+    )
+
+
+def _spreads(samples: Mapping[str, Sequence[float]]) -> Finding:
+    """Judge how the gradient of each tensor scatters from step to step.
+
+    Masks that repeat in one module, or on one rank, hardly show in the loss, and take a part of the scatter of the
+    gradients next to them. The logarithms of squared distances are compared, which are nearer to normal.
+    """
+    names = [name.removeprefix("spread ") for name in samples if name.startswith("spread ")]
+    z = statistics.NormalDist().inv_cdf(1 - FALSE_ALARMS / 16 / max(len(names), 1))
+    found = list[tuple[float, float, float, str]]()
+    for name in names:
+        own, reference = (np.log(np.maximum(samples[f"{prefix}spread {name}"], TINY)) for prefix in ("", "reference_"))
+        allowed = student(z, min(len(own), len(reference)) - 1)
+        found.append((_away(own, reference), allowed, math.exp(own.mean() - reference.mean()), name))
+    off = [each for each in found if abs(each[0]) >= each[1]]
+    if not off:
+        worst = max((abs(away) for away, *_ in found), default=0.0)
+        return decide(True, f"gradients scatter as plain PyTorch's, to {worst:.1f} standard errors")
+    away, allowed, ratio, name = max(off, key=lambda each: abs(math.log(each[2])))
+    others = f" (and {pluralize(len(off) - 1, 'more', 'more')})" if len(off) > 1 else ""
+    return decide(
+        False,
+        f"the gradient of {name}{others} scatters {ratio:.2f} times as much from step to step as plain PyTorch's, "
+        f"{away:+.1f} standard errors, {allowed:.1f} allowed{': a mask that repeats?' if ratio < 1 else ''}",
     )
 
 

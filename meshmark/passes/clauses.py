@@ -8,9 +8,11 @@ import functools
 import gc
 import math
 import time
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
@@ -45,7 +47,8 @@ def repeat_with_dropout(request: Request, adapter: Adapter, context: RankContext
     - `evaluation` and `exact`: an evaluation amid training, and the exact loss.
     - `along` and `size`: gradients as multiples of the exact ones without dropout, and their squares relative to those
       of the exact ones. Each is the mean over tensors.
-    - `reference_along` and `reference_size`: the same for the single process.
+    - `spread NAME`: how far every step's gradient of a tensor is from the mean of all steps, as a sum of squares.
+    - `reference_along`, `reference_size` and `reference_spread NAME`: the same for the single process.
     """
     case = request.case
     engine = adapter.build(case, context)
@@ -134,7 +137,14 @@ def _summaries(prefix: str, steps: list[Tensors], exact: Tensors) -> dict[str, l
             mean([float(np.sum(g[n] * exact[n])) / squares[n] for n in counted if n in g]) for g in steps
         ],
         f"{prefix}size": [mean([float(np.sum(g[n] * g[n])) / squares[n] for n in counted if n in g]) for g in steps],
+        **{f"{prefix}spread {name}": _spread([g[name] for g in steps if name in g]) for name in counted},
     }
+
+
+def _spread(draws: list[NDArray[Any]]) -> list[float]:
+    """Return each draw's squared distance from the mean of all, which is scaled to have no bias."""
+    middle = np.mean(draws, axis=0, dtype=np.float64)
+    return [float(np.sum((draw - middle) ** 2)) * len(draws) / max(len(draws) - 1, 1) for draw in draws]
 
 
 # --- Endurance: many steps, to see whether memory grows.

@@ -136,13 +136,18 @@ def predict_file(source: Path, target: Path, setting: Setting = _ROWS_SAY) -> in
     refuse_records(target)
     table = read_rows(source)
     columns = predict_rows(table, setting)
-    fields = [f for f in table[0] if f not in columns] + list(columns)
+    used = {"predicted_gpu": [""] * len(table), "predicted_recipe": [""] * len(table)}
+    for batch, machine, using, _ in _settings(table, setting):  # which may be others than the rows name
+        for i in batch.rows:
+            used["predicted_gpu"][i], used["predicted_recipe"][i] = machine.name, using.name
+    fields = [f for f in table[0] if f not in columns and f not in used] + [*used, *columns]
     try:
         with target.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, fields, extrasaction="ignore")
             writer.writeheader()
             for i, row in enumerate(table):
-                writer.writerow({**row, **{name: _cell(name, column[i]) for name, column in columns.items()}})
+                told = {name: texts[i] for name, texts in used.items()}
+                writer.writerow({**row, **told, **{name: _cell(name, column[i]) for name, column in columns.items()}})
     except OSError as error:
         raise InputError(f"cannot write {target}: {error.strerror or error}") from error
     return len(table)

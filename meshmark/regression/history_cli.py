@@ -76,6 +76,7 @@ def plot(all_series: Sequence[Series], found: Sequence[ChangePoint], folder: Pat
     """Write one file per case, with a panel per metric and a line at every change."""
     import matplotlib
 
+    matplotlib.rcdefaults()  # a matplotlibrc in the working directory may be a stranger's, and ask for LaTeX
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
