@@ -245,6 +245,17 @@ def test_another_case_of_the_same_name_is_told_and_no_pass() -> None:
         expect_no_worse(make_good(case=other), "memory", strict)
 
 
+def test_a_case_that_the_baseline_has_not_timed_is_not_called_as_fast() -> None:
+    found = keeper(make_good())
+    with pytest.warns(UnsureWarning, match="the baseline has not timed it"):
+        expect_no_worse(timed(1.0), "throughput", found)
+    sure = dataclasses.replace(found, gate=parse_gate("wrong,slower:3%,unsure"))
+    with pytest.raises(pytest.fail.Exception, match="speed cannot tell"):
+        expect_no_worse(timed(1.0), "throughput", sure)
+    untimed = dataclasses.replace(found, gate=parse_gate("wrong,bigger:1%"))
+    expect_no_worse(timed(1.0), "throughput", untimed)
+
+
 def test_a_known_gap_excuses_the_verdict_and_not_the_growth_of_bytes() -> None:
     """It was xfailed before the baseline was asked."""
     gap = KnownGap(clause="memory", symptom="activations", reason="keeps a table")

@@ -302,6 +302,16 @@ def test_clauses_that_only_one_side_has_checked_are_missing() -> None:
     assert not parse_gate("missing").failing(compare(both, both).changes)
 
 
+def test_what_kernels_allocate_for_themselves_is_compared() -> None:
+    def using(num_bytes: int) -> Record:
+        reading = dataclasses.replace(make_memory(), workspace_bytes=num_bytes)
+        return make_good(memory=make_memory_evidence(readings=[reading, make_memory()]))
+
+    found = rows([using(100)], [using(10_000)])["peak memory with workspaces of kernels"]
+    assert found.outcome is ChangeOutcome.WORSE and parse_gate("bigger:1%").failing([found])
+    assert "peak memory with workspaces of kernels" not in rows([make_good()], [make_good()])
+
+
 def test_a_case_whose_timed_pass_did_not_end_well_is_not_timed() -> None:
     hung = make_timed(outcome=Outcome(status=Status.HUNG, rank=0), timing=TimingEvidence())
     found = compare([make_good(), make_timed()], [make_good(), hung])

@@ -8,6 +8,7 @@ import json
 import statistics
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 import pytest
 
@@ -116,10 +117,13 @@ def test_a_folder_is_read_as_its_records_say(tmp_path: Path) -> None:
     assert timed.case.id == good.case.id
 
 
-def test_the_command_tells_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_tells_and_plots(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folders = [
         write(tmp_path / str(i), i, 0.1 if i < 8 else 0.15, 1000 if i < 5 else 2000, i != 12) for i in range(1, 13)
     ]
+    monkeypatch.setitem(matplotlib.rcParams, "text.usetex", True)  # as a stranger's matplotlibrc asks
     assert main(["history", *folders, str(tmp_path / "none"), "-o", str(tmp_path / "plots")]) == 0
     told = capsys.readouterr()
     assert "12 runs, 1 case, " in told.out and "no records at" in told.err

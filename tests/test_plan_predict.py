@@ -107,10 +107,10 @@ def test_a_row_says_what_it_was_predicted_for(tmp_path: Path) -> None:
     predict_file(source, target)
     (plain,) = csv.DictReader(target.read_text().splitlines())
     assert (plain["predicted_gpu"], plain["predicted_recipe"]) == ("h100", "megatron-core")
-    assert main(["predict", str(source), "-o", str(target), "--gpu", "a100-80", "--framework", "fsdp2"]) == 0
+    assert main(["predict", str(source), "-o", str(target), "--gpu", "a100-80", "--recipe", "mixed20"]) == 0
     (replaced,) = csv.DictReader(target.read_text().splitlines())
     assert replaced["gpu"] == "h100" and replaced["predicted_gpu"] == "a100-80"
-    assert replaced["predicted_recipe"] != plain["predicted_recipe"]
+    assert replaced["framework"] == "megatron" and replaced["predicted_recipe"] == "mixed20"
 
 
 def test_the_example_is_predicted_row_by_row_by_its_frameworks(tmp_path: Path) -> None:

@@ -39,12 +39,15 @@ def exact_changes(name: str, before: CaseRuns, after: CaseRuns) -> Iterator[Chan
     if ours and len(ours) == len(theirs):
         for instant in INSTANTS:
             yield from _memory(name, instant, ours, theirs)
+        if any(reading.workspace_bytes for reading in (*ours, *theirs)):
+            pairs = [(a.counted_peak_bytes, b.counted_peak_bytes) for a, b in zip(ours, theirs, strict=True)]
+            yield _row(name, f"{INSTANTS['peak']} with workspaces of kernels", pairs, "")
     elif ours and not theirs:
         yield _unread(name, INSTANTS["peak"])
     if one.traffic.readings and len(one.traffic.readings) == len(other.traffic.readings):
-        pairs = list(zip(one.traffic.readings, other.traffic.readings, strict=True))
-        yield _traffic(name, "traffic asked for", [(a.asked, b.asked) for a, b in pairs])
-        yield _traffic(name, "traffic issued", [(a.issued, b.issued) for a, b in pairs])
+        sent = list(zip(one.traffic.readings, other.traffic.readings, strict=True))
+        yield _traffic(name, "traffic asked for", [(a.asked, b.asked) for a, b in sent])
+        yield _traffic(name, "traffic issued", [(a.issued, b.issued) for a, b in sent])
     elif one.traffic.readings and not other.traffic.readings:
         yield _unread(name, "traffic issued")
 
