@@ -8,6 +8,7 @@ import functools
 import gc
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,9 @@ from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import RankContext, begin_step
 from meshmark.algorithms.contract import Tensors
-from meshmark.judge.deviation import Deviations, global_norm
+from meshmark.judge.deviation import Deviations, Drift, global_norm
+from meshmark.judge.faults import Diagnosis
+from meshmark.judge.replica_diagnosis import diagnose_replicas
 from meshmark.judge.tolerance_model import ZERO
 from meshmark.judge.trace import Trace, gather_trace, host_copies, host_gradients, host_parameters
 from meshmark.judge.truth import assess, exact_gradients, initial_values
@@ -253,7 +256,7 @@ def overflow(request: Request, adapter: Adapter, context: RankContext, started: 
         observer.train(step)
     engine.close()
     trace, drifts, num_replicated = gather_trace(observer.trace)
-    deviations = judge(request, _assess_overflow, context, trace).found if trace else {}
+    deviations, diagnosis = judge(request, _assess_overflow, context, trace, drifts).found if trace else ({}, None)
     return RankReport(
         rank=context.rank,
         build_seconds=built - started,
@@ -261,6 +264,7 @@ def overflow(request: Request, adapter: Adapter, context: RankContext, started: 
         losses=observer.trace.losses,
         norms=observer.trace.norms,
         deviations=deviations,
+        diagnosis=diagnosis,
         drifts=drifts,
         num_replicated=num_replicated,
         left_out=observer.left_out,
@@ -269,5 +273,9 @@ def overflow(request: Request, adapter: Adapter, context: RankContext, started: 
     )
 
 
-def _assess_overflow(request: Request, trace: Trace) -> Deviations:
-    return assess(trace, request.case.workload, layout=request.case.layout)
+def _assess_overflow(request: Request, trace: Trace, drifts: Sequence[Drift]) -> tuple[Deviations, Diagnosis | None]:
+    """Compare the steps beside the overflowing one with the truth, and diagnose them if they are wrong."""
+    case, tolerance_model = request.case, request.tolerance_model
+    deviations = assess(trace, case.workload, layout=case.layout)
+    diagnosis = diagnose_replicas(case, [trace], deviations, drifts, tolerance_model) if tolerance_model else None
+    return deviations, diagnosis
