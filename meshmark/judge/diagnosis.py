@@ -22,6 +22,7 @@ import numpy as np
 
 from meshmark import rank_progress
 from meshmark.judge.deviation import Deviations, Drift, Quantity, QuantityKind
+from meshmark.judge.evaluation_faults import explain_evaluation
 from meshmark.judge.failed_step import Explanation, FailedStep, Stopwatch, block_of
 from meshmark.judge.faults import MOST_NAMES, Diagnosis, Fault, named_factor
 from meshmark.judge.gradient_faults import (
@@ -239,7 +240,7 @@ def _at(case: Case, trace: Trace, deviations: Deviations, tolerance_model: Toler
         return dataclasses.replace(_diagnosis(explanation, step, buffers), ranks=ranks)
     if not gradients.loss_is_wrong and QuantityKind.EVALUATION.of() in wrong:
         multiple = deviations[QuantityKind.EVALUATION.of()][step].factor
-        return _diagnosis((Fault.EVALUATION, f"its loss is {multiple:.7g} times the truth"), step, [])
+        return _diagnosis(explain_evaluation(case, trace, multiple, gradients.known_factors()), step, [])
     factor = named_factor(_loss_factor(deviations, step), gradients.known_factors())
     return _diagnosis((Fault.LOSS, f"{factor} times the truth, while every gradient is right"), step, [])
 

@@ -58,8 +58,8 @@ class Fault(StrEnum):
     BUFFERS = "running statistics wrong"
     """Statistics of a batch norm are wrong although loss, gradients and update are right."""
     LOSS = "loss told wrong"
-    EVALUATION = "evaluation is another function"
-    """Evaluation is wrong although training's loss and gradients are right."""
+    EVALUATION = "evaluation loss wrong"
+    """The loss of an evaluation is wrong although training's loss and gradients are right."""
     UNEXPLAINED = "unexplained"
 
 
