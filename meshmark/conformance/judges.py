@@ -15,7 +15,7 @@ from meshmark.passes.observe import MOST_LEFT_OUT
 from meshmark.records.record import MemoryEvidence, PeerEnd, Record, Status
 from meshmark.reference.data import make_batch
 from meshmark.spec.precision import NARROW
-from meshmark.text import pluralize
+from meshmark.text import pluralize, some_of
 from meshmark.theory.traffic import METERED_STEP
 
 GROWTH_BYTES = 64.0
@@ -157,7 +157,9 @@ def frozen(record: Record) -> Finding:
         if q.kind is QuantityKind.PARAMETERS and not workload.trains_at_first(q.name)
     }
     moved = [q for q, steps in fixed.items() if any(d.distance for d in steps)]
-    stayed = decide(bool(fixed) and not moved, f"{len(fixed)} frozen parameters, {len(moved)} of them moved")
+    names, why = some_of([q.name for q in moved]), record.equivalence.diagnosis
+    told = f" ({names}{f'; {why.detail}' if why else ''})" if moved else ""
+    stayed = decide(bool(fixed) and not moved, f"{len(fixed)} frozen parameters, {len(moved)} of them moved{told}")
     return all_of(stayed, equivalent(record))
 
 

@@ -36,6 +36,8 @@ from meshmark.text import pluralize
 LEFT_OVER = 0.1
 _CUT = 0.95
 """Share of a tensor up to which it is wrong in part."""
+_SAME_FLOAT = 3e-7
+"""Relative distance of two numbers that are the same but for a rounding or two to float32."""
 _MOST_TOLD = 3
 """Largest number of equally good rules that are reported."""
 _GROUP = 3
@@ -49,7 +51,7 @@ def explain_updates(failed: FailedStep) -> Explanation | None:
         return Fault.MISSING, f"{pluralize(len(absent), 'parameter is', 'parameters are')} absent"
     frozen_here = failed.case.workload.frozen_at(failed.step)
     if frozen := [name for name in failed.names if name.startswith(frozen_here)]:
-        return Fault.UPDATE, f"{pluralize(len(frozen), 'frozen parameter')} moved"
+        return Fault.UPDATE, f"{pluralize(len(frozen), 'frozen parameter')} moved{_by_decay(failed, frozen)}"
     still = [name for name in failed.names if np.array_equal(before[name], after[name])]
     kinds = low_precisions(after[name] for name in failed.names)
     moved = failed.step > 0 and len(still) < len(failed.names)
@@ -77,6 +79,16 @@ def explain_updates(failed: FailedStep) -> Explanation | None:
         or rounding(_relative(failed, exact), "updates")
     )
     return (found[0], f"{found[1]}{_of_group(failed)}") if found else None
+
+
+def _by_decay(failed: FailedStep, frozen: Sequence[str]) -> str:
+    """Return that weight decay has moved frozen parameters, if each is its old value times the same factor."""
+    before, after = failed.trace.parameters[failed.step], failed.trace.parameters[failed.step + 1]
+    spec = failed.case.workload.optimizer
+    factor = 1 - spec.learning_rate * spec.rate_factor(failed.step) * spec.weight_decay
+    if factor == 1 or not all(np.allclose(after[n], before[n] * factor, rtol=_SAME_FLOAT, atol=0) for n in frozen):
+        return ""
+    return f": weight decay moves them, to {factor:.7g} = 1 - rate x decay times what they were"
 
 
 def _of_group(failed: FailedStep) -> str:
