@@ -22,8 +22,8 @@ import pytest
 from meshmark.cli.commands import _parser as command_line
 from meshmark.cli.commands import main
 from meshmark.errors import InputError, ResultsError
-from meshmark.records.record import Outcome, Record, Status
-from meshmark.records.record_file import RecordFile
+from meshmark.records.record import SCHEMA, Outcome, Record, Status
+from meshmark.records.record_file import Attempt, Ending, RecordFile, Session
 from meshmark.regression import bisect as bisection
 from meshmark.regression import side as sides
 from meshmark.regression.alternate import alternate
@@ -548,3 +548,24 @@ def test_a_session_that_met_a_fault_of_the_machine_is_no_side(status: Status, tm
     side = Side(name="A", python=str(tmp_path / "python"), folder=tmp_path)
     with pytest.raises(ResultsError, match=f"was not judged, for a reason outside of it: {status}: room for 3 bytes"):
         sides.run_suites(side, ["-k", "memory"], tmp_path / "results")
+
+
+def test_a_session_that_stopped_at_its_first_failure_is_no_side(tmp_path: Path) -> None:
+    """With -x in the project's addopts both sides stopped at a known failure, and what came after it passed."""
+    case = make_good().case.id
+    begun = Attempt(test="test_memory.py::test_memory[ddp]", case=case, conforming=False)
+    session = Session(schema=SCHEMA, session="one", command="pytest", device="cpu", attempts=[begun])
+    with contextlib.closing(RecordFile(tmp_path)) as file:
+        file.append(make_good())
+        file.append(session)
+    (tmp_path / "python").write_text(FULL)
+    (tmp_path / "python").chmod(0o755)
+    side = Side(name="A", python=str(tmp_path / "python"), folder=tmp_path)
+    with pytest.raises(ResultsError, match=r"ended before 1 test, such as test_memory.py::test_memory.ddp., as by -x"):
+        sides.run_suites(side, ["-k", "memory"], tmp_path / "results")
+    limited = ["--max-time=1h", "-k", "memory"]
+    assert [record.case.id for record in sides.run_suites(side, limited, tmp_path / "limited")] == [case]
+    with contextlib.closing(RecordFile(tmp_path)) as file:
+        ended = [dataclasses.replace(begun, ending=Ending.FAILED)]
+        file.append(dataclasses.replace(session, exit_code=1, attempts=ended))
+    assert sides.run_suites(side, ["-k", "memory"], tmp_path / "ended")

@@ -12,7 +12,16 @@ import pytest
 
 from meshmark.environment import Environment
 from meshmark.measure.readings import Collective, TrafficReading
-from meshmark.records.record import LaunchSeconds, Outcome, Record, Status, TimingEvidence, TrainingCurves, Verdict
+from meshmark.records.record import (
+    LaunchSeconds,
+    Outcome,
+    Record,
+    Status,
+    TimingEvidence,
+    TrainingCurves,
+    Verdict,
+    decisive,
+)
 from meshmark.records.record_file import Reading, read_records
 from meshmark.records.request import Task
 from meshmark.report.render import write_report
@@ -300,6 +309,10 @@ def test_what_is_wrong_at_times_is_wrong(tmp_path: Path) -> None:
     assert answer(render(tmp_path, [wrong, others]))["ddp"]["correct"] == "yes"
     edited = [dataclasses.replace(record, environment=dirty) for record in (wrong, right)]
     assert answer(render(tmp_path, edited))["ddp"]["correct"] == "yes"
+    crashed = dataclasses.replace(right, outcome=Outcome(status=Status.HUNG, rank=0), verdicts=[])
+    assert decisive([wrong, crashed]) is crashed, "how the last run ended counts"
+    larger = dataclasses.replace(right, verdicts=[right.verdicts[0], make_verdict("memory", passed=False)])
+    assert decisive([wrong, larger]) is wrong and decisive([wrong, larger], "memory") is larger
     for digest, correct in (("1", "**no**"), ("2", "yes")):  # as a package, Meshmark has no commit
         before = dataclasses.replace(wrong, environment=make_environment(commit="", packages_digest="1"))
         after = dataclasses.replace(right, environment=make_environment(commit="", packages_digest=digest))

@@ -7,6 +7,7 @@ no more than rounding, or a tenth of the deviation.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from meshmark.algorithms.contract import Tensors
 from meshmark.judge.deviation import global_norm
-from meshmark.judge.failed_step import Explanation, FailedStep, rows_of
+from meshmark.judge.failed_step import Explanation, FailedStep, block_of, rows_of
 from meshmark.judge.faults import Fault, named_factor
 from meshmark.judge.gradient_faults import low_precision_in_region, rounding
 from meshmark.judge.partial_faults import (
@@ -30,6 +31,7 @@ from meshmark.judge.partial_faults import (
 from meshmark.judge.trace import Trace, low_precisions
 from meshmark.judge.truth import ExactOptimizer
 from meshmark.judge.update_hypotheses import UpdateHypothesis, update_hypotheses
+from meshmark.spec.case import Case
 from meshmark.spec.optimizer import OptimizerKind
 from meshmark.text import pluralize
 
@@ -400,7 +402,7 @@ def explain_norm(reported: float, gradients: Tensors, failed: FailedStep) -> Exp
     earlier = failed.trace.gradients[failed.step - 1] if failed.step else {}
     if earlier and abs(reported / global_norm(earlier) - 1) < 1e-5:
         return Fault.STALE_GRADIENT, f"the reported norm is that of the gradients of step {failed.step - 1}"
-    if counted := _counted_otherwise(reported, gradients, failed.case.layout.tp):
+    if counted := _counted_otherwise(reported, gradients, failed.case):
         return Fault.CLIPPING, counted
     known = {f"1/sqrt({k})": v**-0.5 for k, v in failed.known_factors().items() if v > 1 and "/" not in k}
     if failed.trace.loss_scales and failed.trace.loss_scales[failed.step] != 1:
@@ -417,11 +419,12 @@ _CLOSE = 1e-5
 """Share of the squared norm by which such an explanation may be off."""
 
 
-def _counted_otherwise(reported: float, gradients: Tensors, tp: int) -> str:
+def _counted_otherwise(reported: float, gradients: Tensors, case: Case) -> str:
     """Return which tensors a global norm counts several times, or leaves out; empty if no such set explains it.
 
     Tensor-parallel ranks hold norms and some biases whole. A norm that is summed over these ranks counts them once a
-    rank, unless the framework takes care. A tied weight may be counted once for each of its places.
+    rank, unless the framework takes care. A tied weight may be counted once for each of its places. A norm that is not
+    summed over ranks leaves out what others hold.
     """
     squares = {name: float(np.square(g.astype(np.float64)).sum()) for name, g in gradients.items()}
     total = sum(squares.values())
@@ -440,8 +443,8 @@ def _counted_otherwise(reported: float, gradients: Tensors, tp: int) -> str:
     positions = {name for name in embeddings if "positions" in name}
     for more, held in (("positions", positions), ("embeddings", embeddings)):
         groups += [(f"{text}, and {more}", names | held) for text, names in groups[:3] if held]
-    groups += [(name, {name}) for name in squares]
-    for times in dict.fromkeys((2, tp, 0)):
+    groups += [*_of_other_ranks(case, list(squares)), *((name, {name}) for name in squares)]
+    for times in dict.fromkeys((2, case.layout.tp, 0)):
         for text, names in groups:
             if abs(over - (times - 1) * sum(squares[name] for name in names)) <= _CLOSE * total:
                 return (
@@ -450,3 +453,25 @@ def _counted_otherwise(reported: float, gradients: Tensors, tp: int) -> str:
                     else f"the reported norm leaves out {text}"
                 )
     return ""
+
+
+def _of_other_ranks(case: Case, names: Sequence[str]) -> Iterator[tuple[str, set[str]]]:
+    """Yield the parameters that a rank does not hold, where experts are dealt over ranks or layers over stages."""
+    layout = case.layout
+    experts = {name: int(found[1]) for name in names if (found := _EXPERT.search(name))}
+    count = 1 + max(experts.values(), default=-1)
+    for ranks in sorted({layout.dp, layout.tp} - {1}):
+        for rank in range(ranks if count >= ranks else 0):
+            own = range(rank * count // ranks, (rank + 1) * count // ranks)
+            text = f"the experts that rank {rank} of {ranks} does not hold"
+            yield text, {name for name, number in experts.items() if number not in own}
+    blocks = [name for name in dict.fromkeys(map(block_of, names)) if name.rpartition(".")[2].isdigit()]
+    for stage in range(layout.pp if layout.pp > 1 and len(blocks) >= layout.pp else 0):
+        held = {*blocks[stage * len(blocks) // layout.pp : (stage + 1) * len(blocks) // layout.pp]}
+        ends = ("embedding",) * (stage == 0) + ("head",) * (stage == layout.pp - 1)
+        others = {name for name in names if block_of(name) not in held and not name.startswith(ends or ("\0",))}
+        yield f"what stage {stage} does not hold", others
+
+
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+"""Number of an expert in a parameter's name."""

@@ -286,24 +286,32 @@ def _untracked_modules(folder: Path) -> str:
     return digest.hexdigest()[:8] if names else ""
 
 
-def decisive(records: Sequence[Record]) -> Record:
+def decisive(records: Sequence[Record], suite: str = "") -> Record:
     """Return the record that counts, of several of one pass of a case: the last one.
 
     If the same committed code was judged wrong before, with the same packages, the last record that says so counts:
-    what is wrong at times is wrong. A crash or a hang may have been the machine's, and does not.
+    what is wrong at times is wrong. A crash or a hang may have been the machine's, and does not, unless it came last.
+
+    Args:
+        records: The records of a pass, the oldest first.
+        suite: The suite whose verdict is asked for. By default any counts, and a wrong training before all others.
     """
     last = records[-1]
+    if not suite and last.outcome.status.is_defect:
+        return last
     here = last.environment
     changed = any(commit.endswith("-dirty") for commit in (here.commit, here.project_commit))
     if changed or not all(source.is_known for source in last.sources):
         return last
     same = [record for record in reversed(records) if _code_of(record) == _code_of(last)]
-    return next((record for record in same if was_wrong(record)), last)
+    wrong = [record for record in same if was_wrong(record, suite)]
+    return next((record for record in wrong if was_wrong(record, suite or "equivalence")), [*wrong, last][0])
 
 
-def was_wrong(record: Record) -> bool:
-    """Return whether a verdict of a record says so."""
-    return any(not (verdict.passed or verdict.undecided) for verdict in record.verdicts)
+def was_wrong(record: Record, suite: str = "") -> bool:
+    """Return whether a verdict of a record says so, of any suite or of one."""
+    of_suite = [verdict for verdict in record.verdicts if suite in ("", verdict.suite)]
+    return any(not (verdict.passed or verdict.undecided) for verdict in of_suite)
 
 
 def _code_of(record: Record) -> tuple[object, ...]:
@@ -437,6 +445,11 @@ class Status(StrEnum):
         """True if the failure is outside the case and says nothing about the adapter."""
         infrastructure = (Status.NO_SPACE, Status.NODES_DISAGREE, Status.NODE_LOST, Status.UNKILLABLE)
         return self is Status.UNFINISHED or self in infrastructure
+
+    @property
+    def is_defect(self) -> bool:
+        """True if the pass failed because of something in its ranks."""
+        return self not in (Status.OK, Status.SKIPPED, Status.SLOW) and not self.outside
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -78,10 +78,10 @@ def of_last_code(records: Sequence[Record]) -> tuple[list[Record], list[Record]]
     return kept, others
 
 
-def _code(record: Record) -> tuple[str, str]:
-    """Return what tells the code of a record: an installed Meshmark has no commit, but a digest."""
+def _code(record: Record) -> tuple[str, ...]:
+    """Return what tells the code of a record, but for the adapter's."""
     here = record.environment
-    return here.commit or here.packages_digest, here.project_commit
+    return here.commit, here.packages_digest, here.project_commit
 
 
 def expect_whole(baseline: Path, reading: Reading) -> None:

@@ -19,8 +19,8 @@ from meshmark.errors import InputError, ResultsError
 from meshmark.git import run_git, without_repository
 from meshmark.launch.processes import die_with_parent
 from meshmark.records.record import Record, Status
-from meshmark.records.record_file import read_records
-from meshmark.text import clip
+from meshmark.records.record_file import Ending, read_records
+from meshmark.text import clip, pluralize
 
 _WHOLE = (0, 1)
 """pytest's exit codes for a session that came to its end: all tests passed, or some failed."""
@@ -69,7 +69,15 @@ def run_suites(side: Side, options: Sequence[str], results: Path) -> list[Record
     if not recorded or done.returncode not in (*_WHOLE, *([_TIME_UP] if limited else [])):
         how = "before its last test" if recorded else "and no record"
         raise ResultsError(f"{side.name}: {shlex.join(command)} ended with {done.returncode} {how}:\n{told}")
-    records = read_records(results).records
+    reading = read_records(results)
+    records = reading.records
+    tests = [attempt for session in reading.sessions[-1:] for attempt in session.attempts]
+    left = [attempt.test for attempt in tests if attempt.ending is Ending.UNFINISHED]
+    if left and not limited:
+        raise ResultsError(
+            f"{side.name}: {shlex.join(command)} ended before {pluralize(len(left), 'test')}, such as {left[0]}, as by "
+            "-x in pytest's addopts or PYTEST_ADDOPTS; give -o addopts= behind --, or leave -x out"
+        )
     ran = [record for record in records if record.outcome.status is not Status.SKIPPED]
     if not ran:
         reasons = {record.outcome.message for record in records}

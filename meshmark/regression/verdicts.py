@@ -20,7 +20,7 @@ def verdict_changes(name: str, before: CaseRuns, after: CaseRuns) -> Iterator[Ch
     passes = (before.observed, after.observed), (before.timed, after.timed)
     for what, (one, other) in zip(ENDINGS, passes, strict=True):
         if one and other:
-            yield _ending(name, what, decisive(one), decisive(other))
+            yield _ending(name, what, one[-1], other[-1])
     for suite in SUITES:
         one_verdict, other_verdict = (_verdict(runs, suite) for runs in (before, after))
         if one_verdict or other_verdict:
@@ -42,7 +42,7 @@ def _fewer_steps(before: CaseRuns, after: CaseRuns) -> str:
 
 def _verdict(runs: CaseRuns, suite: str) -> Verdict | None:
     records = runs.timed if suite == "throughput" else runs.observed
-    return decisive(records).verdict(suite) if records else None
+    return decisive(records, suite).verdict(suite) if records else None
 
 
 def _ending(name: str, what: str, before: Record, after: Record) -> Change:

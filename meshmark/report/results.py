@@ -47,7 +47,7 @@ class CaseResult:
 
         A small model's failure counts against the large model, but its success does not count for it.
         """
-        if self.observed and _is_defect(self.observed.outcome.status):
+        if self.observed and self.observed.outcome.status.is_defect:
             return False
         if self.observed and (verdict := self.observed.verdict("equivalence")):
             return None if verdict.undecided else verdict.passed
@@ -91,7 +91,7 @@ class CaseResult:
     @property
     def blameless(self) -> bool:
         """True if the failure says nothing about the adapter: a time limit that was too short, or a cause outside."""
-        return self.failed is not None and not _is_defect(self.failed.outcome.status)
+        return self.failed is not None and not self.failed.outcome.status.is_defect
 
     @property
     def timed_as_judged(self) -> bool:
@@ -169,11 +169,6 @@ def frontier(points: Iterable[Tradeoff]) -> list[Tradeoff]:
         if not best or point.per_second > best[-1].per_second:
             best.append(point)
     return best
-
-
-def _is_defect(status: Status) -> bool:
-    """Return whether a pass with this status failed because of something in its ranks."""
-    return status not in (Status.OK, Status.SKIPPED, Status.SLOW) and not status.outside
 
 
 def results(records: Iterable[Record]) -> list[CaseResult]:
