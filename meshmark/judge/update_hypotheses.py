@@ -19,6 +19,9 @@ from meshmark.judge.truth import ExactOptimizer
 from meshmark.spec.optimizer import LAYER_WISE, OptimizerKind, OptimizerSpec
 from meshmark.text import pluralize
 
+_DECOUPLED = (OptimizerKind.ADAMW, OptimizerKind.MUON, OptimizerKind.ADAFACTOR)
+"""Optimizers that multiply weights by 1 - rate x decay, apart from the gradient's step."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateHypothesis:
@@ -58,6 +61,11 @@ def update_hypotheses(
         yield UpdateHypothesis(
             fault=Fault.CLIPPING, detail="clipped twice by the same norm", optimizer=_ClipsTwice(spec)
         )
+        yield UpdateHypothesis(
+            fault=Fault.CLIPPING,
+            detail="gradients are scaled to the norm that they are to be clipped to, also where theirs is below it",
+            optimizer=_ClipsUp(spec),
+        )
         if shards > 1:
             own = "clipped by the norm of a rank's own rows, not of all"
             yield UpdateHypothesis(fault=Fault.CLIPPING, detail=own, optimizer=_ClipsShards(spec, shards))
@@ -80,6 +88,9 @@ def update_hypotheses(
             yield UpdateHypothesis(
                 fault=Fault.UPDATE, detail="with a schedule that restarted", optimizer=_Restarts(spec, failed_step)
             )
+        if spec.weight_decay and spec.kind in _DECOUPLED:
+            full = "with weight decay by the full rate, not by the schedule's"
+            yield UpdateHypothesis(fault=Fault.UPDATE, detail=full, optimizer=_DecaysAtFullRate(spec))
         for times in (2, 4):
             detail = f"with a schedule that runs {times} times too fast"
             yield variant(Fault.UPDATE, detail, replace(spec, warmup_steps=max(1, spec.warmup_steps // times)))
@@ -277,6 +288,29 @@ class _ClipsTwice(ExactOptimizer):
     def clip(self, max_norm: float) -> None:
         norm = nn.utils.clip_grad_norm_(self.parameters.values(), max_norm)
         nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
+
+
+class _ClipsUp(ExactOptimizer):
+    """Multiplies by max_norm / norm, also where that is more than 1."""
+
+    def clip(self, max_norm: float) -> None:
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        factor = max_norm / float(nn.utils.get_total_norm(gradients))
+        for gradient in gradients:
+            gradient.mul_(factor)
+
+
+class _DecaysAtFullRate(ExactOptimizer):
+    """Weights decay by the rate of after the warm-up, in every step."""
+
+    def step(self, parameters: Tensors, gradients: Tensors) -> Tensors:
+        spec = self.spec
+        lacking = spec.learning_rate * (1 - spec.rate_factor(self.steps)) * spec.weight_decay
+        found = super().step(parameters, gradients)
+        return {
+            name: x - lacking * parameters[name] if name in gradients and spec.decays(name) else x
+            for name, x in found.items()
+        }
 
 
 class _ClipsByLast(ExactOptimizer):

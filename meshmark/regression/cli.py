@@ -154,7 +154,8 @@ def print_comparison(found: Comparison, gate: Gate | None) -> list[Change]:
 
     Changes that the gate cannot decide become annotations on GitHub.
     """
-    print("\n".join(lines(found)))
+    for line in lines(found):  # one that begins with two colons would be a command to GitHub
+        print(f" {line}" if line.startswith("::") else line)
     if not gate:
         return []
     failing, unsure = gate.failing(found.changes), gate.unsure(found.changes)
