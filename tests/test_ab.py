@@ -22,13 +22,13 @@ import pytest
 from meshmark.cli.commands import _parser as command_line
 from meshmark.cli.commands import main
 from meshmark.errors import InputError, ResultsError
-from meshmark.records.record import SCHEMA, Outcome, Record, Status
+from meshmark.records.record import SCHEMA, Outcome, Record, Status, TimingEvidence
 from meshmark.records.record_file import Attempt, Ending, RecordFile, Session
 from meshmark.regression import bisect as bisection
 from meshmark.regression import side as sides
 from meshmark.regression.alternate import alternate
 from meshmark.regression.causes import causes
-from meshmark.regression.change import ChangeOutcome
+from meshmark.regression.change import ChangeOutcome, Kind
 from meshmark.regression.gate import parse_gate
 from meshmark.regression.sequential import evidence, half_width
 from meshmark.regression.side import Side
@@ -157,6 +157,24 @@ def test_argumentsalternate_and_other_cases_are_an_error(tmp_path: Path) -> None
     assert folders == ["a", "b", "b", "a"] * 2
     with pytest.raises(ResultsError, match="no case in common"):
         alternate(side(0.1), side(0.1, case=make_case("fsdp2")), tmp_path, most_pairs=4, say=lambda _: None)
+
+
+def test_a_pair_without_a_case_leaves_the_others(tmp_path: Path) -> None:
+    """One hang in the first pair took the case out of all comparisons, and a slower side passed."""
+    slower, count = side(0.2), iter(range(99))
+
+    def hangs_once(folder: Path) -> list[Record]:
+        hung = make_timed(outcome=Outcome(status=Status.HUNG, rank=0), timing=TimingEvidence())
+        return [hung] if next(count) == 0 else slower(folder)
+
+    found = alternate(side(0.1), hangs_once, tmp_path, most_pairs=12, say=lambda _: None)
+    assert any(change.kind is Kind.SLOWER for change in parse_gate("slower:3%").failing(found.changes))
+
+    def hangs(_: Path) -> list[Record]:
+        return [make_timed(outcome=Outcome(status=Status.HUNG, rank=0), timing=TimingEvidence())]
+
+    never = alternate(side(0.1), hangs, tmp_path, most_pairs=1, say=lambda _: None)
+    assert parse_gate("slower:3%").unsure(never.changes)[0].evidence == "in no pair have both sides timed it to the end"
 
 
 def test_a_side_that_crashes_is_worse(tmp_path: Path) -> None:

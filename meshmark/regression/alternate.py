@@ -21,7 +21,7 @@ from meshmark.records.record import Record
 from meshmark.regression.change import Change, ChangeOutcome, Effect, Kind
 from meshmark.regression.compare import Comparison, compare
 from meshmark.regression.runs import by_case
-from meshmark.regression.samples import CPU, STEP, WORDS, minutes, samples
+from meshmark.regression.samples import CPU, STEP, WORDS, Sample, minutes, samples
 from meshmark.regression.sequential import LEAST_PAIRS, evidence, half_width
 from meshmark.regression.times import ALPHA
 from meshmark.text import pluralize
@@ -46,6 +46,10 @@ class Trial:
     ours: list[float] = field(default_factory=list)
     """Logarithms of A's seconds per step."""
     theirs: list[float] = field(default_factory=list)
+
+    def add(self, before: Sample, after: Sample) -> None:
+        self.ours.append(before.log)
+        self.theirs.append(after.log)
 
     @property
     def differences(self) -> list[float]:
@@ -109,19 +113,26 @@ def alternate(
     Raises `ResultsError` if the sides have no case in common.
     """
     trials: dict[str, CaseTrials] = {}
-    ours, theirs = list[Record](), list[Record]()
+    ours, theirs, timed = list[Record](), list[Record](), list[str]()
     started, pair_seconds = time.monotonic(), 0.0
     for pair in range(most_pairs):
         sides = [(a, ours, SIDES[0]), (b, theirs, SIDES[1])]
+        of_pair = dict[str, list[Record]]()
         for measure, records, name in sides if pair % 2 == 0 else reversed(sides):
-            records += measure(folder / name / f"{pair:03}")
-        _add(trials, ours, theirs, pair)
+            of_pair[name] = measure(folder / name / f"{pair:03}")
+            records += of_pair[name]
+        if not by_case(ours).keys() & by_case(theirs).keys():
+            raise ResultsError(
+                "A and B have run no case in common: choose cases that both have, with --adapters or --layouts"
+            )
+        _add(trials, of_pair[SIDES[0]], of_pair[SIDES[1]])
         alpha, seconds = ALPHA / max(len(trials), 1), time.monotonic() - started
         pair_seconds = seconds / (pair + 1)
         open_cases = [case for case, trial in trials.items() if trial.outcome(alpha, margin) is ChangeOutcome.UNDECIDED]
-        decided = f"{len(trials) - len(open_cases)} of {pluralize(len(trials), 'case')} decided"
-        say(f"pair {pair + 1}: {decided if trials else 'nothing is timed, so one pair does'}; {seconds:.0f} s")
-        if not open_cases and (pair + 1 >= LEAST_PAIRS or not trials):
+        timed = [key[0] for key, runs in by_case([*ours, *theirs]).items() if runs.complete]
+        decided = f"{len(trials) - len(open_cases)} of {pluralize(len(timed), 'case')} decided"
+        say(f"pair {pair + 1}: {decided if timed else 'nothing is timed, so one pair does'}; {seconds:.0f} s")
+        if not timed or (not open_cases and pair + 1 >= LEAST_PAIRS):
             break
     if _code_of(ours) == _code_of(theirs):
         say(
@@ -132,7 +143,18 @@ def alternate(
     alpha = ALPHA / max(len(trials), 1)
     rest = [change for change in found.changes if change.kind is not Kind.SLOWER]
     rows = [row for case, trial in trials.items() for row in trial.changes(case, alpha, margin, pair_seconds)]
+    rows += [_never_paired(case) for case in dict.fromkeys(timed) if case not in trials]
     return dataclasses.replace(found, changes=[*rest, *rows])
+
+
+def _never_paired(case: str) -> Change:
+    return Change(
+        case=case,
+        metric="speed",
+        kind=Kind.SLOWER,
+        outcome=ChangeOutcome.UNDECIDED,
+        evidence="in no pair have both sides timed it to the end",
+    )
 
 
 def _code_of(records: Sequence[Record]) -> set[str]:
@@ -143,26 +165,22 @@ def _code_of(records: Sequence[Record]) -> set[str]:
     }
 
 
-def _add(trials: dict[str, CaseTrials], ours: Sequence[Record], theirs: Sequence[Record], pair: int) -> None:
-    """Add the launches of `pair` for the cases that both sides have timed in every pair."""
+def _add(trials: dict[str, CaseTrials], ours: Sequence[Record], theirs: Sequence[Record]) -> None:
+    """Add the records of one pair, for the cases that both sides have timed in it. Another pair may lack a case, as
+    after a hang.
+    """
     one, other = by_case(ours), by_case(theirs)
     for key in one.keys() & other.keys():
         before, after = (samples(side[key]) for side in (one, other))
+        if STEP not in before or STEP not in after:
+            continue
         workload = one[key].case.workload
         unit = workload.units_per_step, workload.unit
-        by_metric = {
-            metric: Trial(
-                unit=unit, metric=metric, ours=[s.log for s in before[metric]], theirs=[s.log for s in after[metric]]
-            )
-            for metric in (STEP, CPU)
-            if len(before.get(metric, [])) == len(after.get(metric, [])) == pair + 1
-        }
-        if STEP in by_metric:
-            trials[key[0]] = CaseTrials(clock=by_metric[STEP], processor=by_metric.get(CPU))
-    if not one.keys() & other.keys():
-        raise ResultsError(
-            "A and B have run no case in common: choose cases that both have, with --adapters or --layouts"
-        )
+        trial = trials.setdefault(key[0], CaseTrials(clock=Trial(unit=unit)))
+        trial.clock.add(before[STEP][-1], after[STEP][-1])
+        if CPU in before and CPU in after:
+            trial.processor = trial.processor or Trial(unit=unit, metric=CPU)
+            trial.processor.add(before[CPU][-1], after[CPU][-1])
 
 
 def change_of(case: str, trial: Trial, alpha: float, margin: float, pair_seconds: float) -> Change:
