@@ -21,6 +21,7 @@ from meshmark.models.transformer.module import Transformer
 from meshmark.reference.data import Batch
 from meshmark.reference.objective import build_optimizer, build_schedule, cross_entropy
 from meshmark.spec.case import Case
+from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Axis, Recompute, Schedule
 from meshmark.spec.precision import Precision
 from meshmark.theory.memory import ExtraMemory, micro_batch_tokens
@@ -253,6 +254,16 @@ class DeepSpeedPipelineOptions(DeepSpeedPipeline):
             if feature is not Feature.RECOMPUTE
         },
     )
+    known_gaps: ClassVar = (
+        KnownGap(
+            clause="recomputed dropout",
+            zero_stages=(0, 1),
+            symptom="from that without recomputation",
+            reason="layers of a stage share their seed where each is checkpointed: they are numbered from 0 in every "
+            "range, so that all draw the same masks",
+            reproducer="deepspeed_pipeline_layer_seeds",
+        ),
+    )
 
     @classmethod
     def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
@@ -295,7 +306,7 @@ class DeepSpeedPipelineOptions(DeepSpeedPipeline):
             "topology": PipeDataParallelTopology(num_pp=case.layout.pp, num_dp=case.layout.dp),
             "seed_layers": True,
             "seed_fn": torch.manual_seed,
-            "base_seed": case.workload.seed,
+            "base_seed": case.workload.seed + 1,  # not 0 (adapters/gaps/deepspeed_pipeline_base_seed.py)
             "activation_checkpoint_interval": self.interval(case),
             "activation_checkpoint_func": non_reentrant_checkpoint,
             "checkpointable_layers": [InnerLayer.__name__],
