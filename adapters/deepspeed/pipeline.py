@@ -138,7 +138,7 @@ class DeepSpeedPipeline(DeepSpeed):
             Feature.RESHARD: "its files by layer are not read back here",
         },
     )
-    known_gaps: ClassVar = ()
+    known_gaps: ClassVar[tuple[KnownGap, ...]] = ()
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
