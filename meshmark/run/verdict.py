@@ -30,6 +30,7 @@ from meshmark.judge.tolerance_model import (
 from meshmark.measure.laps import Interval, mean_interval
 from meshmark.measure.readings import Collective, MemoryReading
 from meshmark.models.module import parameter_shapes
+from meshmark.models.transformer import ModelSpec
 from meshmark.records.record import Record, Verdict
 from meshmark.spec.algorithm import SYNCHRONOUS
 from meshmark.spec.case import Case
@@ -56,6 +57,7 @@ class Difference:
     route: Route
     measured: Collective | None
     expected: Flow | None
+    num_micro_batches: int = 1
 
     @property
     def measured_bytes(self) -> int:
@@ -78,6 +80,9 @@ class Difference:
             wanted = f"{self.expected_bytes:,} in {_calls(self.expected.fewest, self.expected.most)}"
             times = _multiple(self.measured_bytes, self.expected_bytes)
             wanted += f" ({times} as many)" if times else ""
+            count = self.num_micro_batches
+            if count > 1 and self.measured_bytes == count * self.expected_bytes and self.calls >= count:
+                wanted += ", as if once for each micro-batch"
         return f"{kind} over ranks {over} on rank {self.rank}: {found}, expected {wanted}"
 
 
@@ -189,7 +194,7 @@ def judge_communication(record: Record) -> Verdict | None:
     found = [
         difference
         for i, (reading, routes) in enumerate(zip(evidence.readings, expected, strict=True))
-        for difference in _differences(record.ranks[i], reading.asked, routes)
+        for difference in _differences(record.ranks[i], reading.asked, routes, record.case.layout.num_micro_batches)
     ]
     worst = max(found, key=lambda d: (abs(d.measured_bytes - d.expected_bytes), d.expected is None), default=None)
     barriers = max((_barriers(reading.asked) for reading in evidence.readings), default=0)
@@ -244,10 +249,18 @@ def _barriers(asked: Sequence[Collective]) -> int:
     return sum(collective.count for collective in asked if collective.kind == BARRIER)
 
 
-def _differences(rank: int, asked: list[Collective], expected: dict[Route, Flow]) -> Iterator[Difference]:
+def _differences(
+    rank: int, asked: list[Collective], expected: dict[Route, Flow], num_micro_batches: int
+) -> Iterator[Difference]:
     measured = _routes(asked)
     for route in sorted(measured.keys() | expected.keys()):
-        difference = Difference(rank=rank, route=route, measured=measured.get(route), expected=expected.get(route))
+        difference = Difference(
+            rank=rank,
+            route=route,
+            measured=measured.get(route),
+            expected=expected.get(route),
+            num_micro_batches=num_micro_batches,
+        )
         wanted = difference.expected
         fewest, most = (wanted.fewest, wanted.most) if wanted else (0, 0)
         if difference.measured_bytes != difference.expected_bytes or not fewest <= difference.calls <= most:
@@ -302,6 +315,10 @@ _MEND_STATES = (
 )
 _MEND_ACTIVATIONS = (
     "declare what the framework keeps in `Adapter.recipe`, and memory beyond that in `Adapter.extra_memory`"
+)
+_MEND_MORE_ACTIVATIONS = (
+    "first see whether the excess grows with micro-batches (`--layouts`) or with depth (`--model layers=8`). If it "
+    f"does, something is kept for too long, and should be freed. Else {_MEND_ACTIVATIONS}"
 )
 _MEND_MORE = (
     "the allocator counts bytes that are in no plan: first see whether they grow with depth (`--model layers=8`), with "
@@ -422,7 +439,7 @@ def judge_memory(record: Record) -> Verdict | None:
     return Verdict(
         suite="memory",
         passed=passed,
-        summary=summary if passed else f"{summary}; {_mend(worst)}",
+        summary=summary if passed else f"{summary}{_like(worst, record.case)}; {_mend(worst)}",
         evidence=_evidence(worst, found, record),
     )
 
@@ -475,7 +492,27 @@ def _mend(worst: MemoryTotal) -> str:
         return _MEND_GROWTH
     if worst.category in TOTALS:
         return _MEND_LESS if worst.is_below else _MEND_MORE
-    return _MEND_ACTIVATIONS if worst.category == "activations" else _MEND_STATES
+    if worst.category == "activations":
+        return _MEND_ACTIVATIONS if worst.is_below else _MEND_MORE_ACTIVATIONS
+    return _MEND_STATES
+
+
+_LIKE = 0.01
+"""Relative distance up to which an excess is as large as a known tensor."""
+
+
+def _like(worst: MemoryTotal, case: Case) -> str:
+    """Return which activations have as many bytes as there are too many, where that is known."""
+    model, layout = case.workload.model, case.layout
+    if worst.category != "activations" or not isinstance(model, ModelSpec) or layout.tp * layout.cp > 1:
+        return ""
+    elements = case.workload.global_batch // (layout.dp * layout.num_micro_batches) * model.seq_len
+    sizes = {"logits": elements * model.vocab_size, "a residual stream": elements * model.hidden}
+    for (name, size), count in itertools.product(sizes.items(), range(1, layout.num_micro_batches + 1)):
+        for width in dict.fromkeys((4, case.precision.compute.itemsize)):
+            if abs(worst.measured - worst.planned - width * count * size) <= _LIKE * width * count * size:
+                return f", as much more as {name} of {pluralize(count, 'micro-batch', 'micro-batches')}"
+    return ""
 
 
 def _listed_ranks(numbers: Sequence[int]) -> str:
