@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -357,7 +358,7 @@ def read_weights(weights: NDArray[np.float64], failed: FailedStep, batch: Batch)
         unlike = float(np.ptp(totals) / totals.max())  # as far as `means` vary if every part counts once
         if parts > 1 and np.ptp(means) < min(SAME, unlike / _CLEARLY) * np.abs(means).max():
             return Fault.UNEVEN, f"a mean of the means of {parts} {name} with unequal numbers of {unit}; {listed}"
-    if told := _of_micro_batches(failed, grid) or _of_one_rank(grid):
+    if told := _of_micro_batches(failed, grid) or _clipped_by_ranks(failed, grid) or _of_one_rank(grid):
         return Fault.UNEVEN, f"{told}; {listed}"
     return Fault.UNEVEN, listed
 
@@ -403,6 +404,46 @@ def _of_micro_batches(failed: FailedStep, grid: NDArray[np.float64]) -> str:
         ends |= {"clipped before the next one is added?"} if _CLIPPED_ALONE in named else set()
         ends |= {"reduced again with a later one?"} if layout.dp > 1 and abs(weight - layout.dp) < SAME else set()
     return f"{', '.join(told)} on every rank{f' ({ends.pop()})' if ends else ''}" if told else ""
+
+
+_LIKE_CLIPPED = 0.01
+"""Relative error up to which weights are those of clipping, in 16 bits too."""
+
+
+def _clipped_by_ranks(failed: FailedStep, grid: NDArray[np.float64]) -> str:
+    """Return that each rank clips its own gradient after every micro-batch, if that gives these weights. Else empty.
+
+    What is clipped may be the micro-batch's own gradient, or the sum so far, which is then clipped again and again.
+    """
+    layout, clip = failed.case.layout, failed.case.workload.optimizer.clip_norm
+    if clip is None or np.isnan(grid).any():
+        return ""
+    numbers = np.arange(grid.size).reshape(grid.shape)
+    parts = [
+        [
+            {n: np.asarray(np.sum([failed.row_parts[i][n] for i in rows], axis=0)) for n in failed.row_parts[0]}
+            for rows in of_rank
+        ]
+        for of_rank in numbers
+    ]
+    for scale, is_running in itertools.product((layout.dp, 1), (True, False)):
+        found = np.array([_clipped_shares(each, clip / scale, is_running) for each in parts])
+        if np.allclose(grid, found[:, :, None], rtol=_LIKE_CLIPPED, atol=0):
+            what = "the sum so far" if is_running else "its own gradient"
+            return f"each rank has clipped {what} after every micro-batch, before ranks are summed"
+    return ""
+
+
+def _clipped_shares(parts: Sequence[Tensors], clip: float, is_running: bool) -> list[float]:
+    """Return what is left of each micro-batch's gradient when all are added up and clipped to `clip` on the way."""
+    total, shares = {name: np.zeros_like(x) for name, x in parts[0].items()}, list[float]()
+    for part in parts:
+        total = {name: x + part[name] for name, x in total.items()} if is_running else dict(part)
+        factor = min(1.0, clip / (global_norm(total) or 1.0))
+        shares = [share * factor for share in shares] if is_running else shares
+        shares.append(factor)
+        total = {name: x * factor for name, x in total.items()}
+    return shares
 
 
 def _of_one_rank(grid: NDArray[np.float64]) -> str:
