@@ -24,6 +24,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "workloads" / "diffusion.py"
 NAMES = (
     "ddp_CopyNotRefreshed_in_bf16",
     "ddp_CopyRefreshedBySecondUpdates_in_bf16",
+    "ddp_NarrowFinalNorm_in_bf16",
     "pipeline_RoundsMessages_in_bf16",
     "ddp_ForgetsScale",
 )
@@ -52,6 +53,12 @@ def runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactor
             Layout(dp=2, num_micro_batches=4),
             Precision.BF16,
             "the gradient with the weights of head.norm as they were before the ",
+        ),
+        (
+            "ddp_NarrowFinalNorm_in_bf16",
+            Layout(dp=2, num_micro_batches=4),
+            Precision.BF16,
+            "head.norm computed in bfloat16, bit for bit",
         ),
         (
             "pipeline_RoundsMessages_in_bf16",

@@ -43,7 +43,7 @@ from meshmark.text import pluralize
 
 # --- Diagnose the likely class of a run's defect, and where it begins.
 
-_UNKNOWN = (Fault.UNEXPLAINED, Fault.FORWARD, Fault.BACKWARD)
+UNKNOWN = (Fault.UNEXPLAINED, Fault.FORWARD, Fault.BACKWARD)
 """Faults that are reported if no hypothesis fits."""
 _NEAR = 1e-4
 """Relative error of a loss below which its difference is reported, not its ratio."""
@@ -92,7 +92,7 @@ def diagnose(
         found = dataclasses.replace(found, detail=f"{found.detail}; {told}")
     if not drift or drift.step != first:
         return found
-    if found.fault in _UNKNOWN:
+    if found.fault in UNKNOWN:
 
         def tolerance(name: str) -> float:
             return tolerance_model.tolerance(QuantityKind.GRADIENTS.of(name), first)
@@ -219,7 +219,7 @@ def _at(case: Case, trace: Trace, deviations: Deviations, tolerance_model: Toler
     failed = functools.partial(_failed, case, trace, tolerance_model, at)
     gradients, updates = _without_zeros(failed(*_GRADIENTS), deviations), failed(QuantityKind.PARAMETERS)
     of_twin = dataclasses.replace(failed(QuantityKind.TWIN, QuantityKind.TWIN_SCALE), twin=at.twin)
-    if of_twin.names and (found := _explained(of_twin, deviations)).fault not in _UNKNOWN:
+    if of_twin.names and (found := _explained(of_twin, deviations)).fault not in UNKNOWN:
         return found
     if gradients.names or of_twin.names:
         return _explained(gradients if gradients.names else of_twin, deviations)

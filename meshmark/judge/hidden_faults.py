@@ -43,7 +43,8 @@ CLOCK_SECONDS = 90.0
 
 
 def hidden_fault(trace: Trace, deviations: Deviations, tolerance_model: ToleranceModel, twin: Twin) -> Diagnosis | None:
-    """Return the diagnosis of a run that passes only as an equivalent of the twin, and has the bits of a wrong one.
+    """Return the diagnosis of a run that has the bits of a wrong one, and passes only as an equivalent of the twin, or
+    does not pass.
 
     None if there is no such run, or if the search finds nothing within its budget. A search that fails is no fault of
     the run's.
@@ -59,7 +60,7 @@ def hidden_fault(trace: Trace, deviations: Deviations, tolerance_model: Toleranc
 
 def _search(trace: Trace, deviations: Deviations, tolerance_model: ToleranceModel, twin: Twin) -> Diagnosis | None:
     last = len(trace.gradients) - 1
-    if last < 1 or not tolerance_model.fitted_to(deviations).way:
+    if last < 1 or (tolerance_model.accepts(deviations) and not tolerance_model.fitted_to(deviations).way):
         return None
     rank_progress.begin(rank_progress.Phase.EXPLAIN)
     run = _Run(trace=trace, tolerance_model=tolerance_model, twin=twin)

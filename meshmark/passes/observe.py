@@ -17,7 +17,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,7 +34,7 @@ from meshmark.algorithms.contract import Tensors
 from meshmark.errors import AdapterError, TrafficError
 from meshmark.judge.beginning import Beginning, Recorder, first_deviation
 from meshmark.judge.deviation import Deviations, Drift, replica_of, replicas_of_ranks
-from meshmark.judge.diagnosis import diagnose_sample
+from meshmark.judge.diagnosis import UNKNOWN, diagnose_sample
 from meshmark.judge.faults import Diagnosis, Fault
 from meshmark.judge.hidden_faults import hidden_fault
 from meshmark.judge.layered import all_cores, assess_pieces
@@ -591,6 +591,9 @@ def _assess(
     diagnosis, assessed = None, time.monotonic()
     if tolerance_model and (drifts or not tolerance_model.accepts(compared)):
         diagnosis = diagnose_replicas(case, traces, compared, drifts, tolerance_model, twin)
+        if diagnosis and diagnosis.fault in UNKNOWN and twin and case.precision.is_mixed and len(traces) == 1:
+            found = hidden_fault(traces[0], compared, tolerance_model, twin)
+            diagnosis = replace(found, step=diagnosis.step) if found else diagnosis
     elif tolerance_model and twin and len(traces) == 1:
         diagnosis = hidden_fault(traces[0], compared, tolerance_model, twin)
     return Assessment(

@@ -86,6 +86,7 @@ CLAUSE_MUTANTS: list[Mutant] = [
     # Randomness
     *against("dropout", "ddp fsdp2 accelerate deepspeed/2", r.SameMasksOnRanks),
     *against("dropout", "ddp fsdp2 gpipe accelerate deepspeed/3", r.SameMasksEveryStep),
+    *against("dropout", "ddp deepspeed/2", r.SameMaskInOneModule),
     *against("dropout", "ddp gpipe deepspeed/2", r.OtherProbability),
     *against("dropout", "ddp gpipe", r.OnlyInAttention),
     *against("dropout", "ddp gpipe deepspeed/1", r.NotRescaled),

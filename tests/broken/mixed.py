@@ -7,7 +7,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
@@ -100,6 +101,20 @@ class CopyNotRefreshed(Broken):
         for (weight, _), value in zip(held, now, strict=True):
             weight.data.copy_(value)
         return loss
+
+
+class NarrowFinalNorm(Broken):
+    """The final norm is computed in 16 bits: its input, weight and bias are rounded."""
+
+    def prepare(self) -> None:
+        norm = [module for module in self.modules() if isinstance(module, nn.LayerNorm)][-1]
+
+        def forward(x: Tensor) -> Tensor:
+            with torch.autocast(x.device.type, enabled=False):
+                weight, bias = (each.to(torch.bfloat16) for each in (norm.weight, norm.bias))
+                return F.layer_norm(x.to(torch.bfloat16), norm.normalized_shape, weight, bias, norm.eps)
+
+        norm.forward = forward  # type: ignore[method-assign]
 
 
 class CopyRefreshedBySecondUpdates(CopyNotRefreshed):

@@ -56,5 +56,6 @@ NARROW_MUTANTS: list[Mutant] = [
     *on("ddp fsdp2", m.ReduceDtypeOfAnother, Fault.PRECISION, precision=Precision.BF16),
     *on("ddp", m.CopyNotRefreshed, Fault.STALE_WEIGHTS, precision=Precision.BF16),
     *on("ddp", m.CopyRefreshedBySecondUpdates, Fault.STALE_WEIGHTS, precision=Precision.BF16),
+    *on("ddp", m.NarrowFinalNorm, Fault.PRECISION, precision=Precision.BF16),
     *on("pipeline", p.RoundsMessages, Fault.PRECISION, precision=Precision.BF16),
 ]

@@ -32,6 +32,24 @@ class SameMasksEveryStep(Broken):
         return super().backward(batch)
 
 
+class SameMaskInOneModule(Broken):
+    """On the last rank, the embedding draws the masks of the first step in every step, as of a random state that is not
+    kept."""
+
+    def prepare(self) -> None:
+        if self.context.rank < self.context.world_size - 1:
+            return
+        first = next(module for module in self.modules() if isinstance(module, nn.Dropout))
+        first.register_forward_hook(self.same)
+
+    def same(self, module: nn.Dropout, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        if not module.training:
+            return output
+        draws = torch.Generator().manual_seed(self.context.rank)
+        kept = torch.rand(inputs[0].shape, generator=draws) >= module.p
+        return inputs[0] * kept / (1 - module.p)
+
+
 class OtherProbability(Broken):
     """Dropout's probability is off by so much, relatively."""
 
