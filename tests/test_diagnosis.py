@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from functools import cache
@@ -15,18 +16,19 @@ import torch
 
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.single import Single
-from meshmark.judge.deviation import Drift, Quantity, QuantityKind
+from meshmark.judge.deviation import Drift, Quantity, QuantityKind, global_norm
 from meshmark.judge.diagnosis import diagnose, first_drift
+from meshmark.judge.evaluation_faults import explain_evaluation
 from meshmark.judge.failed_step import FailedStep, Stopwatch
 from meshmark.judge.faults import Diagnosis, Fault, named_factor
-from meshmark.judge.gradient_faults import _is_by_chance, nobody_reduced
+from meshmark.judge.gradient_faults import _clipped_shares, _is_by_chance, nobody_reduced
 from meshmark.judge.partial_faults import describe_region
 from meshmark.judge.tolerance_model import ToleranceModel, fit, noise_run
 from meshmark.judge.trace import Trace, drifts_between, host_copies
-from meshmark.judge.truth import ExactOptimizer, assess, exact_gradients
-from meshmark.judge.update_faults import explain_updates, replay
+from meshmark.judge.truth import ExactOptimizer, assess, exact_gradients, exact_loss
+from meshmark.judge.update_faults import _counted_otherwise, explain_updates, replay
 from meshmark.judge.update_hypotheses import _TakesMoments
-from meshmark.reference.data import make_batch
+from meshmark.reference.data import Batch, make_batch
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
@@ -761,3 +763,84 @@ def test_replicas_that_kept_the_values_of_the_step_before_are_told(kept: bool) -
     assert [(d.quantity.name, d.step, d.ranks, d.unchanged) for d in drifts] == [("b", 2, [1], kept)]
     found = first_drift(drifts)
     assert found and found.step == 1 and found.detail.endswith(": they are those of the step before") is kept
+
+
+def evaluated(case: Case, rows: Callable[[Batch], Batch]) -> Trace:
+    """Return a right run's trace whose evaluations are of other rows."""
+    trace = dataclasses.replace(honest()[0])
+    trace.evaluations = [
+        exact_loss(case.workload, trace.parameters[step], rows(make_batch(case.workload, step)))
+        for step in range(STEPS)
+    ]
+    return trace
+
+
+@pytest.mark.parametrize(
+    "rows, told",
+    [
+        (
+            lambda batch: batch.take(torch.tensor([0, 1, 2, 3, 4, 5, 6, 0])),
+            "row 0 (row 0 of data-parallel rank 0) is in ",
+        ),
+        (
+            lambda batch: batch.take(torch.tensor([0, 1, 2, 4, 5, 6, 7])),
+            "row 3 (row 3 of data-parallel rank 0) is left",
+        ),
+        (
+            lambda batch: batch.take(torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 5])),
+            "row 5 (row 1 of data-parallel rank 1) co",
+        ),
+    ],
+    ids=["another row", "no row", "a row twice"],
+)
+def test_a_wrong_evaluation_is_explained_by_its_rows(rows: Callable[[Batch], Batch], told: str) -> None:
+    """It was said to be of another function."""
+    found = explain_evaluation(CASE, evaluated(CASE, rows), 1.01, {})
+    assert found[0] is Fault.EVALUATION and found[1].startswith(told)
+
+
+def test_an_evaluation_of_older_weights_or_of_one_rank_is_named() -> None:
+    trace = evaluated(CASE, lambda batch: batch)
+    older = dataclasses.replace(trace, evaluations=[trace.evaluations[0], *trace.evaluations[:-1]])
+    batches = [make_batch(CASE.workload, step) for step in range(STEPS)]
+    older.evaluations = [
+        exact_loss(CASE.workload, trace.parameters[max(step - 1, 0)], batch) for step, batch in enumerate(batches)
+    ]
+    assert explain_evaluation(CASE, older, 1.01, {})[1] == "it is that of the weights before the last update"
+    alone = evaluated(CASE, lambda batch: batch)
+    alone.evaluations = [
+        2 * exact_loss(CASE.workload, trace.parameters[step], batch.shard(1, 2)) for step, batch in enumerate(batches)
+    ]
+    assert explain_evaluation(CASE, alone, 1.01, {})[1] == "it is that of the rows of data-parallel rank 1 alone"
+    doubled = evaluated(CASE, lambda batch: batch)
+    doubled.evaluations = [2 * loss for loss in doubled.evaluations]
+    assert explain_evaluation(CASE, doubled, 2.0, {"dp": 2.0})[1] == "it is 2 = dp times the truth"
+
+
+def test_a_norm_without_what_other_ranks_hold_is_named() -> None:
+    rng = np.random.default_rng(1)
+    names = [f"blocks.0.feed_forward.experts.{number}.up.weight" for number in range(4)]
+    gradients = {name: rng.standard_normal((4, 4)) for name in ("embedding.tokens.weight", *names, "head.norm.weight")}
+    own = {name: x for name, x in gradients.items() if name not in names[2:]}
+    told = _counted_otherwise(global_norm(own), gradients, CASE)
+    assert told == "the reported norm leaves out the experts that rank 0 of 2 does not hold"
+    stages = dataclasses.replace(CASE, layout=Layout(pp=2, num_micro_batches=4))
+    layers = {f"blocks.{i}.up.weight": rng.standard_normal((4, 4)) for i in range(4)}
+    whole = {
+        "embedding.tokens.weight": rng.standard_normal((4, 4)),
+        **layers,
+        "head.norm.weight": rng.standard_normal(4),
+    }
+    last = {name: x for name, x in whole.items() if name.startswith(("blocks.2", "blocks.3", "head"))}
+    assert (
+        _counted_otherwise(global_norm(last), whole, stages)
+        == "the reported norm leaves out what stage 1 does not hold"
+    )
+
+
+def test_shares_of_gradients_that_are_clipped_on_the_way() -> None:
+    parts = [{"x": np.array([3.0, 0.0])}, {"x": np.array([0.0, 4.0])}]
+    assert _clipped_shares(parts, 1.0, is_running=False) == pytest.approx([1 / 3, 1 / 4])
+    left = 1 / math.hypot(1, 4)
+    assert _clipped_shares(parts, 1.0, is_running=True) == pytest.approx([left / 3, left])
+    assert _clipped_shares(parts, 10.0, is_running=True) == [1.0, 1.0]

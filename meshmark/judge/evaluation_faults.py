@@ -26,7 +26,7 @@ def explain_evaluation(case: Case, trace: Trace, multiple: float, known: Mapping
     """
     workload, rows = case.workload, case.workload.global_batch
     if not workload.couples_rows and rows <= _MOST_ROWS:
-        found = [detail for detail, losses in _hypotheses(case, trace) if _fits(trace, losses)]
+        found = list(dict.fromkeys(detail for detail, losses in _hypotheses(case, trace) if _fits(trace, losses)))
         if len(found) == 1:
             return Fault.EVALUATION, found[0]
     return Fault.EVALUATION, f"it is {named_factor(multiple, known)} times the truth"
@@ -54,10 +54,9 @@ def _hypotheses(case: Case, trace: Trace) -> Iterator[tuple[str, list[float]]]:
     size = len(shares[0]) // dp
     for rank in range(dp if dp > 1 else 0):
         own = slice(rank * size, (rank + 1) * size)
-        yield (
-            f"it is that of the rows of data-parallel rank {rank} alone",
-            [sum(each[own]) / sum(weight[own]) for each, weight in zip(shares, weights, strict=True)],
-        )
+        told = f"it is that of the rows of data-parallel rank {rank} alone"
+        yield told, [dp * sum(each[own]) for each in shares]
+        yield told, [sum(each[own]) / sum(weight[own]) for each, weight in zip(shares, weights, strict=True)]
     if len(steps) < _LEAST_STEPS:
         return
     totals = [sum(each) for each in shares]
