@@ -37,7 +37,7 @@ MAX_ARGUMENTS = 6
 TABLE_HELPERS = {"spec/hardware.py::_gpu"}
 """Functions that stand for one line of a table of data, and may take more."""
 
-BASE = {"environment", "errors", "git", "import_target", "rank_progress", "serial", "text"}
+BASE = {"environment", "errors", "import_target", "rank_progress", "serial", "text"}
 """Modules that every folder may import."""
 FRONT = {"__init__", "__main__", "moved", "user_workload"}
 """Modules that users name: the package, `python -m meshmark`, old names, and the class of a user's own workload."""

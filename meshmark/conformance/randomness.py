@@ -67,15 +67,18 @@ def _spreads(samples: Mapping[str, Sequence[float]]) -> Finding:
     """Judge how the gradient of each tensor scatters from step to step.
 
     Masks that repeat in one module, or on one rank, hardly show in the loss, and take a part of the scatter of the
-    gradients next to them. The logarithms of squared distances are compared, which are nearer to normal.
+    gradients next to them.
     """
     names = [name.removeprefix("spread ") for name in samples if name.startswith("spread ")]
     z = statistics.NormalDist().inv_cdf(1 - FALSE_ALARMS / 16 / max(len(names), 1))
     found = list[tuple[float, float, float, str]]()
     for name in names:
-        own, reference = (np.log(np.maximum(samples[f"{prefix}spread {name}"], TINY)) for prefix in ("", "reference_"))
-        allowed = student(z, min(len(own), len(reference)) - 1)
-        found.append((_away(own, reference), allowed, math.exp(own.mean() - reference.mean()), name))
+        (own, error, steps), (reference, its_error, draws) = (
+            samples[f"{prefix}spread {name}"] for prefix in ("", "reference_")
+        )
+        if min(steps, draws) > 1:
+            away = (own - reference) / max(math.hypot(error, its_error), TINY)
+            found.append((away, student(z, int(min(steps, draws)) - 1), math.exp(own - reference), name))
     off = [each for each in found if abs(each[0]) >= each[1]]
     if not off:
         worst = max((abs(away) for away, *_ in found), default=0.0)

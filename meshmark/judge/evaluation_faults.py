@@ -56,7 +56,7 @@ def _hypotheses(case: Case, trace: Trace) -> Iterator[tuple[str, list[float]]]:
         own = slice(rank * size, (rank + 1) * size)
         told = f"it is that of the rows of data-parallel rank {rank} alone"
         yield told, [dp * sum(each[own]) for each in shares]
-        yield told, [sum(each[own]) / sum(weight[own]) for each, weight in zip(shares, weights, strict=True)]
+        yield told, [sum(each[own]) / (sum(weight[own]) or 1.0) for each, weight in zip(shares, weights, strict=True)]
     if len(steps) < _LEAST_STEPS:
         return
     totals = [sum(each) for each in shares]
@@ -67,7 +67,7 @@ def _hypotheses(case: Case, trace: Trace) -> Iterator[tuple[str, list[float]]]:
     for i in range(len(shares[0])):
         less = [total - each[i] for total, each in zip(totals, shares, strict=True)]
         yield f"{name(i)} is left out", less
-        over = [loss / (1 - weight[i]) for loss, weight in zip(less, weights, strict=True)]
+        over = [loss / ((1 - weight[i]) or 1.0) for loss, weight in zip(less, weights, strict=True)]
         yield f"{name(i)} is left out, and the mean is that of the others", over
         yield f"{name(i)} counts twice", [total + each[i] for total, each in zip(totals, shares, strict=True)]
         for j in range(len(shares[0])):

@@ -175,6 +175,15 @@ def _variants(failed: FailedStep) -> Iterator[_Variant]:
                     part = _on_rank(function, rank, failed.case.layout.tp)
                     told = f"{_named(modules)} with {detail}, on tensor-parallel rank {rank}"
                     yield _Variant(detail=told, change=Change(within=_replacing(modules, how, part)))
+    attentions, cp = list(dict.fromkeys(calls.get("causal attention", []))), failed.case.layout.cp
+    for rank in range(cp if cp > 1 else 0):
+        for modules in _groups(attentions) if attentions else ():
+            for detail, see in _SEEN_BY_PART.items():
+                told = f"{_named(modules)} with {detail}, on context-parallel rank {rank}"
+                yield _Variant(
+                    detail=told,
+                    change=Change(within=_replacing(modules, "causal attention", _causal_in_part(rank, cp, see))),
+                )
 
 
 _OPTIONS: dict[str, Sequence[float]] = {
@@ -439,6 +448,27 @@ def _causal(shift: int) -> _Function:
     def attend(function: _Function, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:  # noqa: ANN401
         mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril(shift)
         mask[:, 0] |= ~mask.any(-1)  # a token that would see nothing sees the first token
+        return function(q, k, v, **{**options, "is_causal": False, "attn_mask": mask})
+
+    return attend
+
+
+_SEEN_BY_PART: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "a causal mask that counts queries from the first key": lambda seen, start: torch.ones_like(seen).tril(),
+    "keys of its own part alone": lambda seen, start: seen & (torch.arange(seen.shape[1], device=seen.device) >= start),
+    "keys of later tokens too": lambda seen, start: torch.ones_like(seen),
+}
+"""What queries of one part of a sequence may see by mistake, of the keys that they should see and the part's start."""
+
+
+def _causal_in_part(rank: int, parts: int, see: Callable[[Tensor, int], Tensor]) -> _Function:
+    """Causal attention whose queries see other keys in one of `parts` equal parts of a sequence."""
+
+    def attend(function: _Function, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:  # noqa: ANN401
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+        size = q.shape[-2] // parts
+        own = slice(rank * size, (rank + 1) * size)
+        mask[own] = see(mask[own], rank * size)
         return function(q, k, v, **{**options, "is_causal": False, "attn_mask": mask})
 
     return attend

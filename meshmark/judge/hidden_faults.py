@@ -311,13 +311,13 @@ def _narrowing(
 ) -> Callable[[Model], contextlib.AbstractContextManager[None]]:
     """Return a context in which these modules compute in `narrow`."""
 
-    def narrowed(module: nn.Module) -> Callable[[Tensor], Tensor]:
-        def forward(x: Tensor) -> Tensor:
+    def narrowed(module: nn.Module) -> Callable[..., Tensor]:
+        def forward(x: Tensor, *rest: Any, **options: Any) -> Tensor:  # noqa: ANN401
             own = copy.copy(module)
             values: dict[str, Any] = {n: p if p is None else p.to(narrow) for n, p in module._parameters.items()}
-            own._parameters = values
+            vars(own)["_parameters"] = values
             with torch.autocast(x.device.type, enabled=False):
-                found: Tensor = type(module).forward(own, x.to(narrow))
+                found: Tensor = type(module).forward(own, x.to(narrow), *rest, **options)
             return found
 
         return forward

@@ -36,6 +36,7 @@ from meshmark.spec.workload import Workload
 
 # --- Dropout: one step again and again, without an update. Shows what dropout does to the loss of each rank.
 
+_TINY = 1e-30
 NUM_REFERENCES = 96
 """Number of draws of a single process that the ranks' losses are compared with."""
 
@@ -50,7 +51,8 @@ def repeat_with_dropout(request: Request, adapter: Adapter, context: RankContext
     - `evaluation` and `exact`: an evaluation amid training, and the exact loss.
     - `along` and `size`: gradients as multiples of the exact ones without dropout, and their squares relative to those
       of the exact ones. Each is the mean over tensors.
-    - `spread NAME`: how far every step's gradient of a tensor is from the mean of all steps, as a sum of squares.
+    - `spread NAME`: how far a tensor's gradients are from the mean of all steps: the mean over steps of the logarithms
+      of squared distances, its standard error, and the number of steps.
     - `reference_along`, `reference_size` and `reference_spread NAME`: the same for the single process.
     """
     case = request.case
@@ -145,9 +147,16 @@ def _summaries(prefix: str, steps: list[Tensors], exact: Tensors) -> dict[str, l
 
 
 def _spread(draws: list[NDArray[Any]]) -> list[float]:
-    """Return each draw's squared distance from the mean of all, which is scaled to have no bias."""
+    """Return the mean logarithm of the draws' squared distances from their mean, its standard error, and their number.
+
+    Distances are scaled to have no bias. Their logarithms are nearer to normal than they are.
+    """
+    if len(draws) < 2:
+        return [0.0, 0.0, float(len(draws))]
     middle = np.mean(draws, axis=0, dtype=np.float64)
-    return [float(np.sum((draw - middle) ** 2)) * len(draws) / max(len(draws) - 1, 1) for draw in draws]
+    squares = [float(np.sum((draw - middle) ** 2)) * len(draws) / (len(draws) - 1) for draw in draws]
+    logs = np.log(np.maximum(squares, _TINY))
+    return [float(logs.mean()), float(logs.std(ddof=1)) / math.sqrt(len(logs)), float(len(logs))]
 
 
 # --- Endurance: many steps, to see whether memory grows.

@@ -21,9 +21,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from meshmark.environment import PACKAGES, Environment, code_digest, distributions_of, project_of
+from meshmark.environment import PACKAGES, Environment, code_digest, distributions_of, project_of, run_git
 from meshmark.errors import AdapterError
-from meshmark.git import run_git
 from meshmark.import_target import class_at
 from meshmark.judge.deviation import Deviations, Drift, ObservedPath, Quantity, QuantityKind, Sample
 from meshmark.judge.faults import Diagnosis

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from meshmark.environment import run_git, without_repository
 from meshmark.errors import InputError, ResultsError
-from meshmark.git import run_git, without_repository
 from meshmark.launch.processes import die_with_parent
 from meshmark.records.record import Record, Status
 from meshmark.records.record_file import Ending, read_records
