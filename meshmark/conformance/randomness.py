@@ -34,7 +34,7 @@ def dropout(record: Record) -> Finding:
     first, draws = samples[0], np.concatenate(losses)
     reference = np.array(first["reference"])
     again = sum(len(own) - len(set(own)) for own in losses)
-    off = _off_since(losses[0])
+    off = _off_since(losses[0], first["exact"][0])
     alike = sum(float(np.sum(a == b)) for i, a in enumerate(losses) for b in losses[:i])
     chance = len(draws) // 16  # float32 has some 1e5 numbers in the spread of the losses: a pair may be equal
     z = statistics.NormalDist().inv_cdf(1 - FALSE_ALARMS / 8)
@@ -92,11 +92,15 @@ def _spreads(samples: Mapping[str, Sequence[float]]) -> Finding:
     )
 
 
-def _off_since(losses: NDArray[np.float64]) -> str:
-    """Return since when all losses of a rank are equal, as without dropout. Empty if the last ones differ."""
+def _off_since(losses: NDArray[np.float64], exact: float) -> str:
+    """Return since when all losses of a rank are equal, and whether to the one without dropout, which is `exact`. Empty
+    if the last ones differ.
+    """
     first = next((i for i in range(len(losses)) if len(set(losses[i:])) == 1), len(losses))
     if len(losses) - first < _ALIKE:
         return ""
+    if abs(losses[-1] / exact - 1) > EVALUATION_TOLERANCE:
+        return f" (the same masks from step {first} on)"
     why = ": it stays off after the evaluation" if first == len(losses) // 2 else ""
     return f" (no dropout from step {first} on{why})"
 
