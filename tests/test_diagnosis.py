@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.single import Single
@@ -21,6 +22,7 @@ from meshmark.judge.diagnosis import diagnose, first_drift
 from meshmark.judge.evaluation_faults import explain_evaluation
 from meshmark.judge.failed_step import FailedStep, Stopwatch
 from meshmark.judge.faults import Diagnosis, Fault, named_factor
+from meshmark.judge.function_faults import _SEEN_BY_PART, _causal_in_part
 from meshmark.judge.gradient_faults import _clipped_shares, _is_by_chance, nobody_reduced
 from meshmark.judge.partial_faults import describe_region
 from meshmark.judge.tolerance_model import ToleranceModel, fit, noise_run
@@ -844,3 +846,18 @@ def test_shares_of_gradients_that_are_clipped_on_the_way() -> None:
     left = 1 / math.hypot(1, 4)
     assert _clipped_shares(parts, 1.0, is_running=True) == pytest.approx([left / 3, left])
     assert _clipped_shares(parts, 10.0, is_running=True) == [1.0, 1.0]
+
+
+def test_another_mask_in_one_part_of_a_sequence() -> None:
+    """PyTorch aligns a causal mask with the first key, where a rank has fewer queries than keys."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
+    attend, right = F.scaled_dot_product_attention, F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    for name, part in (
+        ("a causal mask that counts queries from the first key", attend(q[..., 4:, :], k, v, is_causal=True)),
+        ("keys of its own part alone", attend(*(x[..., 4:, :] for x in (q, k, v)), is_causal=True)),
+        ("keys of later tokens too", attend(q[..., 4:, :], k, v)),
+    ):
+        found = _causal_in_part(1, 2, _SEEN_BY_PART[name])(attend, q, k, v, is_causal=True)
+        torch.testing.assert_close(found[..., :4, :], right[..., :4, :])
+        torch.testing.assert_close(found[..., 4:, :], part)
