@@ -112,7 +112,7 @@ def describe(device: str, backend: str, nnodes: int, command: Iterable[str] | No
         omp_num_threads=os.environ.get("OMP_NUM_THREADS", DEFAULT_THREADS),
         project_commit=project.commit,
         project_date=project.date,
-        packages_digest=code_digest(("meshmark", *PACKAGES)),
+        packages_digest=packages_digest(),
     )
 
 
@@ -120,7 +120,12 @@ def code_here() -> tuple[str, str]:
     """Return what tells the code that runs: of Meshmark its commit, or a digest if it is installed as a package, and
     the commit of the user's repository around the working directory.
     """
-    return _commit() or code_digest(("meshmark", *PACKAGES)), project_of(os.getcwd()).commit
+    return _commit() or packages_digest(), project_of(os.getcwd()).commit
+
+
+def packages_digest() -> str:
+    """Return the digest of the code of Meshmark and of `PACKAGES` as they are installed."""
+    return code_digest(("meshmark", *PACKAGES))
 
 
 def memory_bytes() -> int:

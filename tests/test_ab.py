@@ -555,15 +555,20 @@ exit 1
 """
 
 
+def replaying(folder: Path) -> Side:
+    """Return a side whose sessions leave the records that are in `folder`."""
+    (folder / "python").write_text(FULL)
+    (folder / "python").chmod(0o755)
+    return Side(name="A", python=str(folder / "python"), folder=folder)
+
+
 @pytest.mark.parametrize("status", [Status.NO_SPACE, Status.UNFINISHED])
 def test_a_session_that_met_a_fault_of_the_machine_is_no_side(status: Status, tmp_path: Path) -> None:
     """`ab` called two of them the same, and `bisect` took one for good and named the wrong commit."""
     stopped = make_good(outcome=Outcome(status=status, message="room for 3 bytes"), verdicts=[])
     with contextlib.closing(RecordFile(tmp_path)) as file:
         file.append(stopped)
-    (tmp_path / "python").write_text(FULL)
-    (tmp_path / "python").chmod(0o755)
-    side = Side(name="A", python=str(tmp_path / "python"), folder=tmp_path)
+    side = replaying(tmp_path)
     with pytest.raises(ResultsError, match=f"was not judged, for a reason outside of it: {status}: room for 3 bytes"):
         sides.run_suites(side, ["-k", "memory"], tmp_path / "results")
 
@@ -576,9 +581,7 @@ def test_a_session_that_stopped_at_its_first_failure_is_no_side(tmp_path: Path) 
     with contextlib.closing(RecordFile(tmp_path)) as file:
         file.append(make_good())
         file.append(session)
-    (tmp_path / "python").write_text(FULL)
-    (tmp_path / "python").chmod(0o755)
-    side = Side(name="A", python=str(tmp_path / "python"), folder=tmp_path)
+    side = replaying(tmp_path)
     with pytest.raises(ResultsError, match=r"ended before 1 test, such as test_memory.py::test_memory.ddp., as by -x"):
         sides.run_suites(side, ["-k", "memory"], tmp_path / "results")
     limited = ["--max-time=1h", "-k", "memory"]

@@ -17,7 +17,7 @@ from meshmark.check.rank import PAGE, STARTED_BY, VERDICT
 from meshmark.check.verdict import Finding, Level, Outcome, Verdict
 from meshmark.environment import memory_bytes
 from meshmark.errors import InputError, signals_end_like_ctrl_c
-from meshmark.launch.folders import import_folder, is_full
+from meshmark.launch.folders import is_full, python_path
 from meshmark.launch.processes import await_cleaners, end_started_with
 from meshmark.text import pluralize
 
@@ -104,8 +104,7 @@ def _start(parsed: argparse.Namespace, place: Path) -> bool:
     python = [sys.executable, "-P"]  # without the working directory on the path, which may be a stranger's
     command = [*python, *_torchrun(place, parsed.nproc), *python] if parsed.nproc > 1 else python
     command = [*command, "-m", "meshmark.check", *options, parsed.script, *parsed.arguments]
-    path = [os.environ.get("PYTHONPATH"), import_folder(sys.executable)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    environment = {**os.environ, "PYTHONPATH": python_path(os.environ)}
     if parsed.nproc > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with five lines of warning
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the agent would listen, on all addresses

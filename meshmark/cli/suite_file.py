@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 
 from meshmark.cli.options import RUN_OPTIONS
 from meshmark.errors import InputError, ResultsError, UnknownNameError, refuse_device, signals_end_like_ctrl_c
-from meshmark.launch.folders import import_folder
+from meshmark.launch.folders import python_path
 from meshmark.launch.processes import die_with_parent
 from meshmark.records.record import SCHEMA
 from meshmark.records.record_file import Attempt, Ending, Reading, RecordFile, Session, latest_attempts, read_records
@@ -329,8 +329,7 @@ def _run_process(command: Sequence[str], *, stdout: int | None = None) -> tuple[
 
     Signals that end this process also end that one gracefully, so that it can clean up.
     """
-    path = [os.environ.get("PYTHONPATH"), import_folder(sys.executable)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    environment = {**os.environ, "PYTHONPATH": python_path(os.environ)}
     ends_with_us = functools.partial(die_with_parent, os.getpid())  # where SIGKILL leaves no time for good order
     with (
         signals_end_like_ctrl_c(),

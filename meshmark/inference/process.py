@@ -30,7 +30,7 @@ from meshmark.environment import interpreter_of
 from meshmark.errors import AdapterError, MeshmarkError
 from meshmark.import_target import class_at
 from meshmark.inference.contract import EngineOptions, Failed, InferenceAdapter, Request, Served
-from meshmark.launch.folders import import_folder, is_full, means_no_space
+from meshmark.launch.folders import is_full, means_no_space, python_path
 from meshmark.launch.fork_server import is_installed
 from meshmark.launch.processes import end_started_with, process_state
 from meshmark.text import describe_error
@@ -123,8 +123,7 @@ class EngineProcess:
         self._log, self._engine = log, secrets.token_hex(16)
         log.parent.mkdir(parents=True, exist_ok=True)
         variables = {"OMP_NUM_THREADS": "1", **os.environ, **adapter.environment(), _ENGINE: self._engine}
-        path = [variables.get("PYTHONPATH"), import_folder(python)]
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+        variables["PYTHONPATH"] = python_path(variables, python)
         self._frozen = 0.0
         self._connection, theirs = Pipe()
         with socket.socket(fileno=os.dup(self._connection.fileno())) as end:  # a stopped engine reads nothing

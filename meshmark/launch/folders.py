@@ -145,6 +145,11 @@ def import_folder(python: str) -> str:
     return "" if Path(python) == Path(sys.executable) else str(_linked(package))
 
 
+def python_path(environment: Mapping[str, str], python: str = sys.executable) -> str:
+    """Return PYTHONPATH for a process of `python` that imports this Meshmark, behind what `environment` has."""
+    return os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), import_folder(python)]))
+
+
 @functools.cache
 def _linked(package: Path) -> Path:
     """Return a folder with nothing but a link to `package`. It is deleted when this process ends."""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from meshmark.errors import ResultsError
 from meshmark.records.record import Record
-from meshmark.regression.change import Change, ChangeOutcome, Effect, Kind
+from meshmark.regression.change import Change, ChangeOutcome, Effect, Kind, untimed
 from meshmark.regression.compare import Comparison, compare
 from meshmark.regression.runs import by_case
 from meshmark.regression.samples import CPU, STEP, WORDS, Sample, minutes, samples
@@ -143,18 +143,9 @@ def alternate(
     alpha = ALPHA / max(len(trials), 1)
     rest = [change for change in found.changes if change.kind is not Kind.SLOWER]
     rows = [row for case, trial in trials.items() for row in trial.changes(case, alpha, margin, pair_seconds)]
-    rows += [_never_paired(case) for case in dict.fromkeys(timed) if case not in trials]
+    never = "in no pair have both sides timed it to the end"
+    rows += [untimed(case, never) for case in dict.fromkeys(timed) if case not in trials]
     return dataclasses.replace(found, changes=[*rest, *rows])
-
-
-def _never_paired(case: str) -> Change:
-    return Change(
-        case=case,
-        metric="speed",
-        kind=Kind.SLOWER,
-        outcome=ChangeOutcome.UNDECIDED,
-        evidence="in no pair have both sides timed it to the end",
-    )
 
 
 def _code_of(records: Sequence[Record]) -> set[str]:

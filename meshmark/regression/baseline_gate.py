@@ -11,7 +11,7 @@ from meshmark.errors import InputError, ResultsError
 from meshmark.records.record import Record
 from meshmark.records.record_file import read_records
 from meshmark.records.request import Task
-from meshmark.regression.change import Change, ChangeOutcome, Kind, incomparable
+from meshmark.regression.change import Change, Kind, incomparable, untimed
 from meshmark.regression.conditions import _joined, conditions, conditions_here, hinders, without
 from meshmark.regression.exact import exact_changes
 from meshmark.regression.gate import Gate
@@ -70,15 +70,8 @@ class BaselineGate:
         if not new or Kind.SLOWER not in self.gate.limits:
             return []
         if key not in pairs:
-            return [
-                Change(
-                    case=after.case.id,
-                    metric="speed",
-                    kind=Kind.SLOWER,
-                    outcome=ChangeOutcome.UNDECIDED,
-                    evidence="the baseline has not timed it: accept one of suites/test_throughput.py as well",
-                )
-            ]
+            why = "the baseline has not timed it: accept one of suites/test_throughput.py as well"
+            return [untimed(after.case.id, why)]
         test = test_of((pairs[key][0], new), scatter_of(key, pairs))
         level = ALPHA / self.num_timed
         workload = after.case.workload

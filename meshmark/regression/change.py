@@ -82,3 +82,8 @@ def incomparable(case: str) -> Change:
     """Return the change of a case whose id stands for two different cases."""
     told = "the same name stands for another workload or layout: nothing of the two compares; rename one"
     return Change(case=case, metric="case", kind=Kind.WRONG, outcome=ChangeOutcome.UNDECIDED, evidence=told)
+
+
+def untimed(case: str, why: str) -> Change:
+    """Return the change of a case whose speed cannot be compared."""
+    return Change(case=case, metric="speed", kind=Kind.SLOWER, outcome=ChangeOutcome.UNDECIDED, evidence=why)
