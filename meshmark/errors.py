@@ -115,7 +115,7 @@ def refuse_strangers(folder: Path) -> None:
 
 
 class JudgingError(MeshmarkError):
-    """The process that judges a run ended before it had judged. That says nothing about the run."""
+    """Judging a run failed by a mistake of its own. That says nothing about the run."""
 
 
 class LayoutError(InputError):

@@ -173,6 +173,16 @@ def test_a_baseline_is_found_by_name_from_folders_below() -> None:
         find_baseline("there", Path.cwd())
 
 
+def test_a_results_folder_with_the_name_of_a_baseline_is_not_taken_for_it() -> None:
+    for folder in ("here", "baselines/here"):
+        write(make_good(), folder=folder)
+    with pytest.raises(ResultsError, match=r"baseline 'here' is .*here or .*baselines/here: name one of them by its"):
+        find_baseline("here", Path.cwd())
+    for path in ("./here", str(Path("here").absolute())):
+        assert find_baseline(path, Path.cwd()).samefile("here")
+    assert find_baseline("baselines/here", Path.cwd()).samefile("baselines/here")
+
+
 def test_nothing_fails_beside_an_equal_record() -> None:
     found = keeper(make_good(), timed())
     for suite in ("equivalence", "memory", "communication"):

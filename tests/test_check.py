@@ -873,6 +873,8 @@ def test_rows_passes_and_clippings_of_other_kinds_are_judged(way: str, num_ranks
         ("another's gradient", 1, "no call of this step uses spare.weight, and the optimizer steps on a gradient"),
         ("communication hook", 0, "gradients pass DDP's communication hook"),
         ("communication hook that shifts", 3, "gradients pass DDP's communication hook"),
+        ("summed in bfloat16", 0, "the script sums gradients over ranks in bfloat16, which rounds them"),
+        ("summed in bfloat16, shifted", 1, "WRONG"),
         ("tiny gradients, divided by hand", 0, "RIGHT"),
         ("tiny gradients, divided twice by hand", 1, "0.5 = 1 / the number of ranks"),
         ("tiny steps", 0, "the direction alone is judged"),

@@ -826,17 +826,18 @@ def test_a_norm_without_what_other_ranks_hold_is_named() -> None:
     own = {name: x for name, x in gradients.items() if name not in names[2:]}
     told = _counted_otherwise(global_norm(own), gradients, CASE)
     assert told == "the reported norm leaves out the experts that rank 0 of 2 does not hold"
-    stages = dataclasses.replace(CASE, layout=Layout(pp=2, num_micro_batches=4))
-    layers = {f"blocks.{i}.up.weight": rng.standard_normal((4, 4)) for i in range(4)}
+    deep = dataclasses.replace(CASE.workload, model=dataclasses.replace(CASE.workload.transformer, num_layers=3))
+    uneven = dataclasses.replace(CASE, workload=deep, layout=Layout(pp=2, num_micro_batches=4))
+    layers = {f"blocks.{i}.up.weight": rng.standard_normal((4, 4)) for i in range(3)}
     whole = {
         "embedding.tokens.weight": rng.standard_normal((4, 4)),
         **layers,
         "head.norm.weight": rng.standard_normal(4),
     }
-    last = {name: x for name, x in whole.items() if name.startswith(("blocks.2", "blocks.3", "head"))}
+    last = {name: x for name, x in whole.items() if name.startswith(("blocks.2", "head"))}
     assert (
-        _counted_otherwise(global_norm(last), whole, stages)
-        == "the reported norm leaves out what stage 1 does not hold"
+        _counted_otherwise(global_norm(last), whole, uneven)
+        == "the reported norm leaves out what pipeline rank 1 does not hold"
     )
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshmark.adapter.engine import RankContext
-from meshmark.errors import JudgingError
+from meshmark.errors import AdapterError, JudgingError
 from meshmark.judge.pristine import pristine
 from meshmark.judge.truth import exact_gradients, initial_values
 from meshmark.launch import rank
@@ -301,22 +301,42 @@ def test_an_engine_may_turn_gradients_off_and_change_the_working_directory(tmp_p
     assert record.outcome.status is Status.OK and record.remarks == []
 
 
+REQUEST = Request(
+    case=make_case(),
+    adapter="meshmark.adapters.ddp:DDP",
+    task=Task.OBSERVE,
+    device="cpu",
+    backend="gloo",
+    steps=3,
+    time_limit_seconds=60,
+)
+
+
+def alone(folder: Path) -> RankContext:
+    return RankContext(rank=0, world_size=1, device=torch.device("cpu"), backend="gloo", scratch=folder)
+
+
 def test_a_process_that_judges_and_is_killed_is_no_fault_of_the_adapter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the kernel does where memory runs out."""
     monkeypatch.setattr(judging, "other_kernels", lambda: "planted")
     monkeypatch.setattr(judging.sys, "executable", "/bin/false")
-    request = Request(
-        case=make_case(),
-        adapter="meshmark.adapters.ddp:DDP",
-        task=Task.OBSERVE,
-        device="cpu",
-        backend="gloo",
-        steps=3,
-        time_limit_seconds=60,
-    )
-    context = RankContext(rank=0, world_size=1, device=torch.device("cpu"), backend="gloo", scratch=tmp_path)
     with pytest.raises(JudgingError, match="the process that judges ended with 1") as raised:
-        judging.judge(request, observe.begins, context, 0)
+        judging.judge(REQUEST, observe.begins, alone(tmp_path), 0)
     assert rank._kind(raised.value, [tmp_path]) is Status.UNFINISHED
+
+
+def test_a_mistake_of_a_judge_is_no_fault_of_the_adapter(tmp_path: Path) -> None:
+    def mistaken(_request: Request) -> bool:
+        return {}["gradients"]
+
+    def refusing(_request: Request) -> bool:
+        raise AdapterError("the adapter returned no gradients")
+
+    with pytest.raises(JudgingError, match=r"judging raised KeyError: 'gradients'; .* please report it") as raised:
+        judging.judge(REQUEST, mistaken, alone(tmp_path))
+    assert rank._kind(raised.value, [tmp_path]) is Status.UNFINISHED
+    with pytest.raises(AdapterError) as refused:
+        judging.judge(REQUEST, refusing, alone(tmp_path))
+    assert rank._kind(refused.value, [tmp_path]) is Status.RAISED

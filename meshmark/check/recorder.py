@@ -188,6 +188,8 @@ class Recorder:
         """Marks of the gradients when the last backward pass ended."""
         self.reduces = False
         """Whether the script has called a collective since that pass began."""
+        self.sums_narrow = ""
+        """The dtype below 32 bits in which the script itself has summed tensors over ranks after a forward pass."""
         self.terms: dict[tuple[Any, int], Term] = {}
         """Results of loss functions that were not differentiated yet, by their node of the autograd graph."""
         self.old_ends: dict[tuple[int, int], tuple[Any, Call, int]] = {}
@@ -517,9 +519,14 @@ class Recorder:
         In the forward pass of an `autograd.Function`, which is given then, the gradients that pass it are recorded.
         """
         step = self.step
-        if not self.active or self.inside_model or self.in_backward or step is None or not step.calls or step.groups:
+        if not self.active or self.inside_model or step is None or not step.calls or step.groups:
             return
         given = list(tensors)
+        narrow = [t.dtype for t in given if t.is_floating_point() and t.numel() > 1 and torch.finfo(t.dtype).bits < 32]
+        if narrow and name == "all_reduce":
+            self.sums_narrow = str(narrow[0]).removeprefix("torch.")
+        if self.in_backward:
+            return
         # Numbers alone are no gradients: what clips by hand adds up the squares of each rank's norm.
         self.reduces = self.reduces or any(t.numel() > 1 for t in given)
         values = [t for t in given if t.is_floating_point() and t.numel() > 1]
@@ -966,6 +973,7 @@ class Recorder:
                 n for n, p in self.parameters.items() if p.requires_grad and self.root_of.get(n) in self.trained_roots
             ],
             hooks=communication_hooks(self.outers),
+            sums_narrow=self.sums_narrow,
             held=sorted(self.held),
             aliases=self.aliases,
             strangers=self.strangers,

@@ -271,6 +271,9 @@ class Facts:
     dtypes: dict[str, torch.dtype]
     hooks: list[str]
     """Names of DDP's communication hooks, which may change gradients on their way."""
+    sums_narrow: str
+    """The dtype below 32 bits in which the script itself has summed tensors over ranks after a forward pass, such as
+    `bfloat16`. Empty if it has not."""
     end: str
     """Why recording ended: `enough`, `script ended`, `raised`, `refused`, `left behind`; or `still running`."""
     detail: str = ""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from meshmark.algorithms.contract import Tensors
 from meshmark.judge.deviation import global_norm
-from meshmark.judge.failed_step import Explanation, FailedStep, block_of, rows_of
+from meshmark.judge.failed_step import Explanation, FailedStep, rows_of
 from meshmark.judge.faults import Fault, named_factor
 from meshmark.judge.gradient_faults import low_precision_in_region, rounding
 from meshmark.judge.partial_faults import (
@@ -31,6 +31,7 @@ from meshmark.judge.partial_faults import (
 from meshmark.judge.trace import Trace, low_precisions
 from meshmark.judge.truth import ExactOptimizer
 from meshmark.judge.update_hypotheses import UpdateHypothesis, update_hypotheses
+from meshmark.models.transformer import ModelSpec
 from meshmark.spec.case import Case
 from meshmark.spec.optimizer import OptimizerKind
 from meshmark.text import pluralize
@@ -465,12 +466,13 @@ def _of_other_ranks(case: Case, names: Sequence[str]) -> Iterator[tuple[str, set
             own = range(rank * count // ranks, (rank + 1) * count // ranks)
             text = f"the experts that rank {rank} of {ranks} does not hold"
             yield text, {name for name, number in experts.items() if number not in own}
-    blocks = [name for name in dict.fromkeys(map(block_of, names)) if name.rpartition(".")[2].isdigit()]
-    for stage in range(layout.pp if layout.pp > 1 and len(blocks) >= layout.pp else 0):
-        held = {*blocks[stage * len(blocks) // layout.pp : (stage + 1) * len(blocks) // layout.pp]}
-        ends = ("embedding",) * (stage == 0) + ("head",) * (stage == layout.pp - 1)
-        others = {name for name in names if block_of(name) not in held and not name.startswith(ends or ("\0",))}
-        yield f"what stage {stage} does not hold", others
+    model = case.workload.model
+    if layout.pp == 1 or not isinstance(model, ModelSpec):
+        return
+    stage_of = model.stages_of(layout.pp * layout.virtual_stages, names)
+    for rank in range(layout.pp):
+        held = layout.stages_of(rank)
+        yield f"what pipeline rank {rank} does not hold", {name for name in names if stage_of[name] not in held}
 
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")

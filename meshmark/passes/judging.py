@@ -24,7 +24,7 @@ import torch
 
 from meshmark import rank_progress
 from meshmark.adapter.engine import RankContext
-from meshmark.errors import JudgingError
+from meshmark.errors import JudgingError, MeshmarkError
 from meshmark.judge.deviation import TruthPrint
 from meshmark.judge.layered import all_cores, pieces_print
 from meshmark.judge.pristine import other_kernels, pristine
@@ -32,6 +32,7 @@ from meshmark.judge.truth import truth_print
 from meshmark.passes.kernels import pinned
 from meshmark.records.request import Request
 from meshmark.serial import decode, encode
+from meshmark.text import describe_error
 
 _PLACES = list(sys.path)
 """Folders to import from, before an adapter could change them."""
@@ -64,12 +65,20 @@ def judge(
     """Return what `judging` finds for `request` and the other arguments, where PyTorch is as it was.
 
     `judging` is a function of a module, so that another process can import it. The arguments are pickled for it into a
-    file in the rank's scratch folder. Raises `JudgingError` if that process fails.
+    file in the rank's scratch folder. Raises `JudgingError` if that process fails, or if `judging` has a mistake.
     """
     with pristine() as replaced:
         misled = other_kernels() or _difference(request, context.device)
         if not misled:
-            return Judged(found=judging(request, *args, **kwargs), replaced=replaced)
+            try:
+                return Judged(found=judging(request, *args, **kwargs), replaced=replaced)
+            except (MeshmarkError, OSError):
+                raise
+            except Exception as error:  # otherwise it would stand as one of the adapter's
+                raise JudgingError(
+                    f"judging raised {describe_error(error)}; if the stack does not end in a file of yours, please "
+                    "report it"
+                ) from error
     return Judged(
         found=_judge_elsewhere(request, judging, context.scratch, args, kwargs), replaced=replaced, misled=misled
     )

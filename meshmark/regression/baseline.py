@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import re
 import shutil
 import sys
@@ -31,20 +32,34 @@ _SECONDS_DIGITS = 7
 
 
 def find_baseline(name: str | Path, here: Path) -> Path:
-    """Return the folder of the baseline `name`: its path, or `baselines/NAME` in the folder `here` or a parent."""
-    given = here / name
-    if given.is_file() or (given / "records.jsonl").exists():
+    """Return the folder of the baseline `name`: its path, or `baselines/NAME` in the folder `here` or a parent.
+
+    Raises `ResultsError` if there is none, or if it could be either of two.
+    """
+    given, kept = here / name, _kept_baseline(name, here)
+    holds_records = given.is_file() or (given / "records.jsonl").exists()
+    if holds_records and kept and not kept.samefile(given) and os.sep not in str(name):
+        raise ResultsError(
+            f"baseline {str(name)!r} is {given} or {kept}: name one of them by its path, such as {given.absolute()}"
+        )
+    if holds_records:
         return given
-    for folder in (here, *here.parents):
-        if (found := folder / FOLDER / name).is_dir():
-            return found
-        if (folder / ".git").exists():
-            break
+    if kept:
+        return kept
     known = sorted(path.parent.name for path in (here / FOLDER).glob("*/records.jsonl"))
     listed = f"{FOLDER}/ holds {', '.join(known)}" if known else f"there is none in {FOLDER}/"
     raise ResultsError(
         f"no baseline {str(name)!r}: {listed}; `meshmark baseline accept RESULTS --name {Path(name).name}` makes one"
     )
+
+
+def _kept_baseline(name: str | Path, here: Path) -> Path | None:
+    for folder in (here, *here.parents):
+        if (found := folder / FOLDER / name).is_dir():
+            return found
+        if (folder / ".git").exists():
+            break
+    return None
 
 
 def accept(results: Path, name: str, *, allow: Collection[str] = (), replace: bool = False) -> Path:

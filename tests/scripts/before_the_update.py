@@ -55,7 +55,7 @@ if WAY == "infinite norm of a shard":
 else:
     model = (
         net
-        if "by hand" in WAY or WAY == "sparse, not reduced"
+        if "by hand" in WAY or "in bfloat16" in WAY or WAY == "sparse, not reduced"
         else DistributedDataParallel(net, find_unused_parameters=WAY == "another's gradient")
     )
 if "sparse" in WAY:
@@ -119,6 +119,11 @@ for step in range(6):
         for parameter in net.parameters():
             dist.all_reduce(parameter.grad)
             parameter.grad /= world**2 if "twice" in WAY else world
+    if "in bfloat16" in WAY:
+        for parameter in net.parameters():
+            sent = parameter.grad.bfloat16()
+            dist.all_reduce(sent)
+            parameter.grad = (sent / world).float().roll(1 if "shifted" in WAY else 0)
     if WAY == "sparse, not reduced":
         for parameter in net.head.parameters():
             dist.all_reduce(parameter.grad)

@@ -83,6 +83,7 @@ class Explainer:
             self._clipped_to_norm,
             self._edited,
             self._hooked,
+            self._summed_narrow,
         )
         for explanation in explanations:
             if (comparison := explanation(wrong)) is not None:
@@ -213,6 +214,19 @@ class Explainer:
             wrong.moment.number,
         )  # fmt: skip
         self.unseen = "a communication hook changes gradients"
+        return wrong.comparison
+
+    def _summed_narrow(self, wrong: WrongGradients) -> Comparison | None:
+        """Explain by gradients that the script itself sums over ranks in a lower precision, as hooks of DDP do."""
+        dtype = wrong.run.facts[0].sums_narrow
+        if not dtype or wrong.explanation.fault != Fault.PRECISION:
+            return None
+        self.verdict.add(
+            Level.NOTE, "gradients summed in a lower precision",
+            f"the script sums gradients over ranks in {dtype}, which rounds them: {wrong.off_by} (not judged)",
+            wrong.moment.number,
+        )  # fmt: skip
+        self.unseen = "gradients are summed in a lower precision"
         return wrong.comparison
 
 
