@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,13 +17,13 @@ from meshmark.reference.data import Batch
 from meshmark.reference.objective import build_schedule
 from meshmark.spec.case import Case
 
-_RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
-"""How a distributed optimizer's states are told, for other layouts to read them."""
-
 
 class GPTModelEngine(Engine):
     """`chunks` are the rank's virtual stages, each a GPTModel inside Megatron's DistributedDataParallel. Every
     tensor-parallel rank computes the same loss; the last stage's first one returns it."""
+
+    checkpoint_metadata: ClassVar[dict[str, Any]] = {"distrib_optim_sharding_type": "fully_reshardable"}
+    """How a distributed optimizer's states are saved, here for all other layouts to read them."""
 
     def __init__(self, case: Case, context: RankContext, chunks: Sequence[Any], optimizer: Any) -> None:  # noqa: ANN401
         """`optimizer`: Megatron's."""
@@ -125,7 +125,9 @@ class GPTModelEngine(Engine):
         training.
         """
         state = {name: chunk.module.sharded_state_dict() for name, chunk in self._chunks_by_name()}
-        state["optimizer"] = self.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=_RESHARDABLE)
+        state["optimizer"] = self.optimizer.sharded_state_dict(
+            state, is_loading=is_loading, metadata=self.checkpoint_metadata
+        )
         return state | {"schedule": [schedule.state_dict() for schedule in self.learning_rates]}
 
     def _chunks_by_name(self) -> Iterator[tuple[str, Any]]:

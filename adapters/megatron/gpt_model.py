@@ -58,6 +58,8 @@ class MegatronGPT(Adapter):
     """Whether the reduction averages over replicas; otherwise gradients are scaled before."""
     instances: ClassVar[int] = 1
     """Groups of replicas that each share out all states of a distributed optimizer."""
+    makes_gloo_groups: ClassVar = False
+    """Whether Megatron makes a second group of replicas, on Gloo, through which it gathers states of an optimizer."""
     fuses: ClassVar = False
     """Whether megatron-core's fused kernels that need no other package run on CUDA; on a CPU none do."""
     engine: ClassVar[type[GPTModelEngine]] = GPTModelEngine
@@ -187,7 +189,7 @@ class MegatronGPT(Adapter):
             layout.virtual_stages if layout.virtual_stages > 1 else None,
             expert_model_parallel_size=EXPERT_RANKS if case.workload.routes else 1,
             num_distributed_optimizer_instances=self.instances,
-            create_gloo_process_groups=False,
+            create_gloo_process_groups=self.makes_gloo_groups,
         )
         seed(context.device, case.workload.seed + 10 * stands.dp)
         how = DistributedDataParallelConfig(
@@ -209,9 +211,8 @@ class MegatronGPT(Adapter):
             chunks = [DistributedDataParallel(config, how, m, disable_bucketing=i > 0) for i, m in enumerate(models)]
             if how.overlap_grad_reduce:  # as Megatron-LM's own training does
                 config.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
-            optimizer = _optimizer(
-                case, chunks, overlaps_gather=self.overlaps_gather, options=self.optimizer_options(case)
-            )
+            config = _optimizer_config(case, overlaps_gather=self.overlaps_gather, options=self.optimizer_options(case))
+            optimizer = _optimizer(config, chunks, on_gloo=self.makes_gloo_groups)
         engine = self.engine(case, context, chunks, optimizer)
         if case.precision.is_mixed:
             restore_masters(case, engine)
@@ -360,12 +361,12 @@ def _first_layer(case: Case, place: int) -> int:
     return stage_blocks(case, place)[0]
 
 
-def _optimizer(case: Case, chunks: list[Any], *, overlaps_gather: bool, options: dict[str, Any]) -> Any:  # noqa: ANN401
-    """Megatron's, over PyTorch's AdamW or SGD; nothing is exempt from weight decay."""
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+def _optimizer_config(case: Case, *, overlaps_gather: bool, options: dict[str, Any]) -> Any:  # noqa: ANN401
+    """Megatron's, of PyTorch's AdamW or SGD."""
+    from megatron.core.optimizer import OptimizerConfig
 
     spec = case.workload.optimizer
-    config = OptimizerConfig(
+    return OptimizerConfig(
         optimizer="adam" if spec.kind is OptimizerKind.ADAMW else "sgd",
         lr=spec.learning_rate,
         weight_decay=spec.weight_decay,
@@ -381,6 +382,12 @@ def _optimizer(case: Case, chunks: list[Any], *, overlaps_gather: bool, options:
         params_dtype=getattr(torch, case.precision.weights),
         **options,
     )
-    made = get_megatron_optimizer(config, chunks, config_overrides={}, use_gloo_process_groups=False)
+
+
+def _optimizer(config: Any, chunks: list[Any], *, on_gloo: bool) -> Any:  # noqa: ANN401
+    """Return Megatron's optimizer. Nothing is exempt from weight decay."""
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    made = get_megatron_optimizer(config, chunks, config_overrides={}, use_gloo_process_groups=on_gloo)
     chained = getattr(made, "chained_optimizers", [made])
     return chained[0] if len(chained) == 1 else made  # several: one of them is of experts

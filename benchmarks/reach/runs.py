@@ -58,6 +58,10 @@ SOME_CLAUSES_OF = (
     ("deepspeed-experts", "dp2.zero2", ("resume",)),
     ("deepspeed-loader", "dp2.zero2", ("resume",)),
     ("deepspeed-curriculum", "dp2.zero2", ("resume",)),
+    ("megatron-gpt-mended-fully-reshardable", "dp2.zero1", ("resume", "reshard")),
+    ("megatron-gpt-mended-memory-efficient", "dp2.zero1", ("resume",)),
+    ("megatron-gpt-mended-dp-reshardable", "dp2.zero1", ("resume", "reshard")),
+    ("megatron-gpt-mended-gathered", "dp2.zero1", ("resume",)),
 )
 """Clauses that alone reach an option of an adapter, whose other clauses say what those of its kin do."""
 SUITES_OF_TWO = (
