@@ -667,6 +667,44 @@ def test_a_loss_that_is_divided_by_more_than_its_targets_is_explained(tmp_path: 
     assert code == 0 and "note: divided by another number" in printed, printed
 
 
+POSITIONS = """
+import os
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Embedding(20, 8), torch.nn.Linear(8, 20))
+model = torch.nn.parallel.DistributedDataParallel(net)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+generator = torch.Generator().manual_seed(dist.get_rank())
+for _ in range(4):
+    words = torch.randint(20, (8, 16), generator=generator)
+    targets = words.roll(1, 1)
+    targets[:, 8:] = -100
+    single = F.cross_entropy(model(words).flatten(0, 1), targets.flatten(), reduction="none")
+    optimizer.zero_grad()
+    (single.sum() / COUNT).backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "count, code, words",
+    [
+        ("targets.numel()", 0, "divided by 256, the number of all positions, of which the others do not count"),
+        ("32", 1, "weights of targets add up to 2 ="),
+    ],
+)
+def test_a_mean_over_all_positions_is_no_loss_divided_twice(tmp_path: Path, count: str, code: int, words: str) -> None:
+    """Half of the positions count, on two ranks."""
+    (tmp_path / "positions.py").write_text(POSITIONS.replace("COUNT", count))
+    ended, printed = check("--nproc", 2, tmp_path / "positions.py")
+    assert ended == code and words in printed, printed
+
+
 @pytest.mark.slow
 def test_labels_that_are_counted_before_they_are_shifted_are_named(tmp_path: Path) -> None:
     """Transformers' Trainer counts those of `GPT2LMHeadModel` so, whose name does not say that it is a causal model."""

@@ -19,7 +19,16 @@ from meshmark.judge.tolerance_model import NoiseFloor
 from meshmark.judge.trace import digest
 from meshmark.launch.cluster import Cluster, ClusterSpec
 from meshmark.launch.launch import ForkserverLauncher, LaunchResult
-from meshmark.passes.noise import NUM_RUNS, TIME_LIMIT_SECONDS, noise_key, num_chunks, perturb, read_noise, write_noise
+from meshmark.passes.noise import (
+    NUM_RUNS,
+    TIME_LIMIT_SECONDS,
+    noise_key,
+    num_chunks,
+    perturb,
+    read_noise,
+    vary_strides,
+    write_noise,
+)
 from meshmark.records.rank_report import RankFailure
 from meshmark.records.record import Status, code_digest_of
 from meshmark.records.request import Request
@@ -170,3 +179,13 @@ def test_noise_of_a_user_s_model_is_that_of_its_code_wherever_it_lies(
     helper.write_text("from torch import exp as act\n")
     code_digest_of.cache_clear()
     assert noise_key(case, 3) != before
+
+
+def test_every_other_run_stores_parameters_row_by_row() -> None:
+    """Frameworks that keep them in flat shards were called wrong for the format that a convolution then picks."""
+    gray = torch.nn.Conv2d(1, 8, 3).to(memory_format=torch.channels_last)
+    weight, strides, values = gray.weight, gray.weight.stride(), gray.weight.detach().clone()
+    vary_strides(gray, 0)
+    assert gray.weight.stride() == strides == (9, 1, 3, 1)
+    vary_strides(gray, 1)
+    assert gray.weight is weight and weight.stride() == (9, 9, 3, 1) and torch.equal(weight, values)

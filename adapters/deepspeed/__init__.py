@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -22,6 +21,7 @@ from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.adapters.deepspeed.traffic_exceptions import (
     compared_orders,
     keeps_whole_gradients,
+    sizes_by_group,
     state_shards,
     zero_exceptions,
 )
@@ -37,14 +37,6 @@ from meshmark.theory.model_theory import bucket_elements, local_parameters
 from meshmark.theory.partition import reaching_elements
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.traffic import OneTimeTraffic, TrafficException
-
-
-def sizes_by_group(case: Case, sizes: Sequence[int]) -> list[list[int]]:
-    """Return the sizes of a model's tensors by the optimizer's groups, each of which is partitioned by itself."""
-    groups: dict[bool, list[int]] = {True: [], False: []}
-    for name, size in zip(parameter_shapes(case.workload.model), sizes, strict=True):
-        groups[case.workload.optimizer.decays(name)].append(size)
-    return [group for group in groups.values() if group]
 
 
 class DeepSpeed(Adapter):
@@ -117,11 +109,13 @@ class DeepSpeed(Adapter):
         them, but compares a `torch.device` with a string. In bf16, stage 1 is another optimizer, `BF16_Optimizer`. It
         permanently keeps the whole float32 gradient and the bf16 gradient. If autograd keeps views of weights that
         stage 3 gathers for every run of a module, the number of copies is unknown. So is what its linear layers save of
-        weights that are computed.
+        weights that are computed. A module that is given one tensor twice is given two by stage 3: `MultiheadAttention`
+        then takes parts of its packed weight, and keeps them.
         """
         using = eager_recipe(case, f"eager-deepspeed-{case.layout.zero_stage}", casts_weights=True)
         model = case.workload.model
-        if case.layout.zero_stage == 3 and (model.computes_weights or model.indexed and model.runs > 1):
+        copies_differ = model.indexed and model.runs > 1
+        if case.layout.zero_stage == 3 and (model.computes_weights or model.repeats_arguments or copies_differ):
             using = dataclasses.replace(using, activations_known=False)
         if not case.precision.is_mixed:
             return using

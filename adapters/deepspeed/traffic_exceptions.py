@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 
 from meshmark.models.module import parameter_shapes
@@ -36,6 +37,14 @@ def state_shards(layout: Layout, rank: int) -> tuple[int, int]:
     """Over how many ranks states are sharded, those of a sequence too, and which shard is this rank's."""
     ranks = layout.spanned(("dp", "cp"), rank)
     return len(ranks), ranks.index(rank)
+
+
+def sizes_by_group(case: Case, sizes: Sequence[int]) -> list[list[int]]:
+    """Return the sizes of a model's tensors by the optimizer's groups, each of which is partitioned by itself."""
+    groups: dict[bool, list[int]] = {True: [], False: []}
+    for name, size in zip(parameter_shapes(case.workload.model), sizes, strict=True):
+        groups[case.workload.optimizer.decays(name)].append(size)
+    return [group for group in groups.values() if group]
 
 
 def zero_exceptions(case: Case, rank: int) -> tuple[TrafficException, ...]:
@@ -89,14 +98,14 @@ def sharing_exceptions(case: Case, rank: int, flows: list[Flow], sizes: list[int
     shards, _ = state_shards(case.layout, rank)
     if case.layout.zero_stage == 3:
         return _sharded(case, flows, shards, sizes)
-    return _partitioned(case, flows, shards, sum(sizes))
+    return _partitioned(case, flows, shards, sizes)
 
 
-def _partitioned(case: Case, flows: list[Flow], shards: int, whole: int) -> tuple[TrafficException, ...]:
-    """Stages 1 and 2."""
+def _partitioned(case: Case, flows: list[Flow], shards: int, sizes: list[int]) -> tuple[TrafficException, ...]:
+    """Stages 1 and 2, which make one flat buffer of each group's tensors."""
     layout = case.layout
     rounds = layout.num_micro_batches if layout.zero_stage == 2 else 1
-    padding = Fraction(-whole % (2 * shards), whole)
+    padding = Fraction(sum(-sum(group) % (2 * shards) for group in sizes_by_group(case, sizes)), sum(sizes))
     times = 1 + padding if keeps_whole_gradients(case) else rounds  # flat, with the padding of its partitions
 
     def reduced(flow: Flow) -> Flow:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from meshmark.adapter.contract import Feature
 from meshmark.adapter.engine import DataParallelEngine, Engine, RankContext
-from meshmark.adapters.deepspeed import EARLIER_GAPS, STAGE_3_GAPS, DeepSpeed, sizes_by_group
+from meshmark.adapters.deepspeed import EARLIER_GAPS, STAGE_3_GAPS, DeepSpeed
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.adapters.deepspeed.operators import load, missing
-from meshmark.adapters.deepspeed.traffic_exceptions import WHOLE_BUCKETS, keeps_whole_gradients
+from meshmark.adapters.deepspeed.traffic_exceptions import WHOLE_BUCKETS, keeps_whole_gradients, sizes_by_group
 from meshmark.errors import AdapterError
 from meshmark.models.module import block_classes, parameter_shapes, skeleton
 from meshmark.reference.data import Batch

@@ -50,6 +50,8 @@ class Objective:
     """Sum of the weights of each term."""
     num_rows: int = 0
     """Number of rows of the global batch, 0 if they are not known."""
+    num_positions: int = 0
+    """Number of targets with those that do not count, as behind a sequence; 0 if the loss function takes the mean."""
     multiplied: float = 1.0
     """Number by which the script multiplies every loss, 1 if they differ."""
     unreduced: bool = False
@@ -70,6 +72,12 @@ class Objective:
     def sums_in_rows(self) -> bool:
         """Whether the script adds up the losses of each row and takes the mean over rows."""
         return self.unreduced and abs(self.total * self.num_rows - self.num_targets) <= SAME * self.num_targets
+
+    @property
+    def averages_positions(self) -> bool:
+        """Whether the script divides the sum of single losses by the number of positions, not all of which count."""
+        targets = self.total * self.num_positions
+        return self.num_positions > self.num_targets and abs(targets - self.num_targets) <= SAME * self.num_targets
 
 
 class UnseenError(Exception):
@@ -115,6 +123,7 @@ def _together(found: list[Objective]) -> Objective:
         counts=found[0].counts,
         totals=[total for each in found for total in each.totals or [each.total]],
         num_rows=found[0].num_rows,
+        num_positions=found[0].num_positions,
         multiplied=found[0].multiplied,
         unreduced=any(each.unreduced for each in found),
         reweighed=any(each.reweighed for each in found),
@@ -215,6 +224,7 @@ def _objective_of_terms(ranks: Sequence[Step], factor: float, numbers: Sequence[
         high=float(relative.max()),
         counts=[int(w.size) for w in weights],
         num_rows=int(by_row.size),
+        num_positions=sum(term.scored.numel() for term in terms) if terms[0].reduction != "mean" else 0,
         multiplied=terms[0].multiplied if len({term.multiplied for term in terms}) == 1 else 1.0,
         unreduced=terms[0].reduction == "none",
         reweighed=reweighed,
@@ -236,7 +246,7 @@ def _num_detached(term: Term, call: Call) -> int:
     if term.gradient.numel() == counted.numel():
         counted = counted & (term.gradient.reshape(-1) != 0)  # those that the script leaves out itself
     gradients = [g for _, g in call.used_gradients]
-    if any(not g.dim() or g.shape[0] != num_rows or g.dtype is torch.float16 for g in gradients):
+    if not gradients or any(not g.dim() or g.shape[0] != num_rows or g.dtype is torch.float16 for g in gradients):
         return 0
     reached = torch.stack([g.reshape(num_rows, -1).ne(0).any(1) for g in gradients]).any(0)
     return int(counted.reshape(num_rows, -1)[~reached].sum())

@@ -315,7 +315,7 @@ def execute(script: Path, arguments: list[str]) -> None:
     sys.modules["__main__"] = module
     sys.argv = [str(script), *arguments]
     sys.path[: not sys.flags.safe_path] = [str(script.parent.resolve())]  # in the place of the working directory
-    code = compile(script.read_bytes(), str(script), "exec")
+    code = compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
     exec(code, module.__dict__)
 
 

@@ -1004,13 +1004,13 @@ class Recorder:
         return {name: _kept(self._part(name, local(self.parameters[name]))) for name in wanted}
 
     def _marks(self) -> dict[str, tuple[int, ...]]:
-        """Return address and version of every parameter. Every write changes them, but for one to `.data`.
+        """Return marks of every parameter, which a write changes.
 
         A write to a DTensor does not change its local tensor's version, nor one to the local tensor the DTensor's. What
-        is written to parts of FSDP1's flat parameters changes neither.
+        is written to parts of FSDP1's flat parameters changes none of the marks.
         """
         own = {name: (p, getattr(p, "_local_tensor", p)) for name, p in self.parameters.items()}
-        return {name: (part.data_ptr(), part._version, p._version) for name, (p, part) in own.items()}
+        return {name: (*_mark(part), p._version) for name, (p, part) in own.items()}
 
     def _changed_weights(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return those of `names` that something has changed since the step began, other than an optimizer's step."""
@@ -1023,14 +1023,9 @@ class Recorder:
         return not _same(self._part(name, local(self.parameters[name])).cpu(), value)
 
     def _gradient_marks(self) -> dict[str, tuple[int, ...]]:
-        """Return the addresses and versions of all gradients."""
-        found: dict[str, tuple[int, ...]] = {}
-        for name, p in self.parameters.items():
-            if p.grad is not None:
-                own = local(p.grad)
-                place = id(own) if own.is_sparse else own.data_ptr()
-                found[name] = place, own._version, p.grad._version
-        return found
+        """Return marks of all gradients, which a write changes."""
+        graded = [(name, p.grad) for name, p in self.parameters.items() if p.grad is not None]
+        return {name: (*_mark(local(gradient)), gradient._version) for name, gradient in graded}
 
     def _gradients(self, names: Iterable[str]) -> dict[str, Tensor]:
         found = {}
@@ -1128,9 +1123,22 @@ def _kept(value: Any) -> Any:  # noqa: ANN401
 
 def _state_mark(state: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return what tells whether an optimizer's state of a parameter was written to."""
-    tensors = {k: local(v) for k, v in state.items() if isinstance(v, Tensor)}
-    marks = {k: (0 if v.is_sparse else v.data_ptr(), v._version) for k, v in tensors.items()}
-    return tuple(sorted(marks.items()))
+    return tuple(sorted((k, _mark(local(v))) for k, v in state.items() if isinstance(v, Tensor)))
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their size in bytes."""
+
+
+def _mark(tensor: Tensor) -> tuple[int, int, int]:
+    """Return address, version, and the sum of the bits of a tensor. A write to its `.data` changes the sum alone."""
+    values = tensor.detach()
+    values = values._values() if values.is_sparse else values
+    address = id(tensor) if tensor.is_sparse else values.data_ptr()
+    values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    is_there = values.device.type != "meta" and values.untyped_storage().nbytes() > 0  # FSDP frees what it gathered
+    bits = int(values.contiguous().view(_BITS[values.element_size()]).sum(dtype=torch.int64)) if is_there else 0
+    return address, tensor._version, bits
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401

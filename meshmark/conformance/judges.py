@@ -142,10 +142,16 @@ def clipping(record: Record) -> Finding:
     limit = record.case.workload.optimizer.clip_norm or math.inf
     replicas = by_replica(record.equivalence.deviations, num_replicas(record.case))
     norms = [norm for own in replicas for norm in gradient_norms(own)]
-    active = decide(min(norms) > limit, f"norms {min(norms):.3g} to {max(norms):.3g} clipped to {limit:g}")
+    clipped = f"norms {min(norms):.3g} to {max(norms):.3g} clipped to {limit:g}"
     told = _compared(record, QuantityKind.NORM)
     reported = _within(record, QuantityKind.NORM) if told else decide(True, "the norm is not reported")
-    return all_of(_within(record, QuantityKind.PARAMETERS), reported, active)
+    found = all_of(_within(record, QuantityKind.PARAMETERS), reported, decide(True, clipped))
+    if found.result is ClauseResult.PASS and max(norms) <= limit:
+        why = (
+            f"gradients have norms of {min(norms):.3g} to {max(norms):.3g}, and none is clipped to {limit:g}: give the "
+        )
+        return Finding(result=ClauseResult.UNSUPPORTED, evidence=why + "workload's optimizer a lower clip_norm")
+    return found
 
 
 def frozen(record: Record) -> Finding:

@@ -228,6 +228,11 @@ class ModelConfig:
         return False
 
     @property
+    def repeats_arguments(self) -> bool:
+        """True if a module is given one tensor twice, as self-attention is given queries, keys and values."""
+        return False
+
+    @property
     def reads_elsewhere(self) -> bool:
         """True if a parameter is used while the module that has it does not run, as by a function of another module."""
         return False

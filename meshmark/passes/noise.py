@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter, Arithmetic, Casting
@@ -285,6 +285,7 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
     engines = [cast(SingleEngine, adapter.build(case, context)) for _ in range(replicas)]
     for engine in engines:
         engine.cast_weights = bool(run % num_ways(case))
+        vary_strides(engine.module, run // num_ways(case))
         perturb(engine, case, run)
     rules = [EngineRule(engine) for engine in engines]
     algorithm = options.transition(workload, rules, exact=False)
@@ -383,6 +384,18 @@ def permute(batch: Batch, case: Case, run: int, num_ranks: int) -> Batch:
 
 
 @torch.no_grad()
+def vary_strides(module: nn.Module, run: int) -> None:
+    """Store parameters row by row in every other run, as frameworks do that keep them in flat shards.
+
+    They may have other strides, as in `channels_last`, by which a convolution picks the memory format of its output.
+    """
+    for parameter in module.parameters() if run % 2 else ():
+        plain = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        if plain.stride() != parameter.stride():
+            parameter.data = plain.copy_(parameter)
+
+
+@torch.no_grad()
 def perturb(engine: Engine, case: Case, run: int) -> None:
     """Change initial values by up to half a unit in the last place of the precision of matrix products."""
     ulp = 2.0 ** -(case.precision.compute.mantissa_bits + 1)
@@ -454,6 +467,7 @@ def _trace(request: Request, adapter: Adapter, context: RankContext, run: int, n
     case = dataclasses.replace(request.case, adapter="single", layout=layout)
     engine = cast(SingleEngine, adapter.build(case, context))
     engine.cast_weights = bool(run % num_ways(case))
+    vary_strides(engine.module, run // num_ways(case))
     perturb(engine, case, run)
     trace = Trace(parameters=[stored_copies(engine.parameters(), folder / "parameters-0")])
     rank_progress.begin(rank_progress.Phase.TRAIN, num_steps)

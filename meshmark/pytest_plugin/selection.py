@@ -42,6 +42,7 @@ from meshmark.launch.cluster import ClusterSpec, cluster_of, node_loss
 from meshmark.launch.folders import users_caches
 from meshmark.launch.launch import LAUNCHERS, expect_interfaces, unheeded_variables
 from meshmark.passes.observe import WATCHED_STEP
+from meshmark.records.record import sources_of
 from meshmark.reference.data import check_data, on_corpus
 from meshmark.regression.baseline import find_baseline
 from meshmark.regression.baseline_gate import PER_TEST, BaselineGate, baseline_gate, expect_conditions
@@ -235,6 +236,8 @@ def _select(config: pytest.Config) -> Selection:
     workloads = [on_corpus(each, corpus) for each in chosen_workloads(option("--workload"), option("--model"), batch)]
     for chosen in workloads:
         check_data(chosen)
+        for target in targets.values():
+            sources_of(target, chosen)  # of what is loaded here; a later change is noticed
     worlds, layouts = chosen_layouts(option("--world"), option("--layouts"))
     given = {"nnodes": option("--nnodes"), "node_rank": option("--node-rank"), "rdzv": option("--rdzv")}
     return Selection(

@@ -49,7 +49,7 @@ class Source:
     """Target as a command names it, "file.py:Class" or "package.module:Class", without the folder."""
     sha256: str
     """Hash of the file, and of what it and what it imports take from elsewhere, when this session
-    first read them. Empty if it cannot be read."""
+    first read them. Empty if it cannot be read, or if it has changed since."""
     commit: str
     """Commit of the repository that tracks the file, as in `Environment.project_commit`. Empty if none does."""
 
@@ -62,8 +62,8 @@ class Source:
 def sources_of(adapter: str, workload: Workload) -> list[Source]:
     """Return the sources that are not part of Meshmark, whose own version the environment records.
 
-    A source has no digest if its code has changed since the last call. Ranks import it anew at every launch, so that it
-    is not known which of the two they have run.
+    A source has no digest once its code has changed after the first call. Ranks import it anew at every launch, and are
+    judged by what this process has loaded, so that no version tells what was run.
     """
     targets = [adapter] if not adapter.startswith("meshmark.") else []
     if isinstance(workload.model, OwnModelConfig):
@@ -88,19 +88,17 @@ _SOURCES = dict[tuple[str, bool], tuple[Source, dict[Path, tuple[int, int]]]]()
 
 
 def _source(target: str, is_adapter: bool) -> Source:
-    source, stamps = _SOURCES.get((target, is_adapter), (None, {}))
-    if source is not None and _stamps(stamps) == stamps:
-        return source
-    if source is not None:
-        project_of.cache_clear()  # the change may be in a commit by now, or in none
+    if (target, is_adapter) in _SOURCES:
+        source, stamps = _SOURCES[target, is_adapter]
+        return source if _stamps(stamps) == stamps else dataclasses.replace(source, sha256="")
     where, _, name = target.rpartition(":")
     file, digest, files = _file(where), "", set[Path]()
     told = f"{Path(where).name if where.endswith('.py') else where}:{name}"
     with contextlib.suppress(OSError):
         digest, files = _digest(file, _required(target) if is_adapter else ()) if file else ("", set())
-    found = Source(target=told, sha256=digest, commit=_commit(file) if file else "")
-    _SOURCES[target, is_adapter] = found, _stamps(files)
-    return found if source is None else dataclasses.replace(found, sha256="")
+    source = Source(target=told, sha256=digest, commit=_commit(file) if file else "")
+    _SOURCES[target, is_adapter] = source, _stamps(files)
+    return source
 
 
 def _stamps(files: Iterable[Path]) -> dict[Path, tuple[int, int]]:

@@ -62,6 +62,8 @@ class Use:
     """As `ModelConfig.computes_weights`."""
     reads_elsewhere: bool
     """As `ModelConfig.reads_elsewhere`."""
+    repeats_arguments: bool
+    """As `ModelConfig.repeats_arguments`."""
 
 
 def use_of(own: OwnWorkload, module: nn.Module, batch: Any) -> Use:  # noqa: ANN401
@@ -70,11 +72,13 @@ def use_of(own: OwnWorkload, module: nn.Module, batch: Any) -> Use:  # noqa: ANN
     Raises `InputError` where `torch.autograd.grad` cannot differentiate it.
     """
     reads = {id(p): list[bool]() for p in module.parameters()}
-    inside = Counter[int]()
+    inside, repeating = Counter[int](), list[bool]()
 
     def enter(part: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ANN401
         differentiable = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves((args, kwargs)))
         calls[id(part)] += bool(part._parameters)
+        given = [id(x) for x in pytree.tree_leaves(args) if isinstance(x, Tensor)]
+        repeating.append(len(set(given)) < len(given))
         for parameter in map(id, part.parameters(recurse=False)):
             if not inside[parameter]:  # else a module around it reads it already
                 reads[parameter].append(differentiable)
@@ -143,6 +147,7 @@ def use_of(own: OwnWorkload, module: nn.Module, batch: Any) -> Use:  # noqa: ANN
         chooses=choices.found,
         computes_weights=bool(computed),
         reads_elsewhere=bool(elsewhere),
+        repeats_arguments=any(repeating),
     )
 
 

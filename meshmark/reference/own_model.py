@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -147,6 +147,7 @@ def _described(target: str) -> Workload:
             "lazy modules take their shapes from it"
         )
     _expect_no_dropout(target, module)
+    _expect_no_gradient_hooks(target, module)
     _expect_dense_float32(target, module)
     batch = _checked_batch(target, own)
     has_batch_norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
@@ -184,6 +185,7 @@ def _described(target: str) -> Workload:
         chooses=use.chooses,
         computes_weights=use.computes_weights,
         reads_elsewhere=use.reads_elsewhere,
+        repeats_arguments=use.repeats_arguments,
         couples_rows=couples,
         has_batch_norms=has_batch_norms,
         layers=layers,
@@ -819,8 +821,18 @@ def _longest(module: nn.Module, kind: type[nn.ModuleList] | type[nn.Sequential])
 class InFloat64(TorchFunctionMode):
     """Turns what asks for float32 into float64, for modules that compute in float32 inside (norms, rotary positions).
 
-    So a module in float64 is a truth, whatever its code casts.
+    So a module in float64 is a truth, whatever its code casts. New tensors are in float64 by default.
     """
+
+    def __enter__(self) -> Self:
+        self.default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        torch.set_default_dtype(self.default)
 
     def __torch_function__(  # noqa: ANN202
         self,
@@ -1049,6 +1061,15 @@ def _on_rank(rank: int) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _expect_no_gradient_hooks(target: str, module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise InputError(
+                f"workload {target!r}: a hook changes the gradient of {name}; frameworks keep parameters of their own, "
+                "which do not have it: let model() register none, and put a mask or a factor into the loss"
+            )
 
 
 def _expect_no_dropout(target: str, module: nn.Module) -> None:

@@ -608,13 +608,13 @@ class Runner:
         return case.world_size // (spec.nnodes if spec.gpus_by_task else spec.num_hosts)
 
     def _run(self, request: Request) -> Record:
+        sources_of(request.adapter, request.case.workload)  # a change from here on is noticed when the record is made
         if request.task is Task.FAKE_WORLD:
             return self._run_alone(request)
         if request.task in JUDGED and request.assess:
             arithmetic = load_adapter(request.adapter).arithmetic
             tolerance_model = self._tolerances.of(request).declared(arithmetic.casting if arithmetic else None)
             request = dataclasses.replace(request, tolerance_model=tolerance_model)
-        sources_of(request.adapter, request.case.workload)  # a change from here on is noticed when the record is made
         first, power = launch_watched(self.launcher, request)
         launches, outcome = [first], outcome_of_launch(first, request.case.world_size)
         if request.task is Task.TIME and outcome.status is Status.OK:

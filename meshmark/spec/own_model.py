@@ -110,6 +110,7 @@ class OwnModelConfig(ModelConfig):
     has_float_inputs: bool = False
     computes_weights: bool = False
     reads_elsewhere: bool = False
+    repeats_arguments: bool = False
     chooses: bool = False
     """True if it selects the largest of computed values, as a router picks experts. Rounding may decide these."""
     repeats: bool = False

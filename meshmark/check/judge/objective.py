@@ -45,7 +45,7 @@ class ObjectiveJudge:
                 Level.NOTE, "a factor of the loss",
                 f"the script multiplies its loss by {found.multiplied:g}, which is {off} too", 0,
             )  # fmt: skip
-        if found.has_factor or found.sums_in_rows:
+        if found.has_factor or found.sums_in_rows or found.averages_positions:
             off = None
         if off:
             if found.total > 1:
@@ -119,6 +119,7 @@ class ObjectiveJudge:
             sums = {name: x for name, x in known.items() if x > 1}
             return f"it is a sum over {found.num_targets:,} targets, divided by {named_factor(divisor, sums)}"
         is_factor = abs(100 * found.total - round(100 * found.total)) < 1e-4  # such as 0.5, which a script may choose
+        is_factor = is_factor and not found.averages_positions
         is_number = abs(divisor - round(divisor)) < 1e-3 * abs(divisor - found.num_targets)
         if is_factor or not is_number or "tokens" not in found.candidates:
             return told
@@ -126,6 +127,8 @@ class ObjectiveJudge:
         told += f": the loss of {found.num_targets:,} targets is divided by {round(divisor):,}"
         if extra == found.num_rows:
             told += ", one more for each row (are labels counted before they are shifted?)"
+        elif found.averages_positions:
+            told += ", the number of all positions, of which the others do not count"
         level = Level.WRONG if self.asked else Level.NOTE
         self.verdict.add(level, "divided by another number", told.partition(": ")[2], 0)
         return told
