@@ -30,11 +30,12 @@ _ALIKE = 3
 
 def dropout(record: Record) -> Finding:
     samples, drifts = record.conformance.samples, record.equivalence.drifts
-    losses = [np.array(s["losses"]) for s in samples if any(s["losses"])]
-    first, draws = samples[0], np.concatenate(losses)
+    by_rank = {rank: np.array(s["losses"]) for rank, s in enumerate(samples) if any(s["losses"])}
+    first, losses = samples[0], [*by_rank.values()]
+    draws = np.concatenate(losses)
     reference = np.array(first["reference"])
     again = sum(len(own) - len(set(own)) for own in losses)
-    off = _off_since(losses[0], first["exact"][0])
+    off = _off(by_rank, first["exact"][0])
     alike = sum(float(np.sum(a == b)) for i, a in enumerate(losses) for b in losses[:i])
     chance = len(draws) // 16  # float32 has some 1e5 numbers in the spread of the losses: a pair may be equal
     z = statistics.NormalDist().inv_cdf(1 - FALSE_ALARMS / 8)
@@ -90,6 +91,14 @@ def _spreads(samples: Mapping[str, Sequence[float]]) -> Finding:
         f"the gradient of {name}{others} scatters {ratio:.2f} times as much from step to step as plain PyTorch's, "
         f"{away:+.1f} standard errors, {allowed:.1f} allowed{': a mask that repeats?' if ratio < 1 else ''}",
     )
+
+
+def _off(losses: Mapping[int, NDArray[np.float64]], exact: float) -> str:
+    """Return what `_off_since` says of the losses of each rank, and of which rank, if it does not hold for all."""
+    found = {rank: told for rank, own in losses.items() if (told := _off_since(own, exact))}
+    if len(found) == len(losses) and len(set(found.values())) == 1:
+        return next(iter(found.values()))
+    return "".join(f"{told.removesuffix(')')}, on rank {rank})" for rank, told in found.items())
 
 
 def _off_since(losses: NDArray[np.float64], exact: float) -> str:

@@ -60,6 +60,12 @@ def _hypotheses(case: Case, trace: Trace) -> Iterator[tuple[str, list[float]]]:
     if len(steps) < _LEAST_STEPS:
         return
     totals = [sum(each) for each in shares]
+    for what, rows in _of_all_ranks(case).items():
+        less = [total - sum(each[i] for i in rows) for total, each in zip(totals, shares, strict=True)]
+        yield f"{what} is left out", less
+        left = [1 - sum(weight[i] for i in rows) for weight in weights]
+        over = [loss / (rest or 1.0) for loss, rest in zip(less, left, strict=True)]
+        yield f"{what} is left out, and the mean is that of the others", over
 
     def name(row: int) -> str:
         return f"row {row}" + (f" (row {row % size} of data-parallel rank {row // size})" if dp > 1 else "")
@@ -76,3 +82,18 @@ def _hypotheses(case: Case, trace: Trace) -> Iterator[tuple[str, list[float]]]:
                     f"{name(j)} is in the place of {name(i)}",
                     [loss + each[j] for loss, each in zip(less, shares, strict=True)],
                 )
+
+
+def _of_all_ranks(case: Case) -> dict[str, list[int]]:
+    """Return rows that every data-parallel rank may leave out, in words."""
+    layout = case.layout
+    size = case.workload.global_batch // layout.dp
+    micro = size // layout.num_micro_batches
+    found = {"first row": range(1), "last row": range(size - 1, size)}
+    if layout.num_micro_batches > 1:
+        found |= {"first micro-batch": range(micro), "last micro-batch": range(size - micro, size)}
+    return {
+        f"the {what} of every data-parallel rank": [rank * size + row for rank in range(layout.dp) for row in rows]
+        for what, rows in found.items()
+        if layout.dp > 1 and len(rows) < size
+    }

@@ -21,14 +21,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshmark.algorithms.contract import Tensors
-from meshmark.judge.failed_step import SAME, Explanation, FailedStep, Fit
+from meshmark.judge.failed_step import SAME, Explanation, FailedStep, Fit, block_of
 from meshmark.judge.faults import Fault
 from meshmark.judge.truth import exact_loss
 from meshmark.judge.twin import Change
 from meshmark.models.mixture.module import Mixture
-from meshmark.models.module import Model
+from meshmark.models.module import Model, parameter_shapes
 from meshmark.reference.data import IGNORED, Batch
 from meshmark.reference.objective import loss_share
+from meshmark.spec.case import Case
 from meshmark.spec.workload import Loss
 
 _LEFT = 0.01
@@ -57,6 +58,9 @@ class _Variant:
 
     detail: str
     change: Change
+    fault: Fault = Fault.VARIANT
+    leaves: float = _LEFT
+    """Share of a tensor's deviation that it may leave unexplained."""
     couples_rows: bool = False
     """Whether rows of one micro-batch affect each other, so that micro-batches must be computed one by one."""
 
@@ -69,15 +73,15 @@ def other_function(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation 
     if (failed.twin and failed.case.tuning.compile) or not is_clear(failed, fit) or not failed.affords(1):
         return None
     likely = _likely(failed, list(_variants(failed)))
-    found = list[tuple[float, str]]()
+    found = list[tuple[float, str, Fault]]()
     for variant, parts in likely:
         if not failed.affords(1):
             break
-        left = _left(failed, _with_parts(failed, variant, parts), exact, _LEFT)
+        left = _left(failed, _with_parts(failed, variant, parts), exact, variant.leaves)
         if left <= 1:
-            found.append((left, f"{variant.detail}{failed.in_micro_batches(parts)}"))
-    told = [detail for _, detail in sorted(found)]
-    return (Fault.VARIANT, ", or ".join(told)) if 0 < len(told) <= _MOST_TOLD else None
+            found.append((left, f"{variant.detail}{failed.in_micro_batches(parts)}", variant.fault))
+    told = sorted(found)
+    return (told[0][2], ", or ".join(detail for _, detail, _ in told)) if 0 < len(told) <= _MOST_TOLD else None
 
 
 def is_clear(failed: FailedStep, fit: Fit) -> bool:
@@ -175,7 +179,12 @@ def _variants(failed: FailedStep) -> Iterator[_Variant]:
                     part = _on_rank(function, rank, failed.case.layout.tp)
                     told = f"{_named(modules)} with {detail}, on tensor-parallel rank {rank}"
                     yield _Variant(detail=told, change=Change(within=_replacing(modules, how, part)))
+    yield from _rounded_messages(failed.case)
     attentions, cp = list(dict.fromkeys(calls.get("causal attention", []))), failed.case.layout.cp
+    for modules in _groups(attentions) if attentions and cp > 1 else ():
+        told = f"{_named(modules)} with no gradient for keys and values of other context-parallel ranks"
+        apart = _replacing(modules, "causal attention", _apart_in_backward(cp))
+        yield _Variant(detail=told, change=Change(within=apart))
     for rank in range(cp if cp > 1 else 0):
         for modules in _groups(attentions) if attentions else ():
             for detail, see in _SEEN_BY_PART.items():
@@ -184,6 +193,62 @@ def _variants(failed: FailedStep) -> Iterator[_Variant]:
                     detail=told,
                     change=Change(within=_replacing(modules, "causal attention", _causal_in_part(rank, cp, see))),
                 )
+
+
+def ends_of_stages(case: Case) -> list[str]:
+    """Return the blocks behind which a pipeline is cut. Empty for a model of the user's own, whose names differ."""
+    layout, model = case.layout, case.workload.model
+    if layout.pp == 1:
+        return []
+    stages = model.stage_of_layers(layout.pp * layout.virtual_stages)
+    blocks = set(map(block_of, parameter_shapes(model)))
+    ends = [f"blocks.{i}" for i in range(model.num_layers) if stages.get(i + 1) != stages.get(i + 2)]
+    return ends if blocks.issuperset(ends) else []
+
+
+def _rounded_messages(case: Case) -> Iterator[_Variant]:
+    """Yield messages between the stages of a pipeline in 16 bits, where the stages compute in 32."""
+    ends = ends_of_stages(case)
+    for narrow in (torch.bfloat16, torch.float16) if ends and not case.precision.is_mixed else ():
+        for forward, backward in ((True, True), (True, False), (False, True)):
+            what = " and ".join(["activations"] * forward + ["their gradients"] * backward)
+            within = rounding_outputs(ends, narrow, forward=forward, backward=backward)
+            told = f"{what} rounded to {str(narrow).removeprefix('torch.')} between stages"
+            change = Change(within=within)
+            yield _Variant(detail=told, change=change, fault=Fault.PRECISION, leaves=_LEFT_BY_ROUNDING)
+
+
+def rounding_outputs(
+    modules: Sequence[str], narrow: torch.dtype, *, forward: bool, backward: bool
+) -> Callable[[Model], contextlib.AbstractContextManager[None]]:
+    """Return a context in which the outputs of these modules, or their gradients, are rounded."""
+
+    def rounded(_inputs: object, output: Tensor) -> Tensor:
+        result: Tensor = _Rounded.apply(output, narrow, forward, backward)  # type: ignore[no-untyped-call]
+        return result
+
+    @contextlib.contextmanager
+    def within(model: Model) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for name in modules:
+                stack.enter_context(returning(name, rounded)(model))
+            yield
+
+    return within
+
+
+class _Rounded(torch.autograd.Function):
+    """The identity, with its value or its gradient rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, narrow: torch.dtype, forward: bool, backward: bool) -> Tensor:  # noqa: ANN401
+        ctx.narrow = narrow if backward else None
+        return x.to(narrow).to(x.dtype) if forward else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
+        (gradient,) = gradients
+        return gradient.to(ctx.narrow).to(gradient.dtype) if ctx.narrow else gradient, None, None, None
 
 
 _OPTIONS: dict[str, Sequence[float]] = {
@@ -470,6 +535,21 @@ def _causal_in_part(rank: int, parts: int, see: Callable[[Tensor, int], Tensor])
         own = slice(rank * size, (rank + 1) * size)
         mask[own] = see(mask[own], rank * size)
         return function(q, k, v, **{**options, "is_causal": False, "attn_mask": mask})
+
+    return attend
+
+
+def _apart_in_backward(parts: int) -> _Function:
+    """Causal attention that passes no gradient from queries to keys and values in another of `parts` equal parts."""
+
+    def attend(function: _Function, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:  # noqa: ANN401
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+        found = []
+        for own in torch.arange(q.shape[-2], device=q.device).chunk(parts):
+            keys, values = (x.detach().index_copy(-2, own, x.index_select(-2, own)) for x in (k, v))
+            changed = {**options, "is_causal": False, "attn_mask": mask[own]}
+            found.append(function(q.index_select(-2, own), keys, values, **changed))
+        return torch.cat(found, -2)
 
     return attend
 

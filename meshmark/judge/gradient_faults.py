@@ -215,20 +215,39 @@ def _scaled(failed: FailedStep, fit: Fit, exact: Tensors) -> Explanation | None:
         return found
     later = list(_later_factors(failed))
     if any(abs(f - factor) > _VARIES * abs(factor) for f in later):
-        told += f", and {', '.join(f'{f:.5g}' for f in later)} times in the next steps: no constant"
+        others = f", and {', '.join(f'{f:.5g}' for f in later)} times in the next steps"
+        if by_scale := _by_loss_scale(failed, factor):
+            return Fault.SCALED, f"{factor:.5g} times the truth{others}: {by_scale}"
+        told += f"{others}: no constant"
     elif " = " not in told and not is_clear(failed, fit):
         told += "; one more term in the loss may hide beneath the rounding"
     return Fault.SCALED, told
 
 
+def _by_loss_scale(failed: FailedStep, factor: float) -> str:
+    """Return a text if a factor is that by which the loss scale changes before or after the step."""
+    scales, step = failed.trace.loss_scales, failed.step
+    for other, which in ((step + 1, "next"), (step - 1, "last")):
+        pair = [scales[each] if 0 <= each < len(scales) else None for each in (step, other)]
+        if pair[0] and pair[1] and pair[0] != pair[1] and abs(pair[0] / pair[1] / factor - 1) <= _VARIES:
+            return f"the loss was multiplied by {pair[0]:g}, and gradients divided by {pair[1]:g}, the {which} step's"
+    return ""
+
+
 def _later_factors(failed: FailedStep) -> Iterator[float]:
-    """Yield the factor by which the wrong gradients are off in each step after the failed one, while they have one."""
+    """Yield the factor by which the wrong gradients are off in each step after the failed one, while they have one.
+
+    It is 1 in a step where they are right.
+    """
     for step in range(failed.step + 1, len(failed.trace.gradients)):
         own = failed.trace.gradients[step]
         if not failed.affords(1) or not all(name in own for name in failed.names):
             return
         found = replace(failed, step=step, twin=None).exact
         told, right = (np.concatenate([x[n].ravel() for n in failed.names]) for x in (own, found))
+        if np.linalg.norm(told - right) <= _VARIES * np.linalg.norm(right):
+            yield 1.0
+            continue
         factor = float(told @ right / (right @ right)) if right.any() else np.nan
         if not np.linalg.norm(told - factor * right) <= LEFT_OVER * np.linalg.norm(told - right):
             return

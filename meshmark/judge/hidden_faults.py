@@ -26,9 +26,9 @@ from meshmark import rank_progress
 from meshmark.adapter.contract import Casting
 from meshmark.algorithms.contract import Tensors
 from meshmark.judge.deviation import Deviations, QuantityKind, deviation
-from meshmark.judge.failed_step import Stopwatch, block_of
+from meshmark.judge.failed_step import Stopwatch
 from meshmark.judge.faults import MOST_NAMES, Diagnosis, Fault
-from meshmark.judge.function_faults import returning
+from meshmark.judge.function_faults import ends_of_stages, rounding_outputs
 from meshmark.judge.tolerance_model import ToleranceModel
 from meshmark.judge.trace import Trace
 from meshmark.judge.twin import UNCHANGED, Change, Twin, TwinStep, known_parameters
@@ -235,13 +235,8 @@ def _rounded_messages(twin: Twin) -> Iterator[_Wrong]:
 
     Under autocast, the residual stream that passes from block to block has the precision of the weights.
     """
-    layout, model = twin.case.layout, twin.case.workload.model
-    if layout.pp == 1 or twin.arithmetic.casting is not Casting.AUTOCAST:
-        return
-    stages = model.stage_of_layers(layout.pp * layout.virtual_stages)
-    blocks = set(map(block_of, parameter_shapes(model)))
-    ends = [f"blocks.{i}" for i in range(model.num_layers) if stages.get(i + 1) != stages.get(i + 2)]
-    if not blocks.issuperset(ends):  # a model of the user's own has other names
+    ends = ends_of_stages(twin.case)
+    if not ends or twin.arithmetic.casting is not Casting.AUTOCAST:
         return
     narrow = getattr(torch, twin.case.precision.compute)
     for forward, backward in ((True, True), (True, False), (False, True)):
@@ -249,42 +244,9 @@ def _rounded_messages(twin: Twin) -> Iterator[_Wrong]:
         yield _Wrong(
             fault=Fault.PRECISION,
             detail=f"{what} rounded to {twin.case.precision.compute} between stages",
-            change=Change(within=_rounding(ends, narrow, forward=forward, backward=backward)),
+            change=Change(within=rounding_outputs(ends, narrow, forward=forward, backward=backward)),
             backward_only=not forward,
         )
-
-
-def _rounding(
-    modules: Sequence[str], narrow: torch.dtype, *, forward: bool, backward: bool
-) -> Callable[[Model], contextlib.AbstractContextManager[None]]:
-    """Return a context in which the outputs of these modules, or their gradients, are rounded."""
-
-    def rounded(_inputs: object, output: Tensor) -> Tensor:
-        result: Tensor = _Rounded.apply(output, narrow, forward, backward)  # type: ignore[no-untyped-call]
-        return result
-
-    @contextlib.contextmanager
-    def within(model: Model) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for name in modules:
-                stack.enter_context(returning(name, rounded)(model))
-            yield
-
-    return within
-
-
-class _Rounded(torch.autograd.Function):
-    """The identity, with its value or its gradient rounded."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, narrow: torch.dtype, forward: bool, backward: bool) -> Tensor:  # noqa: ANN401
-        ctx.narrow = narrow if backward else None
-        return x.to(narrow).to(x.dtype) if forward else x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
-        (gradient,) = gradients
-        return gradient.to(ctx.narrow).to(gradient.dtype) if ctx.narrow else gradient, None, None, None
 
 
 # --- Norms that are computed in 16 bits, which autocast leaves in 32.

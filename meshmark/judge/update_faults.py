@@ -73,9 +73,9 @@ def explain_updates(failed: FailedStep) -> Explanation | None:
     found = (
         _zero_for_none(failed, exact)
         or in_other_places(failed, after, exact)
+        or _kept_values(failed, exact)
         or _closest_hypothesis(failed, exact)
         or _other_counts(failed, exact)
-        or _kept_values(failed, exact)
         or _in_low_precision(failed, after, exact)
         or _stretched(failed, exact)
         or _decayed(failed, exact)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshmark.algorithms.contract import Tensors
+from meshmark.judge.deviation import global_norm
 from meshmark.judge.failed_step import block_of, rows_of
 from meshmark.judge.faults import Fault
 from meshmark.judge.trace import Trace
@@ -66,6 +68,12 @@ def update_hypotheses(
             detail="gradients are scaled to the norm that they are to be clipped to, also where theirs is below it",
             optimizer=_ClipsUp(spec),
         )
+        yield UpdateHypothesis(
+            fault=Fault.CLIPPING,
+            detail="clipped by the norm of gradients that the loss scale still multiplies",
+            optimizer=ExactOptimizer(replace(spec, clip_norm=None)),
+            gradients=functools.partial(_clipped_while_scaled, spec.clip_norm),
+        )
         if shards > 1:
             own = "clipped by the norm of a rank's own rows, not of all"
             yield UpdateHypothesis(fault=Fault.CLIPPING, detail=own, optimizer=_ClipsShards(spec, shards))
@@ -109,6 +117,10 @@ def update_hypotheses(
         detail = f"with the moments of {wrong[0]} and {wrong[1]} exchanged before this step"
         yield UpdateHypothesis(fault=Fault.MISPLACED, detail=detail, optimizer=exchanged)
     yield from _hypotheses_of_kind(spec)
+    for parts in dict.fromkeys((1, shards)) if spec.kind in LAYER_WISE else ():
+        whose = "all tensors together" if parts == 1 else "each rank's part of a flat buffer"
+        detail = f"with one trust ratio for {whose}, not for each tensor"
+        yield UpdateHypothesis(fault=Fault.UPDATE, detail=detail, optimizer=_TrustsParts(spec, parts))
     yield UpdateHypothesis(
         fault=Fault.STALE_GRADIENT,
         detail="made of the gradients of the step before",
@@ -123,6 +135,12 @@ def update_hypotheses(
             n: trace.gradients[step].get(n, np.zeros_like(x)) for n, x in trace.parameters[step].items()
         },
     )
+
+
+def _clipped_while_scaled(limit: float, trace: Trace, step: int) -> Tensors:
+    own, scale = trace.gradients[step], trace.loss_scales[step] if trace.loss_scales else 1.0
+    factor = min(1.0, limit / (scale * global_norm(own) + 1e-6))
+    return {name: factor * gradient.astype(np.float64) for name, gradient in own.items()}
 
 
 def _variant(spec: OptimizerSpec, detail: str) -> UpdateHypothesis:
@@ -267,6 +285,26 @@ class _ClipsShards(ExactOptimizer):
             scale = (max_norm / (nn.utils.get_total_norm(own) + 1e-6)).clamp(max=1.0)
             for part in own:
                 part.mul_(scale)
+
+
+class _TrustsParts(ExactOptimizer):
+    """Takes equal parts of a flat buffer of all tensors for single tensors."""
+
+    def __init__(self, spec: OptimizerSpec, parts: int) -> None:
+        super().__init__(spec)
+        self.parts = parts
+
+    def step(self, parameters: Tensors, gradients: Tensors) -> Tensors:
+        if parameters.keys() != gradients.keys():  # then what a part has of the others' is not known
+            return parameters
+        buffers = [np.concatenate([of[name].ravel() for name in parameters]) for of in (parameters, gradients)]
+        size = -(-len(buffers[0]) // self.parts)
+        cuts = range(size, len(buffers[0]), size)
+        moved = super().step(*({str(i): x for i, x in enumerate(np.split(each, cuts))} for each in buffers))
+        flat = np.concatenate(list(moved.values()))
+        ends = np.cumsum([x.size for x in parameters.values()])[:-1]
+        pieces = zip(parameters.items(), np.split(flat, ends), strict=True)
+        return {name: piece.reshape(x.shape) for (name, x), piece in pieces}
 
 
 class _ClipsBlocks(ExactOptimizer):
