@@ -136,7 +136,7 @@ roster-page: install  ## The page of the records that `make roster` has left.
 reach: install  ## Lines and options of the frameworks that judged passes reach, 20 minutes at a time: reports/reach.md.
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.reach --minutes $(or $(MINUTES),20)
 
-reach-mutants: install  ## Mutants of the frameworks, against the passes that `make reach` left: 15 minutes at a time.
+reach-mutants: install  ## Mutants of the frameworks, against judged passes that execute them: 15 minutes at a time.
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.reach.mutants --minutes $(or $(MINUTES),15)
 	$(BIN)/python -m benchmarks.reach --page
 

@@ -22,14 +22,14 @@ from meshmark.judge.diagnosis import diagnose, first_drift
 from meshmark.judge.evaluation_faults import explain_evaluation
 from meshmark.judge.failed_step import FailedStep, Stopwatch
 from meshmark.judge.faults import Diagnosis, Fault, named_factor
-from meshmark.judge.function_faults import _SEEN_BY_PART, _causal_in_part
+from meshmark.judge.function_faults import _SEEN_BY_PART, _apart_in_backward, _causal_in_part
 from meshmark.judge.gradient_faults import _clipped_shares, _is_by_chance, nobody_reduced
 from meshmark.judge.partial_faults import describe_region
 from meshmark.judge.tolerance_model import ToleranceModel, fit, noise_run
 from meshmark.judge.trace import Trace, drifts_between, host_copies
 from meshmark.judge.truth import ExactOptimizer, assess, exact_gradients, exact_loss
 from meshmark.judge.update_faults import _counted_otherwise, explain_updates, replay
-from meshmark.judge.update_hypotheses import _TakesMoments
+from meshmark.judge.update_hypotheses import _TakesMoments, update_hypotheses
 from meshmark.reference.data import Batch, make_batch
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
@@ -792,8 +792,12 @@ def evaluated(case: Case, rows: Callable[[Batch], Batch]) -> Trace:
             lambda batch: batch.take(torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 5])),
             "row 5 (row 1 of data-parallel rank 1) co",
         ),
+        (
+            lambda batch: batch.take(torch.tensor([0, 1, 2, 4, 5, 6])),
+            "the last row of every data-parallel rank is left out",
+        ),
     ],
-    ids=["another row", "no row", "a row twice"],
+    ids=["another row", "no row", "a row twice", "no last rows"],
 )
 def test_a_wrong_evaluation_is_explained_by_its_rows(rows: Callable[[Batch], Batch], told: str) -> None:
     """It was said to be of another function."""
@@ -862,3 +866,68 @@ def test_another_mask_in_one_part_of_a_sequence() -> None:
         found = _causal_in_part(1, 2, _SEEN_BY_PART[name])(attend, q, k, v, is_causal=True)
         torch.testing.assert_close(found[..., :4, :], right[..., :4, :])
         torch.testing.assert_close(found[..., 4:, :], part)
+
+
+def test_gradients_divided_by_the_next_loss_scale_are_named_and_not_by_the_layout() -> None:
+    def doctor(trace: Trace) -> None:
+        trace.loss_scales = [4.0, 4.0, *[8.0] * (STEPS - 2)]
+        gradients(trace, 1, lambda name, gradient: gradient / 2)
+
+    told = found(doctor, Fault.SCALED, 1).detail
+    assert told.startswith("0.5 times the truth, and 1 times in the next steps") and "dp" not in told, told
+    assert told.endswith("the loss was multiplied by 4, and gradients divided by 8, the next step's"), told
+
+
+def test_clipping_of_gradients_that_the_loss_scale_multiplies_is_named() -> None:
+    def doctor(trace: Trace) -> None:
+        trace.loss_scales = [2.0**12] * STEPS
+        unclipped = ExactOptimizer(dataclasses.replace(CASE.workload.optimizer, clip_norm=None))
+        limit = CASE.workload.optimizer.clip_norm or 1.0
+        for step in range(2):
+            own = trace.gradients[step]
+            factor = min(1.0, limit / (2.0**12 * global_norm(own)))
+            after = unclipped.step(trace.parameters[step], {n: factor * g.astype(np.float64) for n, g in own.items()})
+            trace.parameters[step + 1] = {n: p.astype(np.float32) for n, p in after.items()}
+
+    assert found(doctor, Fault.CLIPPING, 0).detail == (
+        "clipped by the norm of gradients that the loss scale still multiplies"
+    )
+
+
+def test_elements_that_stay_are_named_where_they_are_one_ranks_rows() -> None:
+    """It was said that one rank's rows follow another rule."""
+
+    def doctor(trace: Trace) -> None:
+        after = trace.parameters[2][WEIGHT] = trace.parameters[2][WEIGHT].copy()
+        half = len(after) // 2
+        after[half:] = trace.parameters[1][WEIGHT][half:]
+
+    diagnosis = found(doctor, Fault.NEVER_UPDATED, 1)
+    assert diagnosis.detail.startswith("no move in the last"), diagnosis.detail
+
+
+def test_one_trust_ratio_for_parts_of_a_flat_buffer() -> None:
+    rng = np.random.default_rng(0)
+    before = {"a": rng.standard_normal((3, 2)), "b": rng.standard_normal(5)}
+    own = {name: rng.standard_normal(x.shape) for name, x in before.items()}
+    spec = OptimizerSpec(kind=OptimizerKind.LAMB, clip_norm=None)
+    flat = [{"0": x[:6], "1": x[6:]} for x in (np.concatenate([t["a"].ravel(), t["b"]]) for t in (before, own))]
+    right = ExactOptimizer(spec).step(*flat)
+    told = {
+        each.detail: each.optimizer.step(before, own)
+        for each in update_hypotheses(spec, 0, shards=2)
+        if "trust ratio for each rank's part" in each.detail
+    }
+    [(_, after)] = told.items()
+    assert np.allclose(np.concatenate([after["a"].ravel(), after["b"]]), np.concatenate([right["0"], right["1"]]))
+
+
+def test_attention_whose_keys_get_gradients_of_their_own_part_alone() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 4, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    right = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    apart = _apart_in_backward(2)(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+    assert torch.allclose(right, apart)
+    (of_own,) = torch.autograd.grad(right[..., :2, :].sum(), v)
+    (of_first,) = torch.autograd.grad(apart.sum(), v)
+    assert torch.allclose(of_own[..., :2, :], of_first[..., :2, :]), "later queries do not reach them"

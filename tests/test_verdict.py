@@ -20,11 +20,14 @@ from meshmark.run.verdict import (
     LEAK_BYTES,
     SCALARS_BYTES,
     Limit,
+    MemoryTotal,
+    _like,
     detection_limits,
     judge_communication,
     judge_equivalence,
     judge_memory,
 )
+from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision
 from meshmark.theory.memory import ExtraMemory, ModelStates
 from tests.factories import (
@@ -279,6 +282,17 @@ def test_a_framework_that_does_not_shard_fails() -> None:
     verdict = judge_memory(record)
     assert not verdict.passed
     assert "optimizer_states" in verdict.summary and "800 bytes, planned 400 (100.00%)" in verdict.summary
+
+
+def test_an_excess_is_named_by_what_is_as_large() -> None:
+    case = make_case(layout=Layout(dp=2, zero_stage=3, num_micro_batches=2))
+    block = 4 * case.workload.model.block_parameters
+    kept = MemoryTotal(category="activations", rank=0, measured=1e6 + 2 * block, planned=1e6)
+    assert _like(kept, [], case).endswith("the gathered weights of 2 blocks")
+    assert not _like(kept, [], make_case(layout=Layout(dp=2, num_micro_batches=2))), "which gathers none"
+    own = [MemoryTotal(category="gradients", rank=rank, measured=700.0 + rank, planned=700.0) for rank in (0, 1)]
+    steady = MemoryTotal(category="steady", rank=1, measured=2401.0, planned=1700.0)
+    assert _like(steady, own, case) == ", as much more as all gradients of the rank"
 
 
 def test_a_declared_remainder_counts_on_its_rank_and_in_its_category_alone() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.reach.attempts import read_readings, tried_before
 from benchmarks.reach.measured import MEASURED, added, load, measure, save
 from benchmarks.reach.page import page
-from benchmarks.reach.runs import run, units
+from benchmarks.reach.runs import keep, run, units
 
 PAGE = Path("reports/reach.md")
 
@@ -32,8 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # introspection imports DeepSpeed, which would look for accelerators
     if not parsed.page:
         chosen = filter(None, parsed.adapters.split(","))
-        if not parsed.summary and (left := run(units(chosen), 60 * parsed.minutes)):
+        left = 0 if parsed.summary else run(units(chosen), 60 * parsed.minutes)
+        if left:
             print(f"{left} units are left: the same command goes on")
+        elif not parsed.adapters:
+            keep()
         found = measure()
         save(added(found, load()) if parsed.add else found)
     parsed.output.write_text(page(load(), tried_before(), read_readings()))

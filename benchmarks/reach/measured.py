@@ -67,6 +67,11 @@ class Measured:
     """Earlier runs whose lines and options are kept, in words."""
 
 
+def versions() -> dict[str, str]:
+    """Return the installed versions of the frameworks."""
+    return {name: version(distribution) for name, distribution in DISTRIBUTIONS.items()}
+
+
 def measure() -> Measured:
     """Sum up the passes in results/reach."""
     found, finished = passes(), done()
@@ -84,7 +89,7 @@ def measure() -> Measured:
     return Measured(
         made_on=f"{here.machine}, {here.num_cpus} CPUs",
         commit=here.commit,
-        versions={name: version(distribution) for name, distribution in DISTRIBUTIONS.items()},
+        versions=versions(),
         num_suites=sum(not each.scenario for each in judged),
         num_scenarios=sum(bool(each.scenario) for each in judged),
         num_unjudged=len(found) - len(judged),

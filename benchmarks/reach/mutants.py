@@ -18,9 +18,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.reach.attempts import TRIED, Attempt, End, tried_before
+from benchmarks.reach.measured import load, versions
 from benchmarks.reach.mutate import Mutation, change_of, mutations
 from benchmarks.reach.mutating_launcher import MutatingLauncher
-from benchmarks.reach.runs import RESULTS, Pass, done, passes
+from benchmarks.reach.runs import KEPT, PASSES, RESULTS, Pass, done, passes
 from benchmarks.reach.scope import DISTRIBUTIONS, MODULES, SITE, framework_of, statements
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.conformance.clauses import CLAUSES
@@ -43,21 +44,26 @@ MOST_PASSES = 6
 # --- Choosing.
 
 
-def sample() -> Iterator[tuple[str, Mutation]]:
+def _source() -> Path:
+    """Return the file of passes: this machine's own, or the one that is kept."""
+    return PASSES if PASSES.exists() else KEPT
+
+
+def sample(found: Sequence[Pass]) -> Iterator[tuple[str, Mutation]]:
     """Yield framework and mutant in a random order that the seed fixes, one of each framework in turn."""
     executed: dict[str, set[int]] = defaultdict(set)
-    for each in passes():
+    for each in found:
         if each.judged:
             for file, lines in each.lines.items():
                 executed[file] |= statements(file).executed(set(lines))
     by_framework: dict[str, list[Mutation]] = {name: [] for name in MODULES}
     for file in sorted(executed):
         by_framework[framework_of(file)] += mutations(file, executed[file])
-    order = {name: random.Random(f"{SEED} {name}").sample(found, len(found)) for name, found in by_framework.items()}
+    order = {name: random.Random(f"{SEED} {name}").sample(own, len(own)) for name, own in by_framework.items()}
     for position in range(max(map(len, order.values()), default=0)):
-        for name, found in order.items():
-            if position < len(found):
-                yield name, found[position]
+        for name, mutants in order.items():
+            if position < len(mutants):
+                yield name, mutants[position]
 
 
 def executing(mutation: Mutation, found: Sequence[Pass]) -> list[Pass]:
@@ -92,7 +98,7 @@ def attempt(launcher: MutatingLauncher, framework: str, mutation: Mutation, foun
         RunOptions(time_limit_seconds=PATIENCE_SECONDS, observed_steps=3),
         RESULTS / "mutants",
     )
-    scenarios, clauses_done, results = ScenarioRunner(runner), set[tuple[str, Case]](), done()
+    scenarios, clauses_done, results = ScenarioRunner(runner), set[tuple[str, Case]](), done(_source())
     try:
         for each in plan:
             if time.monotonic() - started > SECONDS or end:
@@ -189,14 +195,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=400, help="mutants in all, with those tried before (default: 400)")
     parser.add_argument("--only", default="", metavar="TEXT", help="only mutants whose name contains TEXT; not kept")
     parsed = parser.parse_args(arguments)
-    found, before = passes(), {each.mutation.name for each in tried_before()}
+    if _source() == KEPT and load().versions != (here := versions()):
+        parser.error(f"{KEPT} is of {load().versions}, and installed are {here}: run `make reach` first")
+    found, before = passes(_source()), {each.mutation.name for each in tried_before()}
     if not found:
-        parser.error("results/reach has no passes: run `make reach` first, which finds out what is executed")
+        parser.error(
+            f"neither {PASSES} nor {KEPT} has passes: run `make reach` first, which finds out what is executed"
+        )
     TRIED.parent.mkdir(parents=True, exist_ok=True)
     started, count = time.monotonic(), len(before)
     with Cluster(ClusterSpec()) as cluster:
         launcher = MutatingLauncher(cluster)
-        for framework, mutation in sample():
+        for framework, mutation in sample(found):
             if count >= parsed.most or time.monotonic() - started > 60 * parsed.minutes:
                 break
             if mutation.name in before or parsed.only not in mutation.name:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ from meshmark.spec.workload import Workload, workload
 
 RESULTS = Path("results/reach")
 PASSES = RESULTS / "passes.jsonl"
+KEPT = Path("baselines/reach/passes.jsonl.xz")
+"""Passes of the last run that came to its end, for mutants on a machine that has run none."""
 
 CLAUSES_OF = (
     "ddp",
@@ -273,23 +276,30 @@ def _suites(name: str, precision: Precision, trained: Workload | None = None) ->
             yield Unit(case=cell, clauses=False)
 
 
-def done() -> dict[str, dict[str, str]]:
+def done(path: Path = PASSES) -> dict[str, dict[str, str]]:
     """Return the finished units, with the results of their clauses."""
-    rows = _rows()
-    return {row["done"]: row["clauses"] for row in rows if "done" in row}
+    return {row["done"]: row["clauses"] for row in _rows(path) if "done" in row}
 
 
-def passes() -> list[Pass]:
+def passes(path: Path = PASSES) -> list[Pass]:
     """Return the passes of all finished units."""
-    finished = done()
-    return [decode(Pass, row) for row in _rows() if row.get("unit") in finished]
+    finished = done(path)
+    return [decode(Pass, row) for row in _rows(path) if row.get("unit") in finished]
 
 
-def _rows() -> list[dict[str, Any]]:
-    if not PASSES.exists():
+def keep() -> None:
+    """Write the passes to `KEPT`."""
+    partial = KEPT.with_suffix(".partial")
+    partial.write_bytes(lzma.compress(PASSES.read_bytes(), preset=9))
+    partial.replace(KEPT)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
         return []
     found: list[dict[str, Any]] = []
-    for line in PASSES.read_text().splitlines():
+    content = path.read_bytes()
+    for line in (lzma.decompress(content) if path.suffix == ".xz" else content).decode().splitlines():
         try:
             found.append(json.loads(line))
         except json.JSONDecodeError:  # the run was cut off here

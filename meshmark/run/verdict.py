@@ -439,7 +439,7 @@ def judge_memory(record: Record) -> Verdict | None:
     return Verdict(
         suite="memory",
         passed=passed,
-        summary=summary if passed else f"{summary}{_like(worst, record.case)}; {_mend(worst)}",
+        summary=summary if passed else f"{summary}{_like(worst, found, record.case)}; {_mend(worst)}",
         evidence=_evidence(worst, found, record),
     )
 
@@ -501,18 +501,37 @@ _LIKE = 0.01
 """Relative distance up to which an excess is as large as a known tensor."""
 
 
-def _like(worst: MemoryTotal, case: Case) -> str:
-    """Return which activations have as many bytes as there are too many, where that is known."""
+def _like(worst: MemoryTotal, found: Sequence[MemoryTotal], case: Case) -> str:
+    """Return what has as many bytes as there are too many, where that is known."""
+    excess = worst.measured - worst.planned
+    sizes = _known_activations(case) if worst.category == "activations" else {}
+    if worst.category == "steady":
+        own = [held for held in found if held.rank == worst.rank and held.category in _STATES]
+        sizes = {f"all {_STATES[held.category]} of the rank": held.measured for held in own}
+    fitting = [name for name, size in sizes.items() if size and abs(excess - size) <= _LIKE * size]
+    return f", as much more as {' or '.join(fitting)}" if fitting else ""
+
+
+_STATES = {"gradients": "gradients", "parameters": "parameters", "optimizer_states": "optimizer states"}
+
+
+def _known_activations(case: Case) -> dict[str, float]:
+    """Return bytes of what may be kept too long in the forward pass: activations, and weights that stage 3 gathers."""
     model, layout = case.workload.model, case.layout
-    if worst.category != "activations" or not isinstance(model, ModelSpec) or layout.tp * layout.cp > 1:
-        return ""
+    if not isinstance(model, ModelSpec) or layout.tp * layout.cp > 1:
+        return {}
     elements = case.workload.global_batch // (layout.dp * layout.num_micro_batches) * model.seq_len
-    sizes = {"logits": elements * model.vocab_size, "a residual stream": elements * model.hidden}
-    for (name, size), count in itertools.product(sizes.items(), range(1, layout.num_micro_batches + 1)):
-        for width in dict.fromkeys((4, case.precision.compute.itemsize)):
-            if abs(worst.measured - worst.planned - width * count * size) <= _LIKE * width * count * size:
-                return f", as much more as {name} of {pluralize(count, 'micro-batch', 'micro-batches')}"
-    return ""
+    counts = range(1, layout.num_micro_batches + 1)
+    named = {
+        f"{name} of {pluralize(count, 'micro-batch', 'micro-batches')}": count * size
+        for name, size in (("logits", elements * model.vocab_size), ("a residual stream", elements * model.hidden))
+        for count in counts
+    }
+    if layout.zero_stage == 3:
+        blocks = range(1, model.num_layers + 1)
+        named |= {f"the gathered weights of {pluralize(n, 'block')}": n * model.block_parameters for n in blocks}
+    widths = dict.fromkeys((4, case.precision.compute.itemsize))
+    return {name + " in 16 bits" * (width < 4): width * size for width in widths for name, size in named.items()}
 
 
 def _listed_ranks(numbers: Sequence[int]) -> str:
