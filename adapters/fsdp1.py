@@ -193,7 +193,7 @@ class FSDP1(Adapter):
                 within,
                 lambda norm: replace(norm, ranks=neighbours(norm, replicas, rank)),
             ),
-            *sharding_exceptions(case, rank, cls.sharding, _padding(case, cls.sharding, cls.unit_sizes(case))),
+            *sharding_exceptions(case, rank, cls.sharding, padding_of_units(case, cls.sharding, cls.unit_sizes(case))),
         )
 
     @classmethod
@@ -364,7 +364,7 @@ class FSDP1Casts(FSDP1):
         return {"mixed_precision": policy}
 
 
-def _padding(case: Case, sharding: Sharding, units: dict[str, list[int]]) -> Padding:
+def padding_of_units(case: Case, sharding: Sharding, units: dict[str, list[int]]) -> Padding:
     """Return the padding of flat tensors: up to the aligned address of each parameter, and to a multiple of shards."""
     shards = case.layout.dp // sharding.replicas
     aligned = _ALIGNED_BYTES // case.precision.compute.itemsize

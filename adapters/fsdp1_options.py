@@ -1,4 +1,4 @@
-"""FSDP1 by what it leaves to the user: modules that it ignores."""
+"""FSDP1 by what it leaves to the user: modules that it ignores, and flat parameters."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from meshmark.adapter.contract import Feature
 from meshmark.adapter.engine import Gathered, RankContext
-from meshmark.adapters.fsdp1 import FSDP1, FSDP1Engine, canonical
+from meshmark.adapters.fsdp1 import FSDP1, FSDP1Engine, canonical, padding_of_units
 from meshmark.adapters.ignored import average_gradients, held_whole, sent_whole
 from meshmark.models.module import Model, block_of, parameter_shapes
 from meshmark.models.transformer import TEXT_FAMILIES
@@ -110,3 +111,30 @@ def ignored_shapes(case: Case) -> dict[str, tuple[int, ...]]:
 
 def _ignored_elements(case: Case) -> int:
     return sum(map(math.prod, ignored_shapes(case).values()))
+
+
+class FSDP1Flat(FSDP1):
+    """`use_orig_params=False`, FSDP1's own default: the optimizer steps on the flat tensors themselves."""
+
+    capabilities: ClassVar = dataclasses.replace(
+        FSDP1.capabilities,
+        unfreezes=False,
+        lacks={
+            **FSDP1.capabilities.lacks,
+            Feature.DECAY_GROUPS: "a unit is one parameter, which is in one group of the optimizer",
+            Feature.FROZEN: "a unit is one parameter, which is trained as a whole or not at all",
+        },
+    )
+
+    def choices(self, case: Case) -> dict[str, Any]:
+        return {"use_orig_params": False}
+
+    @classmethod
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
+        """Return that `zero_grad` frees a shard's gradients, which stay while parameters are views of it."""
+        padding, sizes = padding_of_units(case, cls.sharding, cls.unit_sizes(case)), cls.unit_sizes(case)
+        elements = (sum(map(sum, sizes.values())) + padding.root + padding.blocks) // case.layout.dp
+        reason = "gradients of flat tensors are freed when they are cleared, and are there at the peak"
+        freed = (("steady", -4 * elements), ("peak", 4 * elements))
+        more = (ExtraMemory(category=name, num_bytes=num_bytes, reason=reason) for name, num_bytes in freed)
+        return (*super().extra_memory(case, rank), *more)

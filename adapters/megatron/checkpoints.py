@@ -87,6 +87,26 @@ class MendedDPReshardable(Mended):
     checkpoint_metadata: ClassVar = DPReshardable.checkpoint_metadata
 
 
+class MendedParallel(MendedDPReshardable):
+    """Replicas share out what they all have: each saves a part, and loads a part that it sends to the others."""
+
+    def save_strategy(self) -> Any:  # noqa: ANN401
+        from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+        from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+        from megatron.core.parallel_state import get_data_parallel_group
+
+        return FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), get_data_parallel_group())
+
+    def load_strategy(self, folder: Path) -> Any:  # noqa: ANN401
+        from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+        from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+        from megatron.core.parallel_state import get_data_parallel_group
+
+        return FullyParallelLoadStrategyWrapper(
+            get_default_load_sharded_strategy(str(folder)), get_data_parallel_group()
+        )
+
+
 class MendedMemoryEfficient(Mended):
     checkpoint_metadata: ClassVar = {
         **GPTModelEngine.checkpoint_metadata,
@@ -159,6 +179,14 @@ class MegatronGPTMendedDPReshardable(MegatronGPTDistributedOptimizer):
     loads the count of steps."""
 
     engine: ClassVar = MendedDPReshardable
+    known_gaps: ClassVar = ()
+
+
+class MegatronGPTMendedParallel(MegatronGPTDistributedOptimizer):
+    """`FullyParallelSaveStrategyWrapper`, as Megatron-LM saves by default: replicas share out what they all have. The
+    adapter loads the count of steps."""
+
+    engine: ClassVar = MendedParallel
     known_gaps: ClassVar = ()
 
 

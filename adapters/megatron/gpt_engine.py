@@ -107,18 +107,27 @@ class GPTModelEngine(Engine):
         from megatron.core import dist_checkpointing
 
         with cuda_is(self.context.device):
-            dist_checkpointing.save(self._sharded_state(is_loading=False), str(folder))
+            dist_checkpointing.save(self._sharded_state(is_loading=False), str(folder), self.save_strategy())
 
     def load(self, folder: Path) -> None:
         from megatron.core import dist_checkpointing
 
         with cuda_is(self.context.device):
-            loaded = dist_checkpointing.load(self._sharded_state(is_loading=True), str(folder))
+            state = self._sharded_state(is_loading=True)
+            loaded = dist_checkpointing.load(state, str(folder), self.load_strategy(folder))
             for name, chunk in self._chunks_by_name():
                 chunk.module.load_state_dict(loaded[name])
             self.optimizer.load_state_dict(loaded["optimizer"])
         for schedule, state in zip(self.learning_rates, loaded["schedule"], strict=True):
             schedule.load_state_dict(state)
+
+    def save_strategy(self) -> Any:  # noqa: ANN401
+        """Return Megatron's object that writes shards; None for its default."""
+        return None
+
+    def load_strategy(self, folder: Path) -> Any:  # noqa: ANN401
+        """Return Megatron's object that reads shards; None for its default."""
+        return None
 
     def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
         """Return megatron-core's description of everything on this rank, assembled as in Megatron-LM's own

@@ -50,7 +50,13 @@ CLAUSES_OF = (
     *("deepspeed-universal", "deepspeed-elastic", "megatron-gpt", "megatron-gpt-per-token"),
     "megatron-gpt-recommended",
     *("accelerate-fsdp1-by-size", "accelerate-loop-triggered"),
-    *("fsdp2-whole-checkpoint", "fsdp2-converted-checkpoint", "fsdp1-materialized", "fabric-fsdp-shard-grad-op"),
+    *(
+        "fsdp2-whole-checkpoint",
+        "fsdp2-converted-checkpoint",
+        "fsdp1-materialized",
+        "fsdp1-flat",
+        "fabric-fsdp-shard-grad-op",
+    ),
     *("fairscale-fsdp-shard-files", "fairscale-oss-by-hand", "pipeline-split", "fabric-deepspeed-arguments"),
 )
 """Adapters whose clauses are run, of each the deepest ZeRO stage, most valuable first."""
@@ -64,6 +70,7 @@ SOME_CLAUSES_OF = (
     ("megatron-gpt-mended-fully-reshardable", "dp2.zero1", ("resume", "reshard")),
     ("megatron-gpt-mended-memory-efficient", "dp2.zero1", ("resume",)),
     ("megatron-gpt-mended-dp-reshardable", "dp2.zero1", ("resume", "reshard")),
+    ("megatron-gpt-mended-parallel", "dp2.zero1", ("resume", "reshard")),
     ("megatron-gpt-mended-gathered", "dp2.zero1", ("resume",)),
 )
 """Clauses that alone reach an option of an adapter, whose other clauses say what those of its kin do."""
@@ -110,7 +117,7 @@ SUITES_OF_TWO = (
     *("fsdp2-wide-outputs", "fsdp1-materialized", "fsdp1-casts", "pipeline-traced", "pipeline-split"),
     *("fabric-loop-raw", "fabric-ddp-precision", "fabric-fsdp-shard-grad-op", "fabric-deepspeed-arguments"),
     *("fabric-deepspeed-offloads", "fairscale-fsdp-casts", "fairscale-fsdp-first-rank", "fairscale-oss-by-hand"),
-    *("tp-whole-loss", "fabric-deepspeed-separate", "fsdp1-ignores", "accelerate-fsdp1-ignores"),
+    *("fsdp1-flat", "tp-whole-loss", "fabric-deepspeed-separate", "fsdp1-ignores", "accelerate-fsdp1-ignores"),
     *("accelerate-captured", "accelerate-clips-values", "deepspeed-loader", "deepspeed-curriculum"),
 )
 SUITES_OF_FOUR = (
