@@ -49,13 +49,25 @@ def _source() -> Path:
     return PASSES if PASSES.exists() else KEPT
 
 
+def judging(path: Path) -> list[Pass]:
+    """Return the passes by which something passed, and which can therefore fail by a mutant."""
+    results = done(path)
+
+    def passed(each: Pass) -> bool:
+        if not each.scenario:
+            return bool(each.passed)
+        readers = (name for name, clause in CLAUSES.items() if each.scenario in clause.scenarios)
+        return any(results[each.unit].get(name) == "pass" for name in readers)
+
+    return [each for each in passes(path) if each.judged and passed(each)]
+
+
 def sample(found: Sequence[Pass]) -> Iterator[tuple[str, Mutation]]:
     """Yield framework and mutant in a random order that the seed fixes, one of each framework in turn."""
     executed: dict[str, set[int]] = defaultdict(set)
     for each in found:
-        if each.judged:
-            for file, lines in each.lines.items():
-                executed[file] |= statements(file).executed(set(lines))
+        for file, lines in each.lines.items():
+            executed[file] |= statements(file).executed(set(lines))
     by_framework: dict[str, list[Mutation]] = {name: [] for name in MODULES}
     for file in sorted(executed):
         by_framework[framework_of(file)] += mutations(file, executed[file])
@@ -70,10 +82,8 @@ def executing(mutation: Mutation, found: Sequence[Pass]) -> list[Pass]:
     """Return the judged passes that execute the mutated statement: those of the suites, of different adapters and quick
     ones first, then scenarios of clauses."""
     own = statements(mutation.file)
-    hits = [
-        each for each in found if each.judged and mutation.line in own.executed(set(each.lines.get(mutation.file, ())))
-    ]
-    suites = sorted((each for each in hits if not each.scenario and each.passed), key=lambda each: each.seconds)
+    hits = [each for each in found if mutation.line in own.executed(set(each.lines.get(mutation.file, ())))]
+    suites = sorted((each for each in hits if not each.scenario), key=lambda each: each.seconds)
     first: dict[str, Pass] = {}
     for each in suites:
         first.setdefault(each.case.adapter, each)
@@ -197,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     if _source() == KEPT and load().versions != (here := versions()):
         parser.error(f"{KEPT} is of {load().versions}, and installed are {here}: run `make reach` first")
-    found, before = passes(_source()), {each.mutation.name for each in tried_before()}
+    found, before = judging(_source()), {each.mutation.name for each in tried_before()}
     if not found:
         parser.error(
             f"neither {PASSES} nor {KEPT} has passes: run `make reach` first, which finds out what is executed"
