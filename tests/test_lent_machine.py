@@ -39,6 +39,8 @@ PRIVATE = {
     "_stage": "torch.distributed.pipelining.schedules:PipelineScheduleSingle",
     "_step_microbatches": "torch.distributed.pipelining.schedules:_PipelineSchedule",
     "_version": "torch:Tensor",
+    "_backward_hooks": "torch:Tensor",
+    "_post_accumulate_grad_hooks": "torch:Tensor",
     "_shard_param_infos": "torch.distributed.fsdp._flat_param:FlatParameter",
     "_sleep": "torch.cuda",
     "_cuda_clearCublasWorkspaces": "torch._C",

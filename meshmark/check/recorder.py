@@ -522,9 +522,8 @@ class Recorder:
         if not self.active or self.inside_model or step is None or not step.calls or step.groups:
             return
         given = list(tensors)
-        narrow = [t.dtype for t in given if t.is_floating_point() and t.numel() > 1 and torch.finfo(t.dtype).bits < 32]
-        if narrow and name == "all_reduce":
-            self.sums_narrow = str(narrow[0]).removeprefix("torch.")
+        if name == "all_reduce":
+            self._note_narrow_sums(given)
         if self.in_backward:
             return
         # Numbers alone are no gradients: what clips by hand adds up the squares of each rank's norm.
@@ -538,6 +537,14 @@ class Recorder:
                     results: list[Tensor] = []  # copied at once: the backward pass may reduce them where they are
                     function.register_prehook(functools.partial(self._saw_gathered, results))
                     function.register_hook(functools.partial(self._saw_given, step, results))
+
+    def _note_narrow_sums(self, given: Iterable[Tensor]) -> None:
+        """Note a sum over ranks in less than 32 bits of what may be gradients: of a parameter's size, or of several."""
+        sizes = {p.numel() for p in self.parameters.values()}
+        for tensor in given:
+            is_narrow = tensor.is_floating_point() and torch.finfo(tensor.dtype).bits < 32
+            if is_narrow and sizes and (tensor.numel() in sizes or tensor.numel() >= max(sizes)):
+                self.sums_narrow = str(tensor.dtype).removeprefix("torch.")
 
     def _saw_gathered(self, results: list[Tensor], gradients: tuple[Tensor | None, ...]) -> None:
         """Keep the gradients of a gather's result."""
@@ -1136,8 +1143,11 @@ def _mark(tensor: Tensor) -> tuple[int, int, int]:
     values = values._values() if values.is_sparse else values
     address = id(tensor) if tensor.is_sparse else values.data_ptr()
     values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
-    is_there = values.device.type != "meta" and values.untyped_storage().nbytes() > 0  # FSDP frees what it gathered
-    bits = int(values.contiguous().view(_BITS[values.element_size()]).sum(dtype=torch.int64)) if is_there else 0
+    try:
+        is_there = values.device.type != "meta" and values.untyped_storage().nbytes() > 0  # FSDP frees what it gathered
+        bits = int(values.contiguous().view(_BITS[values.element_size()]).sum(dtype=torch.int64)) if is_there else 0
+    except (RuntimeError, NotImplementedError, KeyError):  # a subclass of tensors whose bits cannot be read
+        bits = 0
     return address, tensor._version, bits
 
 

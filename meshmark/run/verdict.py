@@ -720,7 +720,8 @@ def judge_equivalence(record: Record) -> Verdict:
             f"noise, where {most:g} is the most that a verdict may leave open"
         )
         if unrounded:
-            summary += ": does the model, or batch(step), answer the same each time?"
+            summary += ": does the model, or batch(step), answer the same each time? Or does rounding decide, as at a "
+            summary += "ReLU's kink?"
     else:
         summary = f"worst {quantity} at step {step}: {excess * factor:.2f} x its noise where {factor:.2f} x is allowed"
         summary += differs
