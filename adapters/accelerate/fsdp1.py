@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from meshmark.adapter.contract import Arithmetic, Casting
+from meshmark.adapter.contract import Arithmetic, Casting, Feature
 from meshmark.adapter.engine import AUTOCAST, Engine, RankContext, configure, initial_model
 from meshmark.adapters.accelerate import FP16_IS_FP32, REQUIREMENT, AccelerateEngine
 from meshmark.adapters.accelerate.prepare import (
@@ -99,6 +99,14 @@ class AccelerateFSDP1(FSDP1):
 class AccelerateFSDP1BySize(AccelerateFSDP1):
     """Modules of a block's size are wrapped (`min_num_params`), of a model without values, which `param_init_fn` fills
     in shard by shard."""
+
+    capabilities: ClassVar = dataclasses.replace(
+        AccelerateFSDP1.capabilities,
+        lacks={
+            **AccelerateFSDP1.capabilities.lacks,
+            Feature.TIED_EMBEDDINGS: "a shared weight would be drawn for each module that has it",
+        },
+    )
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
