@@ -49,9 +49,9 @@ def _source() -> Path:
     return PASSES if PASSES.exists() else KEPT
 
 
-def judging(path: Path) -> list[Pass]:
-    """Return the passes by which something passed, and which can therefore fail by a mutant."""
-    results = done(path)
+def judging(found: Sequence[Pass], results: dict[str, dict[str, str]]) -> list[Pass]:
+    """Return the passes by which something passed, and which can therefore fail by a mutant. `results` is what `done`
+    returns."""
 
     def passed(each: Pass) -> bool:
         if not each.scenario:
@@ -59,7 +59,7 @@ def judging(path: Path) -> list[Pass]:
         readers = (name for name, clause in CLAUSES.items() if each.scenario in clause.scenarios)
         return any(results[each.unit].get(name) == "pass" for name in readers)
 
-    return [each for each in passes(path) if each.judged and passed(each)]
+    return [each for each in found if each.judged and passed(each)]
 
 
 def sample(found: Sequence[Pass]) -> Iterator[tuple[str, Mutation]]:
@@ -95,7 +95,13 @@ def executing(mutation: Mutation, found: Sequence[Pass]) -> list[Pass]:
 # --- Running.
 
 
-def attempt(launcher: MutatingLauncher, framework: str, mutation: Mutation, found: Sequence[Pass]) -> Attempt:
+def attempt(
+    launcher: MutatingLauncher,
+    framework: str,
+    mutation: Mutation,
+    found: Sequence[Pass],
+    results: dict[str, dict[str, str]],
+) -> Attempt:
     """Run one mutant until something kills it, or its time is over."""
     started, tried = time.monotonic(), list[str]()
     before, after = change_of(mutation)
@@ -108,7 +114,7 @@ def attempt(launcher: MutatingLauncher, framework: str, mutation: Mutation, foun
         RunOptions(time_limit_seconds=PATIENCE_SECONDS, observed_steps=3),
         RESULTS / "mutants",
     )
-    scenarios, clauses_done, results = ScenarioRunner(runner), set[tuple[str, Case]](), done(_source())
+    scenarios, clauses_done = ScenarioRunner(runner), set[tuple[str, Case]]()
     try:
         for each in plan:
             if time.monotonic() - started > SECONDS or end:
@@ -205,9 +211,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=400, help="mutants in all, with those tried before (default: 400)")
     parser.add_argument("--only", default="", metavar="TEXT", help="only mutants whose name contains TEXT; not kept")
     parsed = parser.parse_args(arguments)
-    if _source() == KEPT and load().versions != (here := versions()):
+    source = _source()
+    if source == KEPT and load().versions != (here := versions()):
         parser.error(f"{KEPT} is of {load().versions}, and installed are {here}: run `make reach` first")
-    found, before = judging(_source()), {each.mutation.name for each in tried_before()}
+    results = done(source)
+    found, before = judging(passes(source), results), {each.mutation.name for each in tried_before()}
     if not found:
         parser.error(
             f"neither {PASSES} nor {KEPT} has passes: run `make reach` first, which finds out what is executed"
@@ -221,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 break
             if mutation.name in before or parsed.only not in mutation.name:
                 continue
-            each = attempt(launcher, framework, mutation, found)
+            each = attempt(launcher, framework, mutation, found, results)
             count += 1
             if not parsed.only:
                 with TRIED.open("a") as file:
